@@ -1,0 +1,131 @@
+"""Every error that a user can see, in one tree.
+
+    SaturateError                 what happened, cause, evidence, remedy, exit code
+    ├── UsageError            2   the command line or a file that the user wrote is wrong
+    │   ├── RecipeError           a recipe cannot be read or does not validate
+    │   └── TechniqueError        an unknown, damaged or conflicting technique
+    ├── EnvironmentProblem    3   this machine or folder does not allow what was asked
+    │   ├── StudyLocked           another process works in the same study folder
+    │   ├── StudyDamaged          the study file is not one, or is of another version
+    │   └── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
+    ├── WorkloadFailed        4   the user's own command fails without saturate's help
+    ├── VerificationFailed    5   no final set of techniques verifies
+    └── TooNoisy              6   the machine is too noisy to decide
+
+Codes (`E...`) are stable: `saturate explain CODE` prints the class's docstring.
+"""
+
+from __future__ import annotations
+
+
+class SaturateError(Exception):
+    """Something went wrong that the user can act on."""
+
+    code = "E000"
+    exit_code = 1
+
+    def __init__(self, message: str, *, cause: str = "", evidence: str = "", remedy: str = ""):
+        super().__init__(message)
+        self.message = message
+        self.cause = cause
+        self.evidence = evidence
+        self.remedy = remedy
+
+    def card(self) -> str:
+        """The error as the terminal shows it, plain text, one labelled line each."""
+        lines = [f"error[{self.code}] {self.message}"]
+        for label, text in (("cause", self.cause), ("evidence", self.evidence), ("help", self.remedy)):
+            if text:
+                lines.append(f"{label}: {text}")
+        lines.append(f"more: saturate explain {self.code}")
+        return "\n".join(lines)
+
+
+class UsageError(SaturateError):
+    """The command line is not one that saturate understands."""
+
+    code = "E200"
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe file cannot be read, or something in it does not validate.
+
+    A recipe is a TOML file that `saturate tune` writes. An empty file is a valid recipe that changes nothing.
+    `saturate recipe validate FILE` lists everything that is wrong with one.
+    """
+
+    code = "E210"
+
+
+class TechniqueError(UsageError):
+    """A technique is unknown, does not load, breaks the contract of a technique, or conflicts with another one.
+
+    `saturate techniques` lists the ids. Two techniques conflict when both own the same exclusive resource.
+    """
+
+    code = "E220"
+
+
+class EnvironmentProblem(SaturateError):
+    """This machine, or this folder, does not allow what was asked. `saturate doctor` looks for the cause."""
+
+    code = "E300"
+    exit_code = 3
+
+
+class StudyLocked(EnvironmentProblem):
+    """Another saturate is at work in the same study folder. Wait for it, stop it, or choose another with `--dir`."""
+
+    code = "E310"
+
+
+class StudyDamaged(EnvironmentProblem):
+    """The study file is not a study, is damaged, or was written by another version of saturate.
+
+    Nothing in it is deleted: move it away, or choose another folder with `--dir`, and run the command again.
+    """
+
+    code = "E320"
+
+
+class InjectionDefeated(EnvironmentProblem):
+    """The agent never woke up inside the workload, so nothing could be measured or changed.
+
+    saturate reaches a Python process through `PYTHONPATH` and `sitecustomize`. `python -I`, `-E` and `-S` ignore them,
+    and so does a child started with an environment of its own.
+    """
+
+    code = "E330"
+
+
+class WorkloadFailed(SaturateError):
+    """The command fails by itself, before any optimization. Its own last output is shown; nothing was changed."""
+
+    code = "E400"
+    exit_code = 4
+
+
+class VerificationFailed(SaturateError):
+    """Techniques were faster, but no final set of them trains like the baseline. The recipe is left empty."""
+
+    code = "E500"
+    exit_code = 5
+
+
+class TooNoisy(SaturateError):
+    """Other load on this machine hides differences of the size asked about. Quiet it, or raise `--budget`."""
+
+    code = "E600"
+    exit_code = 6
+
+
+def catalogue() -> dict[str, type[SaturateError]]:
+    """Every error class by its code."""
+    found: dict[str, type[SaturateError]] = {}
+    pending = [SaturateError]
+    while pending:
+        cls = pending.pop()
+        found[cls.code] = cls
+        pending.extend(cls.__subclasses__())
+    return dict(sorted(found.items()))

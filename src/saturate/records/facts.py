@@ -1,0 +1,137 @@
+"""What was observed about one workload on one machine, before anything was changed.
+
+The agent fills these in inside the user's process, so this file may import nothing but the standard library. `None`
+always means "not measurable here", never zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """One DataLoader that the training loop drew batches from (constructor arguments as the user gave them)."""
+
+    num_workers: int = 0
+    batch_size: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    iterable: bool = False              # an IterableDataset: worker count changes what is read
+    dataset_length: int | None = None
+    batch_bytes: int | None = None      # host bytes of one collated batch
+    picklable: bool | None = None
+    custom_context: bool = False        # multiprocessing_context or worker_init_fn given by the user
+    holds_device_tensors: bool = False  # the dataset yields tensors that already live on an accelerator
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """One torch optimizer that stepped."""
+
+    kind: str = ""                      # class name, "AdamW"
+    module: str = ""                    # where the class was defined, "torch.optim.adamw"
+    fused: bool | None = None           # the flag of its first group; None: the class has no such flag
+    foreach: bool | None = None
+    capturable: bool | None = None
+    parameters: int = 0                 # number of tensors
+    dtypes: tuple[str, ...] = ()
+    sparse: bool = False
+    differentiable: bool = False
+    tensor_lr: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One module that techniques may act on: outermost in training mode, with trainable parameters, and called."""
+
+    kind: str = ""
+    parameters: int = 0                 # scalar count, trainable
+    parameter_bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+    convolutions: int = 0               # Conv2d / ConvTranspose2d layers
+    grouped_convolutions: int = 0
+    linears: int = 0
+    recurrents: int = 0
+    dropouts: int = 0                   # layers whose p > 0 (attention and recurrent dropout included)
+    batch_norms: int = 0
+    attentions: int = 0                 # modules that look like attention
+    repeated_block: str | None = None   # class of the most repeated composite child, when it repeats at least four times
+    repeats: int = 0
+    forward_overridden: bool = False    # `forward` is already an attribute of the instance: not ours to replace
+    compiled: bool = False              # the user compiled it (OptimizedModule or Module.compile)
+    distributed: bool = False           # wrapped in DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The part of the machine that the workload may use."""
+
+    cpu_name: str = ""
+    cpu_count: float = 1.0              # cores this process may use: affinity and cgroup quota, whichever is less
+    physical_cores: int | None = None
+    cpu_bf16_native: bool = False       # AVX512-BF16, AMX or an equivalent
+    cpu_fp16_native: bool = False
+    memory_bytes: int | None = None     # host limit: cgroup or RAM
+    shm_bytes: int | None = None        # free bytes of /dev/shm
+    compiler: str | None = None         # C++ compiler on PATH, needed by torch.compile on a CPU
+    preload_allocators: tuple[tuple[str, str], ...] = ()  # ("jemalloc", "/usr/lib/.../libjemalloc.so.2")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything eligibility is decided from."""
+
+    torch: str = ""
+    python: str = ""
+    device: str = "cpu"                 # where the trained parameters live: "cpu", "cuda", ...
+    device_name: str = ""
+    capability: tuple[int, int] | None = None
+    cuda_bf16_native: bool = False
+    tf32_matmul: bool = False           # already allowed by the script
+    cudnn_benchmark: bool = False
+    world_size: int = 1
+    motif: str = ""                     # what one step consists of, "F B S"
+    micro_steps: int = 1                # backward passes per step
+    autocast: str | None = None         # dtype the user's own script already autocasts to
+    grad_scaler: bool = False           # the user's own script scales its loss
+    threads: int = 1                    # torch intra-op threads
+    sdpa_calls: int = 0                 # scaled_dot_product_attention calls in one step
+    zero_grad_set_to_none: bool | None = None  # None: the script never called zero_grad
+    gc_enabled: bool = True
+    gc_objects: int = 0                 # objects tracked by the collector once training runs
+    gc_ms_per_step: float = 0.0         # pauses of the collector
+    host_to_device_bytes: int = 0       # bytes copied from host to device in one step (0 on a CPU)
+    step_ms: float = 0.0                # median over the observed steps, not a measurement to decide by
+    input_wait_ms: float = 0.0          # time in DataLoader.__next__ per step
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    shapes: int = 1                     # distinct input shapes seen at the outermost modules
+    modules: tuple[ModuleFacts, ...] = ()
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    loaders: tuple[LoaderFacts, ...] = ()
+    machine: MachineFacts = field(default_factory=MachineFacts)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the agent saw after techniques were applied and warm-up ended: the raw material of activation proofs."""
+
+    dynamo_frames: int = 0              # frames that dynamo compiled successfully
+    dynamo_graphs: int = 0
+    graph_breaks: int = 0
+    recompiles: int = 0
+    recompile_limit_hit: bool = False
+    compile_s: float = 0.0
+    loaders: tuple[LoaderFacts, ...] = ()       # as really constructed
+    live_workers: int = 0               # loader worker processes seen alive
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    threads: int = 1
+    allow_tf32: bool | None = None
+    cudnn_benchmark: bool | None = None
+    grads_none_after_zero: bool | None = None
+    gc_frozen: int = 0                  # gc.get_freeze_count()
+    channels_last: int = 0              # 4-d parameters stored channels-last
+    environment: dict[str, str] = field(default_factory=dict)   # only the variables that techniques set
+    notes: dict[str, str] = field(default_factory=dict)         # what techniques recorded with `context.note`

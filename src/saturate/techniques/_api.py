@@ -1,0 +1,134 @@
+"""The contract of a technique. A technique is one module of this package, or one that a third party registers.
+
+It runs in two places: in the saturate process (`eligible`, `variants`, `bound`, `active`, `as_code`) and inside the
+user's process (`apply`). So a technique imports nothing but the standard library at its top; torch comes from
+`context.torch`.
+
+A technique module holds, in this order: a docstring with the headings of `HEADINGS`; `TECHNIQUE`; a frozen dataclass
+`Options` whose fields all have defaults; and the functions of `FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from saturate.records.facts import Evidence, Facts
+
+HEADINGS = ("What it does", "When it helps", "When it hurts", "Numerics", "How it is applied", "References")
+
+#: Numerics classes, weakest promise last. A class allows everything that the classes before it allow.
+NUMERICS = ("exact", "reordering", "stream", "precision", "convergence")
+
+#: When `apply` runs: before the process exists, right after torch was imported, or once the trained modules are known.
+STAGES = ("environment", "import", "model")
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A resource that a technique changes. `order=None` claims it alone; a number is the place in a shared stack
+    (lower is closer to the user's code)."""
+
+    resource: str
+    order: int | None = None
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Metadata. `id` is the file name with dashes."""
+
+    id: str
+    title: str
+    numerics: str
+    stage: str
+    touches: tuple[Touch, ...]
+    since: str = "0.1"
+    status: str = "stable"              # or "experimental"
+
+
+@dataclass(frozen=True)
+class Eligible:
+    """Worth a trial; `reason` says why."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Ineligible:
+    """Not worth a trial; `reason` says why, in words for the user."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether a technique that was set really took effect, and what shows it."""
+
+    active: bool
+    evidence: str
+
+
+class NotApplied(Exception):
+    """Raised by `apply` when the technique cannot take effect in this process; the message is the reason."""
+
+
+class Context(Protocol):
+    """What `apply` may use. Every change goes through it, so that it can be listed and undone."""
+
+    torch: Any
+    modules: tuple[Any, ...]            # stage "model": outermost trained modules, DistributedDataParallel unwrapped
+    optimizers: tuple[Any, ...]         # stage "model"
+    device: str                         # "cpu", "cuda": where the trained parameters live ("" before stage "model")
+
+    def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
+        """Put `wrap(inner) -> function(self, *args, **kwargs)` around the module's forward in training mode.
+        Wrappers with a higher order are further out. The result survives deepcopy, pickle and `torch.save`."""
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """`setattr` that is listed and undone."""
+
+    def set_item(self, mapping: Any, key: Any, value: Any) -> None:
+        """`mapping[key] = value` that is listed and undone."""
+
+    def on_undo(self, callback: Any) -> None:
+        """Register how to take back a change made by other means."""
+
+    def on_loader(self, rewrite: Any) -> None:
+        """Stage "import": `rewrite(dataset, arguments: dict) -> dict` sees the keyword arguments of each DataLoader
+        (defaults filled in) before it is built, and returns those to change."""
+
+    def note(self, key: str, value: str) -> None:
+        """Record something for `Evidence.notes`."""
+
+
+class TechniqueModule(Protocol):
+    """The functions of a technique module."""
+
+    TECHNIQUE: Technique
+    Options: type
+
+    def eligible(self, facts: Facts) -> Eligible | Ineligible: ...
+
+    def variants(self, facts: Facts) -> list[Any]:
+        """Options to try, the most promising first; at least one when eligible."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """The largest share of the step that this can remove (0 to 1), or None when nothing bounds it."""
+
+    def apply(self, context: Context, options: Any) -> str:
+        """Apply, and return one line for the manifest. Stage "environment" gets a context with only `note`."""
+
+    def active(self, evidence: Evidence, options: Any) -> Proof: ...
+
+    def as_code(self, options: Any) -> str:
+        """The lines that a user would write to have the same without saturate."""
+
+
+#: A technique of stage "environment" also has `environment(options) -> dict[str, str]`: variables of the new process.
+FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
