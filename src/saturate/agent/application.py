@@ -1,0 +1,126 @@
+"""Applying techniques at their stage, and moving a session from discovery to its active phase."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from typing import Any
+
+from saturate.agent import observe
+from saturate.techniques._api import NotApplied
+
+
+def on_wake(session: Any) -> None:
+    """First sign of training: stages `environment` and `import`, and what listens to losses."""
+    capture = session.plan.get("capture")
+    if capture:
+        from saturate.agent.capture import Capture
+
+        session.capture = Capture(capture, rank=observe.rank())
+    if session.plan["mode"] == "run":
+        from saturate.agent.watchdog import Watchdog
+
+        session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+    apply_stage(session, "environment")
+    apply_stage(session, "import")
+
+
+def advance(session: Any) -> None:
+    """Called at a step boundary before the session is active."""
+    if session.phase == "discover":
+        session.inspection = observe.Inspection(session)
+        session.phase = "inspect"
+    elif session.phase == "inspect":
+        session.inspection.finish()
+        session.context.modules = session.inspection.modules
+        session.context.optimizers = tuple(session.living_optimizers())
+        session.context.device = session.inspection.device
+        apply_stage(session, "model")
+        session.phase = "active"
+        session.loaders_known = session.plan["mode"] == "run"
+        _report_run(session)
+        if session.plan["mode"] != "run":
+            _connect(session)
+
+
+def _connect(session: Any) -> None:
+    from saturate.agent.gate import Gate
+
+    hello = {
+        "rank": observe.rank(),
+        "world_size": observe.world_size(),
+        "step": {"token": session.step.token, "count": session.step.count, "tokens": list(session.step.tokens)},
+        "motif": session.inspection.describe(),
+        "steps_so_far": session.boundaries,
+        "applied": [{"id": entry["id"], "problem": problem} for entry, problem in session.applied],
+        "changes": session.context.changes,
+    }
+    if session.gate is None:        # a motif that changed keeps its connection
+        session.gate = Gate(session.plan, hello, session.clock, session.drain, lambda order: answer(session, order))
+    else:
+        session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
+    if session.capture is not None:
+        session.capture.on_done = lambda: session.gate.boundary(False)
+    else:
+        session.gate.boundary(False)
+        session.splitting = session.gate.split
+
+
+def answer(session: Any, order: dict[str, Any]) -> Any:
+    """Serve a question of the controller while standing at the gate."""
+    if order["do"] == "facts":
+        return observe.facts(session)
+    if order["do"] == "evidence":
+        return observe.evidence(session)
+    raise ValueError(f"unknown order {order['do']!r}")
+
+
+def apply_stage(session: Any, stage: str) -> None:
+    """Apply the plan's techniques of one stage, in the plan's order. A failure is reported, never raised."""
+    from saturate.techniques import _registry
+
+    for entry in session.plan["techniques"]:
+        if any(done["id"] == entry["id"] for done, _ in session.applied):
+            continue        # the motif changed after techniques were on
+        module = None
+        problem = ""
+        try:
+            module = _registry.load_one(entry["module"], entry.get("path"))
+            if module.TECHNIQUE.stage != stage:
+                continue
+            session.context.owner = entry["id"]
+            module.apply(session.context, module.Options(**entry["options"]))
+        except NotApplied as refusal:
+            problem = f"not_applied: {refusal}"
+        except Exception as error:  # noqa: BLE001 - third-party code: named in the report, the run goes on
+            problem = f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        session.applied.append((entry, problem))
+
+
+def rewrite_loader(session: Any, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let techniques see a DataLoader's arguments, defaults filled in, and change some before it is built."""
+    signature = inspect.signature(init)
+    bound = signature.bind(loader, *args, **kwargs)
+    given = set(bound.arguments)
+    bound.apply_defaults()
+    arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+    arguments.update(arguments.pop("kwargs", {}))
+    changed: dict[str, Any] = {}
+    for rewrite in session.context.loader_rewrites:
+        changed.update(rewrite(arguments["dataset"], {**arguments, **changed}))
+    if not changed:
+        return args, kwargs
+    final = {name: arguments[name] for name in given if name in arguments}
+    return (), {**final, **changed}
+
+
+def _report_run(session: Any) -> None:
+    """In `run` mode there is no controller: say on stderr what did not take effect, once, from rank 0."""
+    if session.plan["mode"] != "run" or observe.rank() != 0:
+        return
+    for entry, problem in session.applied:
+        if problem:
+            first_line = problem.splitlines()[0]
+            sys.stderr.write(f"saturate: {entry['id']} did not take effect: {first_line}\n")

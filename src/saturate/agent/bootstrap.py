@@ -1,0 +1,83 @@
+"""From interpreter start to the first sign of training: import hooks, and the seams in torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
+
+
+class ImportWatch:
+    """A meta-path finder that runs a callback right after a named module was imported, once, and imports nothing."""
+
+    def __init__(self, callbacks: dict[str, Any]):
+        self.callbacks = callbacks
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        callback = self.callbacks.pop(name, None)
+        if callback is None:
+            return None
+        if not self.callbacks and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        spec = self._find(name, path, target)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            del spec.loader.exec_module     # our instance attribute; the class's method shows again
+            run(module)
+            callback(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    def _find(self, name: str, path: Any, target: Any) -> Any:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+        for finder in sys.meta_path:        # zip files, editable installs
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def start(plan: dict[str, Any]) -> None:
+    """Called by `sitecustomize` with the plan that the launcher wrote.
+
+    Plan keys: `package` (folder of this package), `mode` ("trial", "verify" or "run"), `techniques` (id, module, path,
+    options), `step` (known motif or null), and per mode `socket` and `token`, `capture`, `redirect`, `on_divergence`.
+    """
+    callbacks: dict[str, Any] = {"torch": lambda torch: _on_torch(torch, plan)}
+    if plan.get("redirect"):
+        from saturate.agent import redirect
+
+        redirect.install_from_plan(plan["redirect"])
+    if plan["mode"] != "run":
+        from saturate.agent import trackers
+
+        callbacks.update(trackers.callbacks())
+    if plan.get("capture"):
+        from saturate.agent import randomness
+
+        randomness.seed_standard_library(plan["capture"]["seed"])
+        callbacks["numpy"] = lambda numpy: randomness.seed_numpy(numpy, plan["capture"]["seed"])
+    watch = ImportWatch(callbacks)
+    sys.meta_path.insert(0, watch)
+
+
+def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
+    from saturate.agent import seams
+    from saturate.agent.session import Session
+
+    capture = plan.get("capture")
+    if capture:
+        from saturate.agent import randomness
+
+        randomness.seed_torch(torch, capture["seed"])
+        if capture.get("aligned"):
+            randomness.align(torch, capture["seed"])
+    session = Session(torch, plan)
+    session.guard(seams.install, session)

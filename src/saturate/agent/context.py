@@ -1,0 +1,116 @@
+"""What a technique may do in the user's process. Every change is listed and can be taken back."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from saturate.techniques._api import NotApplied
+
+_ABSENT = object()
+
+
+class Context:
+    """Implements `saturate.techniques._api.Context`. One per process; `owner` is the id of the technique applying."""
+
+    def __init__(self, torch: Any):
+        self.torch = torch
+        self.modules: tuple[Any, ...] = ()
+        self.optimizers: tuple[Any, ...] = ()
+        self.device = ""
+        self.owner = ""
+        self.notes: dict[str, str] = {}
+        self.changes: list[str] = []            # the patch manifest: one line per change
+        self.loader_rewrites: list[Any] = []
+        self._undo: list[Any] = []
+        self._stacks: dict[int, tuple[Any, list[tuple[int, Any]]]] = {}     # id(module) -> (module, wrappers by order)
+
+    def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
+        if id(module) not in self._stacks:
+            if "forward" in vars(module):
+                raise NotApplied(
+                    f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
+                )
+            self._stacks[id(module)] = (module, [])
+            self.on_undo(lambda: self._unwrap(module))
+        stack = self._stacks[id(module)][1]
+        stack.append((order, wrap))
+        stack.sort(key=lambda entry: entry[0])
+        self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped (training mode only)")
+        _bind_forward(module, [wrapper for _, wrapper in stack])
+
+    def _unwrap(self, module: Any) -> None:
+        self._stacks.pop(id(module), None)
+        vars(module).pop("forward", None)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        # Read what is stored on this very object: an inherited value must be inherited again after the undo.
+        stored = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
+        shadow = getattr(owner, name, _ABSENT)
+        setattr(owner, name, value)
+        self.changes.append(f"{self.owner}: {_name(owner)}.{name} set")
+
+        def undo() -> None:
+            if stored is not _ABSENT:
+                setattr(owner, name, stored)
+            elif name in getattr(owner, "__dict__", {}):
+                delattr(owner, name)
+            elif shadow is not _ABSENT:         # a property with a setter, as torch.backends has
+                setattr(owner, name, shadow)
+
+        self.on_undo(undo)
+
+    def set_item(self, mapping: Any, key: Any, value: Any) -> None:
+        stored = mapping.get(key, _ABSENT)
+        mapping[key] = value
+        self.changes.append(f"{self.owner}: [{key!r}] set")
+
+        def undo() -> None:
+            if stored is _ABSENT:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = stored
+
+        self.on_undo(undo)
+
+    def on_undo(self, callback: Any) -> None:
+        self._undo.append(callback)
+
+    def on_loader(self, rewrite: Any) -> None:
+        self.loader_rewrites.append(rewrite)
+        self.changes.append(f"{self.owner}: DataLoader arguments rewritten at construction")
+        self.on_undo(lambda: self.loader_rewrites.remove(rewrite))
+
+    def note(self, key: str, value: str) -> None:
+        self.notes[key] = value
+
+    def undo(self) -> None:
+        """Take back everything, newest first."""
+        while self._undo:
+            self._undo.pop()()
+        self.changes.clear()
+        self.notes.clear()
+
+
+def _bind_forward(module: Any, wrappers: list[Any]) -> None:
+    """Bind the wrapped forward to the instance so that it follows the instance through deepcopy, and vanishes when the
+    instance is pickled (pickle stores a bound method as its owner and name, and finds the plain method again).
+
+    A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
+    compilation or the type.
+    """
+    original = type(module).forward
+    inner = original
+    for wrap in wrappers:
+        inner = wrap(inner)
+
+    @functools.wraps(original)          # libraries read the signature, to choose dataset columns for one
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (inner if self.training else original)(self, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def _name(owner: Any) -> str:
+    return getattr(owner, "__name__", None) or type(owner).__name__

@@ -1,0 +1,77 @@
+"""The agent's end of the gate: one line of JSON out, one line of JSON back, over an abstract Unix socket.
+
+At the gate a rank has drained its device and waits; the controller may freeze the whole process tree then, and only
+then. Between gates a step costs one clock reading and two integer operations.
+
+    agent -> {"at": "hello", ...}         once per rank
+    agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
+    <- {"do": "go", "skip": 1, "steps": 10, "split": false}   run, time the last 10, come back
+    <- {"do": "facts"} | {"do": "evidence"}                   answer with {"at": "answer", ...}, stay at the gate
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+
+class Gate:
+    """`stamps` are nanoseconds of the agent's clock: the start of the block, then the end of each step."""
+
+    def __init__(self, plan: dict[str, Any], hello: dict[str, Any], clock: Any, drain: Any, answer: Any):
+        self._clock = clock
+        self._drain = drain
+        self._answer = answer
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect("\0" + plan["socket"])
+        self._file = self._socket.makefile("rwb")
+        self.remaining = 0
+        self._timed = 0
+        self.split = False
+        self.stamps: list[int] = []
+        self.evaluations: list[int] = []        # indices of steps that contained an evaluation
+        self.parts: dict[str, int] = {}
+        self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), **hello})
+
+    def boundary(self, evaluated: bool) -> None:
+        """One step has ended."""
+        if not self.remaining:
+            self._wait({})
+            return
+        self.remaining -= 1
+        if evaluated:
+            self.evaluations.append(len(self.stamps) - 1)
+        if not self.remaining or self.remaining == self._timed:
+            self._drain()
+        self.stamps.append(self._clock())
+        if not self.remaining:
+            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts})
+
+    def _wait(self, message: dict[str, Any]) -> None:
+        self._drain()
+        self._send({"at": "gate", **message})
+        while True:
+            line = self._file.readline()
+            if not line:
+                # The controller is gone; its supervisor ends this process. Nothing sensible is left to do here.
+                os._exit(0)
+            order = json.loads(line)
+            if order["do"] == "go":
+                break
+            self._send({"at": "answer", "value": self._answer(order)})
+        self._timed = order["steps"]
+        self.remaining = order["skip"] + order["steps"]
+        self.split = bool(order.get("split"))
+        self.evaluations = []
+        self.parts = {}
+        self.stamps = [self._clock()]
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Report something without waiting."""
+        self._send(message)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._file.write(json.dumps(message).encode() + b"\n")
+        self._file.flush()

@@ -1,0 +1,373 @@
+"""Looking at the user's training without disturbing it: which modules are trained, and the facts about them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def all_modules(torch: Any) -> list[Any]:
+    """Every living nn.Module. `type(o)`, not `isinstance`: lazy proxies must not be touched."""
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+
+
+def trained_parameters(session: Any) -> list[Any]:
+    """What the optimizers hold; without an optimizer, every module parameter that has a gradient."""
+    held = [p for o in session.living_optimizers() for group in o.param_groups for p in group["params"]]
+    if held:
+        return held
+    found = {id(p): p for m in all_modules(session.torch) for p in m._parameters.values()
+             if p is not None and p.requires_grad and p.grad is not None}
+    return list(found.values())
+
+
+def parameters_changed(session: Any) -> bool:
+    """Did parameters change since the last call? For loops without an optimizer, while the step is being found.
+
+    A checksum, because `p.data.add_()` does not bump a tensor's version counter.
+    """
+    parameters = trained_parameters(session)
+    chosen = parameters[:: max(1, len(parameters) // 8)][:8]
+    checksum = [float(p.detach().double().abs().sum()) for p in chosen]
+    before = getattr(session, "_checksum", None)
+    session._checksum = checksum
+    return before is not None and len(before) == len(checksum) and before != checksum
+
+
+class Inspection:
+    """One step under observation: which modules with trained parameters are called, outermost and in training mode.
+
+    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Where
+    the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
+    """
+
+    def __init__(self, session: Any):
+        torch = session.torch
+        self.session = session
+        self.calls = 0
+        self.sdpa_calls = 0
+        self.autocast: str | None = None
+        self.shapes: set[Any] = set()
+        self.set_to_none: bool | None = None
+        self.host_to_device_bytes = 0
+        self._called: dict[int, Any] = {}
+        self._stack: list[int] = []
+        self._undo: list[Any] = []
+        parameters = trained_parameters(session)
+        self.device = parameters[0].device.type if parameters else "cpu"
+        self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else ""
+        wanted = {id(p) for p in parameters}
+        everything = [m for m in all_modules(torch) if any(id(p) in wanted for p in m.parameters())]
+        self.compiled = _user_compiles(everything)
+        children = {id(child) for m in everything for child in m._modules.values() if child is not None}
+        self._roots = [m for m in everything if id(m) not in children]
+        self.modules: tuple[Any, ...] = ()
+        if not self.compiled:
+            for module in everything:
+                self._hook(module)
+            self._count_attention(torch)
+        self._watch_zero_grad(torch)
+        if self.device == "cuda":
+            self._watch_copies(torch)
+
+    def _hook(self, module: Any) -> None:
+        def before(m: Any, args: Any, kwargs: Any) -> None:
+            if not self._stack and m.training and self.session.torch.is_grad_enabled():
+                self._called[id(m)] = m
+                self.calls += 1
+                self._note_call(args, kwargs)
+            self._stack.append(id(m))
+
+        def after(m: Any, args: Any, output: Any) -> None:
+            if id(m) in self._stack:        # an exception inside a forward leaves entries above ours
+                del self._stack[self._stack.index(id(m)):]
+
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(after, always_call=True).remove)
+
+    def _note_call(self, args: Any, kwargs: Any) -> None:
+        torch = self.session.torch
+        if torch.is_autocast_enabled(self.device):
+            self.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self.shapes.add(tuple(tuple(tensor.shape) for tensor in tensors))
+
+    def _count_attention(self, torch: Any) -> None:
+        functional = torch.nn.functional
+        original = functional.scaled_dot_product_attention
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.sdpa_calls += 1
+            return original(*args, **kwargs)
+
+        functional.scaled_dot_product_attention = counted
+        self._undo.append(lambda: setattr(functional, "scaled_dot_product_attention", original))
+
+    def _watch_zero_grad(self, torch: Any) -> None:
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._watch_one_zero_grad(owner, owner.zero_grad)
+
+    def _watch_one_zero_grad(self, owner: Any, original: Any) -> None:
+        def zero_grad(this: Any, set_to_none: bool = True) -> None:
+            self.set_to_none = bool(set_to_none)
+            return original(this, set_to_none)
+
+        owner.zero_grad = zero_grad
+        self._undo.append(lambda: setattr(owner, "zero_grad", original))
+
+    def _watch_copies(self, torch: Any) -> None:
+        for name in ("to", "cuda"):
+            self._watch_one_copy(torch.Tensor, name, getattr(torch.Tensor, name))
+
+    def _watch_one_copy(self, owner: Any, name: str, original: Any) -> None:
+        def copied(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(this, *args, **kwargs)
+            if this.device.type == "cpu" and result.device.type == "cuda":
+                self.host_to_device_bytes += this.numel() * this.element_size()
+            return result
+
+        setattr(owner, name, copied)
+        self._undo.append(lambda: delattr(owner, name))     # the C method of the base class shows again
+
+    def finish(self) -> None:
+        """Remove everything that was set, and decide which modules techniques act on."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        modules = list(self._called.values()) or [m for m in self._roots if m.training]
+        distributed = self.session.torch.nn.parallel.DistributedDataParallel
+        inner = [m.module if isinstance(m, distributed) else m for m in modules]
+        self.modules = tuple(m for m in inner if next(m.parameters(), None) is not None)
+        self.distributed = any(isinstance(m, distributed) for m in modules)
+        self._called.clear()
+
+    def describe(self) -> str:
+        """The step in words: "forward x1, backward x4, AdamW"."""
+        step = self.session.step
+        names = [type(o).__name__ for o in self.session.living_optimizers()]
+        words = [f"forward x{self.calls}"] if self.calls else []
+        backwards = sum(token == "B" for token in step.tokens)
+        if backwards:
+            words.append(f"backward x{backwards}")
+        for index, name in enumerate(names):
+            count = step.tokens.count(f"S{index}")
+            if count:
+                words.append(f"{name}.step" + (f" x{count}" if count > 1 else ""))
+        if step.token == "B":
+            words.append("update by hand")
+        return ", ".join(words)
+
+
+def _user_compiles(modules: list[Any]) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"].get("ok", 0):
+        return True
+    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules)
+
+
+# -- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
+    """Facts of a loader at its first batch. Kept as values: a reference would keep the user's dataset alive."""
+    loader = getattr(iterator, "_saturate_loader", None)
+    key = id(iterator._dataset)
+    if key in session.loaders:
+        session.loaders[key]["workers"] = getattr(iterator, "_workers", [])
+        return
+    tensors = list(_tensors(session.torch, batch))
+    dataset = iterator._dataset
+    session.loaders[key] = {
+        "workers": getattr(iterator, "_workers", []),
+        "facts": LoaderFacts(
+            num_workers=iterator._num_workers,
+            batch_size=getattr(getattr(iterator, "_index_sampler", None), "batch_size", None),
+            pin_memory=bool(iterator._pin_memory),
+            persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
+            prefetch_factor=getattr(iterator, "_prefetch_factor", None),
+            iterable=isinstance(dataset, session.torch.utils.data.IterableDataset),
+            dataset_length=_length(dataset),
+            batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
+            custom_context=getattr(iterator, "_worker_init_fn", None) is not None or loader is not None,
+            holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
+        ),
+    }
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None                 # iterable datasets have none
+
+
+def _tensors(torch: Any, batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict) or hasattr(batch, "values"):
+        for value in batch.values():
+            yield from _tensors(torch, value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(torch, value)
+
+
+# -- facts -----------------------------------------------------------------------------------------------------------
+
+
+def facts(session: Any) -> dict[str, Any]:
+    """Everything that eligibility is decided from, as JSON. Step times are filled in by the controller."""
+    torch, inspection = session.torch, session.inspection
+    cuda = inspection.device == "cuda"
+    return asdict(Facts(
+        torch=torch.__version__,
+        python=".".join(map(str, sys.version_info[:3])),
+        device=inspection.device,
+        device_name=inspection.device_name,
+        capability=torch.cuda.get_device_capability() if cuda else None,
+        # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
+        cuda_bf16_native=cuda and torch.cuda.get_device_capability() >= (8, 0),
+        tf32_matmul=torch.backends.cuda.matmul.allow_tf32,
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        world_size=world_size(),
+        motif=inspection.describe(),
+        micro_steps=session.step.micro_steps,
+        autocast=inspection.autocast,
+        grad_scaler=session.grad_scaler,
+        threads=torch.get_num_threads(),
+        sdpa_calls=inspection.sdpa_calls,
+        zero_grad_set_to_none=inspection.set_to_none,
+        gc_enabled=gc.isenabled(),
+        gc_objects=len(gc.get_objects()),
+        host_to_device_bytes=inspection.host_to_device_bytes,
+        shapes=max(1, len(inspection.shapes)),
+        modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),
+        optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
+        loaders=tuple(entry["facts"] for entry in session.loaders.values()),
+        machine=MachineFacts(cpu_bf16_native=_cpu_flag(torch, "_is_avx512_bf16_supported"),
+                             cpu_fp16_native=_cpu_flag(torch, "_is_amx_fp16_supported")),
+    ))
+
+
+def _cpu_flag(torch: Any, name: str) -> bool:
+    probe = getattr(torch.cpu, name, None)
+    return bool(probe()) if probe is not None else False
+
+
+def _module_facts(torch: Any, module: Any, inspection: Inspection) -> ModuleFacts:
+    nn = torch.nn
+    everything = list(module.modules())
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    convolutions = [m for m in everything if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))]
+    kinds: dict[str, int] = {}
+    for child in everything:
+        if child is not module and next(child.children(), None) is not None:
+            kinds[type(child).__name__] = kinds.get(type(child).__name__, 0) + 1
+    for container in ("ModuleList", "Sequential", "ModuleDict"):
+        kinds.pop(container, None)
+    repeated = max(kinds, key=kinds.__getitem__, default=None)
+    repeats = kinds[repeated] if repeated else 0
+    return ModuleFacts(
+        kind=type(module).__name__,
+        parameters=sum(p.numel() for p in trainable),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trainable})),
+        convolutions=len(convolutions),
+        grouped_convolutions=sum(m.groups > 1 for m in convolutions),
+        linears=sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in everything),
+        recurrents=sum(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in everything),
+        dropouts=sum(_drops(nn, m) for m in everything),
+        batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in everything),
+        attentions=sum("attention" in type(m).__name__.lower() for m in everything),
+        repeated_block=repeated if repeats >= 4 else None,
+        repeats=repeats if repeats >= 4 else 0,
+        forward_overridden="forward" in vars(module) and not _is_ours(module),
+        compiled=inspection.compiled,
+        distributed=inspection.distributed,
+    )
+
+
+def _is_ours(module: Any) -> bool:
+    return getattr(vars(module)["forward"], "__func__", None).__module__ == "saturate.agent.context"
+
+
+def _drops(nn: Any, module: Any) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    probability = getattr(module, "dropout", None)
+    return isinstance(probability, float) and probability > 0
+
+
+def _optimizer_facts(torch: Any, optimizer: Any) -> OptimizerFacts:
+    group = optimizer.param_groups[0]
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    return OptimizerFacts(
+        kind=type(optimizer).__name__,
+        module=type(optimizer).__module__,
+        fused=group.get("fused"),
+        foreach=group.get("foreach"),
+        capturable=group.get("capturable"),
+        parameters=len(parameters),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        sparse=any(p.grad is not None and p.grad.is_sparse for p in parameters),
+        differentiable=bool(group.get("differentiable")),
+        tensor_lr=isinstance(group.get("lr"), torch.Tensor),
+    )
+
+
+def evidence(session: Any) -> dict[str, Any]:
+    """What shows that techniques took effect, as JSON."""
+    torch = session.torch
+    dynamo = sys.modules.get("torch._dynamo")
+    counters = dynamo.utils.counters if dynamo is not None else {}
+    frames = counters.get("frames", {})
+    stats = counters.get("stats", {})
+    limit_hit = any("recompile_limit" in str(key) or "cache_size_limit" in str(key)
+                    for key in counters.get("unimplemented", {}))
+    workers = [w for entry in session.loaders.values() for w in entry["workers"]]
+    gradients = [p.grad for p in trained_parameters(session)]
+    return asdict(Evidence(
+        dynamo_frames=frames.get("ok", 0),
+        dynamo_graphs=stats.get("unique_graphs", 0),
+        graph_breaks=sum(counters.get("graph_break", {}).values()),
+        recompiles=max(0, stats.get("unique_graphs", 0) - frames.get("ok", 0)),
+        recompile_limit_hit=limit_hit,
+        compile_s=_compile_seconds(dynamo),
+        loaders=tuple(entry["facts"] for entry in session.loaders.values()),
+        live_workers=sum(w.is_alive() for w in workers),
+        optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
+        threads=torch.get_num_threads(),
+        allow_tf32=torch.backends.cuda.matmul.allow_tf32,
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        grads_none_after_zero=None if not gradients else all(g is None for g in gradients),
+        gc_frozen=gc.get_freeze_count(),
+        channels_last=sum(
+            p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
+            for m in session.context.modules for p in m.parameters()
+        ),
+        environment={key: os.environ[key] for key in session.plan.get("environment", ()) if key in os.environ},
+        notes=dict(session.context.notes),
+    ))
+
+
+def _compile_seconds(dynamo: Any) -> float:
+    """Total wall time of frame compilation so far; dynamo keeps it per phase."""
+    if dynamo is None:
+        return 0.0
+    return float(sum(dynamo.utils.compilation_time_metrics.get("_compile.compile_inner", [])))

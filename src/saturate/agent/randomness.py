@@ -1,0 +1,91 @@
+"""Randomness in verification runs: seeds where the script sets none, and alignment of what techniques may reorder.
+
+Aligned runs answer: "apart from drawing other random numbers, is it the same training?" Dropout is off and each batch
+of a map-style dataset is drawn under its own seed, whichever process draws it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import zlib
+from typing import Any
+
+
+def seed_standard_library(seed: int) -> None:
+    random.seed(seed)
+
+
+def seed_numpy(numpy: Any, seed: int) -> None:
+    numpy.random.seed(seed % 2**32)
+
+
+def seed_torch(torch: Any, seed: int) -> None:
+    """Seed torch right after its import. A script that seeds itself does so later, and keeps its own seed."""
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def align(torch: Any, seed: int) -> None:
+    """Turn dropout off and seed every batch of samples by its first index."""
+    functional = torch.nn.functional
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, _never_drops(getattr(functional, name)))
+    attention = functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def without_dropout(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = without_dropout
+    _no_recurrent_dropout(torch)
+    _seed_each_batch(torch, seed)
+
+
+def _never_drops(original: Any) -> Any:
+    @functools.wraps(original)
+    def identity(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return input
+
+    return identity
+
+
+def _no_recurrent_dropout(torch: Any) -> None:
+    original = torch.nn.RNNBase.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
+
+    torch.nn.RNNBase.__init__ = init
+
+
+def _seed_each_batch(torch: Any, seed: int) -> None:
+    """Wrap the fetcher that runs wherever samples are made: in this process, or in a worker forked from it."""
+    from torch.utils.data._utils import fetch
+
+    original = fetch._MapDatasetFetcher.fetch
+
+    @functools.wraps(original)
+    def fetch_seeded(self: Any, indices: Any) -> Any:
+        states = torch.get_rng_state(), random.getstate()
+        numpy = sys.modules.get("numpy")
+        numpy_state = numpy.random.get_state() if numpy else None
+        first = indices[0] if isinstance(indices, (list, tuple)) and indices else indices
+        key = zlib.crc32(f"{seed}:{first!r}".encode())
+        torch.manual_seed(key)
+        random.seed(key)
+        if numpy:
+            numpy.random.seed(key)
+        try:
+            return original(self, indices)
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+    fetch._MapDatasetFetcher.fetch = fetch_seeded

@@ -1,0 +1,136 @@
+"""The few places in torch where the agent listens. Each is stable API or has been in place for years.
+
+    torch.autograd.backward                  every backward pass: Tensor.backward, Accelerator.backward, Lightning, closures
+    register_optimizer_step_{pre,post}_hook  every optimizer, custom and compiled ones too
+    GradScaler.step                          attempts that the scaler skipped
+    DataLoader.__init__, iterator.__next__   arguments; time spent waiting for input
+    Module.eval                              a step that contains an evaluation is not a training step
+    Optimizer/DDP.__init__                   first signs that this process trains; `import` techniques apply then
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def install(session: Any) -> None:
+    """Patch torch for this session. Originals are kept in `session.undo`."""
+    torch = session.torch
+    _backward(session, torch)
+    _optimizers(session, torch)
+    _scaler(session, torch)
+    _loaders(session, torch)
+    _evaluation(session, torch)
+    _signs(session, torch)
+
+
+def replace(session: Any, owner: Any, name: str, wrapper: Any) -> None:
+    """Set `owner.name`, and remember how to restore it unless somebody wraps it again after us."""
+    original = vars(owner)[name]
+
+    def undo() -> None:
+        if vars(owner).get(name) is wrapper:
+            setattr(owner, name, original)
+
+    setattr(owner, name, wrapper)
+    session.undo.append(undo)
+
+
+def _backward(session: Any, torch: Any) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        session.backward_begins()
+        result = original(tensors, *args, **kwargs)
+        session.backward_ends(tensors)
+        return result
+
+    # Without this a user-compiled step traces through the wrapper and no loss is ever seen.
+    replace(session, torch.autograd, "backward", torch._disable_dynamo(backward))
+
+
+def _optimizers(session: Any, torch: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        session.step_begins(optimizer)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        session.step_ends(optimizer)
+
+    session.undo.append(register_optimizer_step_pre_hook(before).remove)
+    session.undo.append(register_optimizer_step_post_hook(after).remove)
+
+
+def _scaler(session: Any, torch: Any) -> None:
+    from torch.amp.grad_scaler import GradScaler
+
+    original = GradScaler.step
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = session.steps_of(optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        if session.steps_of(optimizer) == before and self.is_enabled():
+            session.step_ends(optimizer)    # skipped for an overflow: still an attempt, and the end of a step
+        session.grad_scaler = session.grad_scaler or self.is_enabled()
+        return result
+
+    replace(session, GradScaler, "step", step)
+
+
+def _loaders(session: Any, torch: Any) -> None:
+    from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    original_init = DataLoader.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        session.signs_of_training()
+        args, kwargs = session.loader_arguments(self, original_init, args, kwargs)
+        original_init(self, *args, **kwargs)
+
+    original_next = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(original_next)
+    def next_batch(self: Any) -> Any:
+        if not session.splitting and session.loaders_known:
+            return original_next(self)
+        began = session.clock()
+        batch = original_next(self)
+        session.loader_waited(self, batch, session.clock() - began)
+        return batch
+
+    replace(session, DataLoader, "__init__", init)
+    replace(session, _BaseDataLoaderIter, "__next__", next_batch)
+
+
+def _evaluation(session: Any, torch: Any) -> None:
+    original = torch.nn.Module.eval
+
+    @functools.wraps(original)
+    def evaluate(self: Any) -> Any:
+        session.evaluated = True
+        return original(self)
+
+    replace(session, torch.nn.Module, "eval", evaluate)
+
+
+def _signs(session: Any, torch: Any) -> None:
+    owners = [torch.optim.Optimizer]
+    if torch.distributed.is_available():
+        owners.append(torch.nn.parallel.DistributedDataParallel)
+    for owner in owners:
+        replace(session, owner, "__init__", _signing(session, owner.__init__))
+
+
+def _signing(session: Any, original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        session.signs_of_training()
+        original(self, *args, **kwargs)
+
+    return init

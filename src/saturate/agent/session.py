@@ -1,0 +1,243 @@
+"""The agent's state in one process: from the first sign of training, through step finding, to the gate.
+
+    asleep -> discover -> inspect -> active
+              (motif)     (one step: which modules are called?)   (techniques on; gate, capture or watchdog)
+
+Loader workers and helpers never get past `asleep`: only a process that trains produces backward passes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from typing import Any
+
+from saturate.agent import motif
+
+_CLOCK = time.perf_counter_ns       # bound before any user code can replace it
+
+
+class Session:
+    """One training process. Every entry point that user code reaches is cheap and, through `guard`, cannot raise."""
+
+    clock = staticmethod(_CLOCK)
+
+    def __init__(self, torch: Any, plan: dict[str, Any]):
+        from saturate.agent.context import Context
+
+        self.torch = torch
+        self.plan = plan
+        self.pid = os.getpid()
+        self.context = Context(torch)
+        self.undo: list[Any] = []
+        self.phase = "asleep"
+        self.dead = False
+        step = plan.get("step")
+        self.step = motif.Step(step["token"], step["count"], tuple(step["tokens"])) if step else None
+        self.tokens: list[str] = []
+        self.changes: list[bool] = []
+        self.occurrences = 0
+        self.boundaries = 0
+        self.backwards = 0
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.step_counts: dict[int, int] = {}
+        self.stepping = 0
+        self.evaluated = False
+        self.grad_scaler = False
+        self.splitting = False
+        self.loaders_known = False
+        self.loaders: dict[int, Any] = {}
+        self.losses: list[Any] = []
+        self.gate: Any = None
+        self.capture: Any = None
+        self.watchdog: Any = None
+        self.inspection: Any = None
+        self.applied: list[tuple[dict[str, Any], str]] = []
+        self._began = 0
+
+    # -- a guest fails open --------------------------------------------------------------------------------------
+
+    def guard(self, function: Any, *args: Any) -> Any:
+        """Run our own code on a path that the user's code is on. If we fail, take everything back and go silent."""
+        if self.dead:
+            return None
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - the user's training must go on whatever is wrong with us
+            self._fail(error)
+            return None
+
+    def _fail(self, error: Exception) -> None:
+        import traceback
+
+        self.dead = True
+        text = "".join(traceback.format_exception(error))
+        for undo in [self.context.undo, *reversed(self.undo)]:
+            try:
+                undo()
+            except Exception as nested:  # noqa: BLE001 - go on taking back the rest
+                text += f"\nand while undoing: {nested!r}"
+        if self.gate is not None:
+            try:
+                self.gate.tell({"at": "agent_failed", "error": text})
+            except OSError:
+                pass                # the controller is gone: nobody is left to tell
+        else:
+            sys.stderr.write(f"saturate: the agent failed and withdrew; the run goes on without it\n{text}")
+
+    @property
+    def asleep(self) -> bool:
+        """True in every process that must be left alone: forked children of a rank, loader workers."""
+        return self.dead or os.getpid() != self.pid
+
+    # -- events from the seams -----------------------------------------------------------------------------------
+
+    def signs_of_training(self) -> None:
+        """Something that only a training process does: construct a loader, an optimizer or DDP, run backward."""
+        if self.phase == "asleep" and not self.dead:
+            self.guard(self._wake)
+
+    def _wake(self) -> None:
+        from torch.utils.data import get_worker_info
+
+        if get_worker_info() is not None:
+            return
+        self.pid = os.getpid()      # a forkserver child inherits the session of its parent
+        self.phase = "discover"
+        from saturate.agent import application
+
+        application.on_wake(self)
+
+    def loader_arguments(self, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments to build a DataLoader with, after techniques rewrote them."""
+        if self.asleep or not self.context.loader_rewrites:
+            return args, kwargs
+        from saturate.agent import application
+
+        rewritten = self.guard(application.rewrite_loader, self, loader, init, args, kwargs)
+        return rewritten or (args, kwargs)
+
+    def loader_waited(self, iterator: Any, batch: Any, waited_ns: int) -> None:
+        """One batch was fetched. Remembers the loader for the facts, and the wait while a split is measured."""
+        if self.splitting and self.gate is not None:
+            self.gate.parts["input"] = self.gate.parts.get("input", 0) + waited_ns
+        if not self.loaders_known and not self.asleep:
+            from saturate.agent import observe
+
+            self.guard(observe.remember_loader, self, iterator, batch)
+
+    def backward_begins(self) -> None:
+        if self.phase == "asleep":
+            self.signs_of_training()
+        if self.splitting:
+            self._began = _CLOCK()
+
+    def backward_ends(self, tensors: Any) -> None:
+        if self.asleep:
+            return
+        self.backwards += 1
+        if self.splitting:
+            self._add_part("backward")
+        if self.capture is not None or self.watchdog is not None:
+            loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
+            self.losses.append(loss.detach())
+        if not self.stepping:
+            self.guard(self._token, "B")
+
+    def step_begins(self, optimizer: Any) -> None:
+        self.stepping += 1
+        if self.splitting:
+            self._began = _CLOCK()
+
+    def step_ends(self, optimizer: Any) -> None:
+        self.stepping = max(0, self.stepping - 1)
+        if self.asleep:
+            return
+        if self.splitting:
+            self._add_part("optimizer")
+        self.step_counts[id(optimizer)] = self.step_counts.get(id(optimizer), 0) + 1
+        self.guard(self._token, self._name(optimizer))
+
+    def steps_of(self, optimizer: Any) -> int:
+        return self.step_counts.get(id(optimizer), 0)
+
+    def _add_part(self, part: str) -> None:
+        if self.gate is not None:
+            self.gate.parts[part] = self.gate.parts.get(part, 0) + _CLOCK() - self._began
+
+    def _name(self, optimizer: Any) -> str:
+        for index, reference in enumerate(self.optimizers):
+            if reference() is optimizer:
+                return f"S{index}"
+        self.optimizers.append(weakref.ref(optimizer))
+        if self.step is not None and self.phase == "active" and not self.plan.get("step"):
+            self._rediscover()
+        return f"S{len(self.optimizers) - 1}"
+
+    def living_optimizers(self) -> list[Any]:
+        return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def _token(self, token: str) -> None:
+        if self.step is None:
+            self._discover(token)
+            if self.step is None:
+                return
+            self.occurrences = self.step.count - (0 if token == self.step.token else 1)
+            if token != self.step.token:
+                return
+        elif token != self.step.token:
+            return
+        else:
+            self.occurrences += 1
+        if self.occurrences >= self.step.count:
+            self.occurrences = 0
+            self._boundary()
+
+    def _discover(self, token: str) -> None:
+        self.tokens.append(token)
+        if token == "B" and not self.optimizers:
+            from saturate.agent import observe
+
+            self.changes.append(observe.parameters_changed(self))
+            found = motif.find_manual(self.changes)
+            if found is not None:
+                self.step = found
+                # The newest backward is the first of a step: with n > 1 the step ends n - 1 backwards later.
+                self.occurrences = 1
+                if found.count > 1:
+                    self.step = motif.Step(found.token, found.count, found.tokens)
+        else:
+            self.step = motif.find(self.tokens)
+
+    def _rediscover(self) -> None:
+        """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
+        self.step = None
+        self.phase = "discover"
+        self.occurrences = 0
+        if self.gate is not None:
+            self.gate.tell({"at": "motif_changed"})
+
+    def _boundary(self) -> None:
+        self.boundaries += 1
+        if self.capture is not None:
+            self.capture.record(self)
+        if self.phase == "active":
+            if self.gate is not None:
+                self.gate.boundary(self.evaluated)
+                self.splitting = self.gate.split
+            if self.watchdog is not None:
+                self.watchdog.check(self)
+        else:
+            from saturate.agent import application
+
+            application.advance(self)
+        self.evaluated = False
+
+    def drain(self) -> None:
+        """Wait until the device has finished everything that was queued."""
+        if self.context.device == "cuda":
+            self.torch.cuda.synchronize()

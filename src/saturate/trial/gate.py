@@ -1,0 +1,143 @@
+"""The controller's end of the gate: one listening socket per trial, one connection per rank.
+
+The protocol is described in `saturate.agent.gate`. Nothing that arrives is trusted: lines are bounded, the first one
+must carry the trial's token, and anything that does not parse ends the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from typing import Any
+
+_LIMIT_BYTES = 16 * 1024 * 1024
+
+
+class GateClosed(Exception):
+    """A rank closed its connection: its process ended."""
+
+
+class GateTimeout(Exception):
+    """Nothing arrived in time."""
+
+
+class _Rank:
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.buffer = b""
+        self.hello: dict[str, Any] | None = None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Messages that have arrived. Raises GateClosed at end of file or garbage."""
+        try:
+            data = self.connection.recv(1 << 20)
+        except ConnectionError as error:
+            raise GateClosed(str(error)) from error
+        if not data:
+            raise GateClosed("connection closed")
+        self.buffer += data
+        if len(self.buffer) > _LIMIT_BYTES:
+            raise GateClosed("message too long")
+        *complete, self.buffer = self.buffer.split(b"\n")
+        try:
+            return [json.loads(line) for line in complete]
+        except ValueError as error:
+            raise GateClosed(f"not a message: {error}") from error
+
+
+class GateServer:
+    """Collects ranks as they say hello; rank 0's world size says how many to wait for."""
+
+    def __init__(self, name: str, token: str):
+        self.token = token
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind("\0" + name)
+        self.listener.listen(64)
+        self.ranks: list[_Rank] = []
+        self.notices: list[dict[str, Any]] = []     # messages that are not answers: motif_changed, agent_failed
+
+    @property
+    def world_size(self) -> int:
+        sizes = [rank.hello["world_size"] for rank in self.ranks if rank.hello]
+        return max(sizes, default=1)
+
+    def hello(self) -> dict[str, Any] | None:
+        """Rank 0's greeting, once it has arrived."""
+        return next((r.hello for r in self.ranks if r.hello and r.hello["rank"] == 0), None)
+
+    def wait_gates(self, timeout_s: float, alive: Any) -> list[dict[str, Any]]:
+        """The `gate` message of every rank, rank 0 first, once all stand at the gate.
+
+        `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised.
+        """
+        waiting: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for rank, message in self._receive(deadline, alive):
+                if message["at"] == "gate":
+                    waiting[id(rank)] = message
+            greeted = [r for r in self.ranks if r.hello]
+            if greeted and len(greeted) >= self.world_size and all(id(r) in waiting for r in greeted):
+                greeted.sort(key=lambda r: r.hello["rank"] if r.hello else 0)
+                return [waiting[id(r)] for r in greeted]
+
+    def ask(self, order: dict[str, Any], timeout_s: float, alive: Any) -> Any:
+        """Rank 0's answer to a question, while all ranks stand at the gate."""
+        first = next(r for r in self.ranks if r.hello and r.hello["rank"] == 0)
+        self._send(first, order)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for rank, message in self._receive(deadline, alive):
+                if rank is first and message["at"] == "answer":
+                    return message["value"]
+
+    def go(self, order: dict[str, Any]) -> None:
+        """Let every rank run."""
+        for rank in self.ranks:
+            if rank.hello:
+                self._send(rank, order)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.connection.close()
+        self.listener.close()
+
+    def _send(self, rank: _Rank, order: dict[str, Any]) -> None:
+        try:
+            rank.connection.sendall(json.dumps(order).encode() + b"\n")
+        except OSError as error:
+            raise GateClosed(str(error)) from error
+
+    def _receive(self, deadline: float, alive: Any) -> list[tuple[_Rank, dict[str, Any]]]:
+        """Wait for the next messages; greetings and notices are kept, the rest is returned."""
+        sockets = {self.listener: None, **{rank.connection: rank for rank in self.ranks}}
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise GateTimeout
+        ready, _, _ = select.select(list(sockets), [], [], min(left, 0.5))
+        if not ready and not alive():
+            raise GateClosed("the process ended")
+        found: list[tuple[_Rank, dict[str, Any]]] = []
+        for sock in ready:
+            rank = sockets[sock]
+            if rank is None:
+                self.ranks.append(_Rank(self.listener.accept()[0]))
+                continue
+            for message in rank.lines():
+                self._sort(rank, message, found)
+        return found
+
+    def _sort(self, rank: _Rank, message: dict[str, Any], found: list[tuple[_Rank, dict[str, Any]]]) -> None:
+        kind = message.get("at")
+        if kind == "hello":
+            if message.get("token") != self.token:
+                raise GateClosed("a stranger connected")
+            rank.hello = message
+        elif rank.hello is None:
+            raise GateClosed("no greeting")
+        elif kind in ("gate", "answer"):
+            found.append((rank, message))
+        else:
+            self.notices.append(message)

@@ -1,0 +1,81 @@
+"""How saturate puts itself in front of a command: the plan file, the environment, and what defeats both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent.parent
+INJECT = PACKAGE / "agent" / "inject"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One technique with its options, and where the agent finds it: a module name, a file for another environment."""
+
+    id: str
+    module: str
+    path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def write_plan(
+    folder: Path, mode: str, techniques: list[Chosen], **more: Any
+) -> Path:
+    """Write what the agent reads at its start; returns the file's path. `more`: see `agent.bootstrap.start`."""
+    plan = {
+        "package": str(PACKAGE),
+        "mode": mode,
+        "techniques": [asdict(chosen) for chosen in techniques],
+        "environment": sorted({name for chosen in techniques for name in chosen.environment}),
+        **more,
+    }
+    path = folder / "plan.json"
+    path.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+    return path
+
+
+def injected(base: Mapping[str, str], plan: Path, techniques: list[Chosen]) -> dict[str, str]:
+    """The environment of a workload that carries the agent."""
+    environment = dict(base)
+    rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(INJECT)]
+    environment["PYTHONPATH"] = os.pathsep.join([str(INJECT), *rest])
+    environment["SATURATE_PLAN"] = str(plan)
+    for chosen in techniques:
+        for name, value in chosen.environment.items():
+            if name == "LD_PRELOAD" and environment.get(name):
+                value = f"{environment[name]}:{value}"
+            environment[name] = value
+    return environment
+
+
+def defeated_by(argv: list[str]) -> str | None:
+    """The interpreter option in `argv` that keeps `sitecustomize` from running, or None when none is in sight.
+
+    >>> defeated_by(["python", "-I", "train.py"])
+    '-I'
+    >>> defeated_by(["python", "train.py", "-I"]) is None
+    True
+    """
+    takes_value = {"-W", "-X", "--check-hash-based-pycs"}
+    for position, word in enumerate(argv):
+        if not Path(word).name.startswith("python"):
+            continue
+        rest = iter(argv[position + 1:])
+        for option in rest:
+            if not option.startswith("-") or option in ("-c", "-m", "-"):
+                break
+            if option in takes_value:
+                next(rest, None)
+            elif not option.startswith("--"):
+                for letter in option[1:]:
+                    if letter in "IES":
+                        return f"-{letter}"
+                    if letter in "cmWX":
+                        break
+    return None

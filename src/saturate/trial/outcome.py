@@ -1,0 +1,123 @@
+"""How a trial ended, in one word and one sentence. Never decided by looking for the word "error" in a log."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind` is one of KINDS; `remedy` may be empty."""
+
+    kind: str
+    reason: str
+    remedy: str = ""
+
+
+KINDS = {
+    "ok": "stopped by saturate when it had seen enough",
+    "too_short": "ended normally before enough steps were seen",
+    "never_trained": "ended normally without a training step",
+    "no_agent": "the agent never woke up",
+    "crashed": "a Python exception ended it",
+    "command_not_found": "the command does not exist or cannot be executed",
+    "out_of_memory_device": "the accelerator's memory did not suffice",
+    "out_of_memory_host": "the machine's memory did not suffice",
+    "shared_memory_full": "/dev/shm did not suffice for the loader's workers",
+    "disk_full": "no space left on the device",
+    "hung": "no progress for too long",
+    "killed_by_signal": "a signal ended it",
+    "exited": "it ended with an exit code of its own",
+    "cage_refused": "the isolation could not be set up",
+    "agent_failed": "saturate's own code failed inside the workload",
+    "clock_disagrees": "the workload's clock and the controller's disagree",
+    "motif_differs": "its step consists of other events than the baseline's",
+}
+
+# Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
+_PATTERNS: tuple[tuple[str, str], ...] = (
+    ("shared_memory_full", r"killed by signal: Bus error|unable to (?:mmap|write to file|open shared memory)[^\n]*(?:/dev/shm|torch_)"
+                           r"|No space left on device[^\n]*/dev/shm|insufficient shared memory"),
+    ("out_of_memory_device", r"torch\.OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+                             r"|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|triton\S*OutOfResources|NCCL[^\n]*out of memory"),
+    ("out_of_memory_host", r"DefaultCPUAllocator: (?:can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"),
+    ("disk_full", r"No space left on device|Disk quota exceeded"),
+)
+
+_REMEDIES = {
+    "out_of_memory_device": "lower the batch size or close other programs on this device",
+    "out_of_memory_host": "lower the batch size or the number of loader workers, or free memory",
+    "shared_memory_full": "enlarge /dev/shm (docker run --shm-size=8g) or use fewer loader workers",
+    "disk_full": "free space where the script writes, or point --dir at another disk",
+}
+
+
+def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bool, injectable: str | None) -> Outcome:
+    """Name the end of a process that ended by itself.
+
+    `report` is the supervisor's last line (None: it died), `log` the end of the output, `steps` how many training steps
+    were seen, `greeted` whether the agent ever connected, `injectable` an interpreter option that defeats injection.
+    """
+    code = _exit_code(report)
+    if code == 97 and "CageRefused" in log:
+        return Outcome("cage_refused", _last_line(log))
+    if code in (126, 127) and "saturate: could not start" in log:
+        return Outcome("command_not_found", _last_line(log), "check the command's name and path")
+    if code == 0:
+        return _ended_well(steps, greeted, injectable)
+    for kind, pattern in _PATTERNS:
+        match = re.search(pattern, log, re.MULTILINE)
+        if match:
+            return Outcome(kind, _line_of(log, match.start()), _REMEDIES.get(kind, ""))
+    if code is not None and (code < 0 or code > 128):
+        number = -code if code < 0 else code - 128
+        if number == signal.SIGKILL:
+            return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
+                           _REMEDIES["out_of_memory_host"])
+        return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
+    if "Traceback (most recent call last)" in log:
+        return Outcome("crashed", _last_line(log))
+    return Outcome("exited", f"exit code {code}" if code is not None else "its supervisor died")
+
+
+def _ended_well(steps: int, greeted: bool, injectable: str | None) -> Outcome:
+    if greeted or steps:
+        return Outcome("too_short", f"the script ended after {steps} training steps",
+                       "give it more steps or epochs: a measurement needs a few dozen")
+    if injectable:
+        return Outcome("no_agent", f"`python {injectable}` ignores PYTHONPATH, so the agent could not start",
+                       f"run the command without {injectable}")
+    return Outcome("never_trained", "the command ended without one training step that could be recognised: "
+                   "no backward pass ran, or no step repeated",
+                   "check that the command trains with PyTorch; if it starts Python with a cleared environment, keep PYTHONPATH")
+
+
+def _exit_code(report: dict[str, object] | None) -> int | None:
+    """The exit code; negative: a signal."""
+    if report is None:
+        return None
+    if report.get("ended") == "exit":
+        return int(str(report["code"]))
+    if report.get("ended") == "signal":
+        return -int(str(report["signal"]))
+    return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _line_of(log: str, position: int) -> str:
+    start = log.rfind("\n", 0, position) + 1
+    end = log.find("\n", position)
+    return log[start: end if end >= 0 else len(log)].strip()[:300]

@@ -1,0 +1,242 @@
+"""One trial: a fresh process group that runs the workload with a set of techniques, under our control."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saturate.trial import launch, tree
+from saturate.trial.gate import GateClosed, GateServer, GateTimeout
+from saturate.trial.outcome import Outcome, classify
+
+#: How much the agent's clock and ours may disagree over a block before the block is not believed.
+CLOCK_TOLERANCE = 0.10
+CLOCK_SLACK_NS = 20_000_000
+
+
+class TrialEnded(Exception):
+    """The workload is over, or was ended; `outcome` says how."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(f"{outcome.kind}: {outcome.reason}")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The user's command as it was given. `timeout_s` is the longest silence that is not a hang."""
+
+    argv: list[str]
+    cwd: Path
+    environment: dict[str, str]
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """What to start. `capture` makes it a verification run (see `agent.capture`)."""
+
+    id: str
+    purpose: str
+    folder: Path
+    techniques: list[launch.Chosen] = field(default_factory=list)
+    step: dict[str, Any] | None = None
+    capture: dict[str, Any] | None = None
+    cage: str | None = None                 # JSON of a trial.cage.CagePlan
+    redirect: dict[str, Any] | None = None  # for the interception mode
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The timed steps of one block: nanoseconds per step, evaluation steps left out; host time by part when split."""
+
+    step_ns: list[int]
+    parts: dict[str, int]
+
+    @property
+    def mean_ns(self) -> float:
+        return sum(self.step_ns) / len(self.step_ns)
+
+
+class Trial:
+    """Starts at construction. Every method that waits raises TrialEnded when the workload is gone or hangs."""
+
+    def __init__(self, workload: Workload, spec: TrialSpec):
+        self.workload = workload
+        self.spec = spec
+        self.started = time.monotonic()
+        self.steps = 0
+        self.frozen = False
+        self.ended: Outcome | None = None
+        self.compile_s: float | None = None
+        self.recompiles: int | None = None
+        self.first_gate_s: float | None = None
+        name = f"saturate-{secrets.token_hex(12)}"
+        token = secrets.token_hex(16)
+        spec.folder.mkdir(parents=True, exist_ok=True)
+        self.log = spec.folder / "output.log"
+        self.server = GateServer(name, token)
+        plan = launch.write_plan(
+            spec.folder, "verify" if spec.capture else "trial", spec.techniques,
+            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
+        )
+        environment = launch.injected({**workload.environment, **spec.environment}, plan, spec.techniques)
+        supervisor = spec.folder / "supervise.json"
+        descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"argv": workload.argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
+                       "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
+        self.supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Wait for the first gate of all ranks; returns rank 0's greeting."""
+        self._wait_gate()
+        hello = self.server.hello()
+        assert hello is not None    # a gate comes after a greeting
+        self.steps = hello["steps_so_far"]
+        self.first_gate_s = time.monotonic() - self.started
+        (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
+        return hello
+
+    def run_block(self, skip: int, steps: int, split: bool = False) -> Block:
+        """Run `skip` steps, then `steps` timed ones, and come back to the gate."""
+        assert not self.frozen
+        began = time.perf_counter_ns()
+        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split}))
+        gates = self._wait_gate()
+        wall_ns = time.perf_counter_ns() - began
+        self.steps += skip + steps
+        for notice in self.server.notices:
+            if notice["at"] == "agent_failed":
+                raise self.end(Outcome("agent_failed", notice["error"].strip().splitlines()[-1]))
+        self.server.notices.clear()
+        slowest = max(gates, key=lambda gate: gate["stamps"][-1] - gate["stamps"][skip])
+        stamps = slowest["stamps"]
+        inside_ns = stamps[-1] - stamps[0]
+        if abs(wall_ns - inside_ns) > CLOCK_TOLERANCE * wall_ns + CLOCK_SLACK_NS:
+            raise self.end(Outcome(
+                "clock_disagrees",
+                f"a block took {wall_ns / 1e6:.0f} ms here and {inside_ns / 1e6:.0f} ms by the clock inside the workload",
+            ))
+        durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
+        evaluations = {index - skip for index in slowest["evaluations"]}
+        training = [d for index, d in enumerate(durations) if index not in evaluations]
+        # A frozen teacher in eval mode makes every step look like an evaluation; then all of them count.
+        return Block(training if 2 * len(training) >= len(durations) else durations, slowest["parts"])
+
+    def ask(self, question: str) -> Any:
+        """Facts or evidence, while at the gate."""
+        return self._guarded(lambda: self.server.ask({"do": question}, self.workload.timeout_s, self._alive))
+
+    def wait_capture(self) -> None:
+        """Wait until a verification run has recorded its last update."""
+        self.wait_ready()
+
+    def _wait_gate(self) -> list[dict[str, Any]]:
+        return self._guarded(lambda: self.server.wait_gates(self.workload.timeout_s, self._alive))
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except GateTimeout:
+            raise self.end(Outcome("hung", f"no sign of progress for {self.workload.timeout_s:.0f} s")) from None
+        except GateClosed as error:
+            raise self._collect(str(error)) from None
+
+    def _alive(self) -> bool:
+        return self.supervisor.poll() is None
+
+    # -- freezing ------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Stop the whole tree. Only at a gate."""
+        if not self.frozen and not tree.freeze(self.supervisor.pid):
+            raise self.end(Outcome("hung", "a process of the workload could not be stopped"))
+        self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            tree.thaw(self.supervisor.pid)
+            self.frozen = False
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> Outcome:
+        """End it because we have seen enough."""
+        if self.ended is None:
+            self.end(Outcome("ok", "stopped when enough was measured"))
+        assert self.ended is not None
+        return self.ended
+
+    def end(self, outcome: Outcome) -> TrialEnded:
+        """Kill the tree, record `outcome`, and return the exception to raise."""
+        if self.ended is None:
+            self.ended = outcome
+            self._shut()
+        return TrialEnded(self.ended)
+
+    def _collect(self, why: str) -> TrialEnded:
+        """The gate closed by itself: find out how the workload ended."""
+        if self.ended is not None:
+            return TrialEnded(self.ended)
+        report = self._shut(grace_s=20.0)
+        hello = self.server.hello()
+        steps = max(self.steps, hello["steps_so_far"] if hello else 0)
+        self.ended = classify(report, self.output(), steps, hello is not None, launch.defeated_by(self.workload.argv))
+        return TrialEnded(self.ended)
+
+    def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
+        """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left."""
+        try:
+            self.supervisor.wait(timeout=grace_s or 0.001)
+        except subprocess.TimeoutExpired:
+            pass
+        self.thaw()
+        assert self.supervisor.stdin and self.supervisor.stdout
+        self.supervisor.stdin.close()           # end of file: the supervisor kills the tree
+        try:
+            self.supervisor.wait(timeout=15.0)
+        except subprocess.TimeoutExpired:
+            tree.kill(self.supervisor.pid)
+            self.supervisor.kill()
+            self.supervisor.wait()
+        line = self.supervisor.stdout.readline()
+        self.supervisor.stdout.close()
+        self.server.close()
+        (self.spec.folder / "supervise.json").unlink(missing_ok=True)
+        try:
+            return json.loads(line) if line else None
+        except ValueError:
+            return None                         # the supervisor was killed in the middle of its line
+
+    def output(self, limit: int = 64 * 1024) -> str:
+        """The end of what the workload printed."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - limit))
+                return file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
+
+

@@ -1,0 +1,155 @@
+"""The supervisor of one trial: a small process of its own that outlives nothing and lets nothing outlive it.
+
+    python -I -S supervise.py SPEC.json     (started by `trial.process`)
+
+It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the
+controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. The workload's
+output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
+
+Standard library only. It writes one JSON line to its standard output when the workload has ended.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+
+_PR_SET_CHILD_SUBREAPER = 36
+_HEAD_BYTES = 512 * 1024
+_TAIL_BYTES = 512 * 1024
+
+
+class Log:
+    """First and last half megabyte of a stream."""
+
+    def __init__(self, path):
+        self.path = path
+        self.file = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the process
+        self.head_left = _HEAD_BYTES
+        self.tail = b""
+        self.dropped = 0
+
+    def write(self, data):
+        if self.head_left:
+            self.file.write(data[: self.head_left])
+            rest = data[self.head_left:]
+            self.head_left = max(0, self.head_left - len(data))
+            data = rest
+        self.tail += data
+        if len(self.tail) > 2 * _TAIL_BYTES:
+            self.dropped += len(self.tail) - _TAIL_BYTES
+            self.tail = self.tail[-_TAIL_BYTES:]
+
+    def close(self):
+        if self.dropped:
+            self.file.write(b"\n[saturate: %d bytes left out]\n" % self.dropped)
+        self.file.write(self.tail)
+        self.file.close()
+
+
+def _run_workload(spec, output):
+    """In the child: enter the cage, then become the workload. Never returns."""
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if spec.get("cage"):
+            from saturate.trial import cage
+
+            cage.enter(cage.CagePlan.from_json(spec["cage"]))
+        os.chdir(spec["cwd"])
+        os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
+    except BaseException as error:  # noqa: BLE001 - nothing above us can report it
+        os.write(2, f"saturate: could not start: {type(error).__name__}: {error}\n".encode())
+        if type(error).__name__ == "CageRefused":
+            os._exit(97)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def main(path):
+    with open(path, encoding="utf-8") as file:
+        spec = json.load(file)
+    sys.path.insert(0, spec["import_root"])
+    from saturate.trial import tree
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is the controller's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    reader, writer = os.pipe()
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
+    signal.set_wakeup_fd(wake_writer)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    workload = os.fork()
+    if workload == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.close(reader)
+        _run_workload(spec, writer)
+    os.close(writer)
+    log = Log(spec["log"])
+    status = None
+    sources = [0, reader, wake_reader]
+    while status is None:
+        ready, _, _ = select.select(sources, [], [])
+        if 0 in ready and not os.read(0, 4096):
+            break                                   # the controller is gone, or wants the end
+        if reader in ready:
+            data = os.read(reader, 1 << 16)
+            if data:
+                log.write(data)
+            else:
+                sources.remove(reader)
+        if wake_reader in ready:
+            os.read(wake_reader, 4096)
+        status = _reap(workload)
+    tree.kill(os.getpid())
+    if status is None:
+        status = _reap(workload)
+    os.set_blocking(reader, False)
+    _drain(reader, log)
+    log.close()
+    report = {"ended": "killed"} if status is None else _describe(status)
+    try:
+        os.write(1, json.dumps(report).encode() + b"\n")
+    except BrokenPipeError:
+        pass                                        # nobody is left to read it
+
+
+def _reap(workload):
+    """Collect every ended child; the workload's wait status once it has ended."""
+    status = None
+    while True:
+        try:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == 0:
+            return status
+        if pid == workload:
+            status = code
+
+
+def _drain(reader, log):
+    while True:
+        try:
+            data = os.read(reader, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            return
+        log.write(data)
+
+
+def _describe(status):
+    if os.WIFSIGNALED(status):
+        return {"ended": "signal", "signal": os.WTERMSIG(status)}
+    return {"ended": "exit", "code": os.WEXITSTATUS(status)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

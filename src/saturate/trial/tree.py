@@ -1,0 +1,102 @@
+"""Process trees through /proc: who descends from whom, freezing, thawing, killing.
+
+Process groups do not do: torchrun gives every rank a session of its own. Standard library only; the supervisor uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of all threads of `pid`; empty when it is gone."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found.extend(int(word) for word in file.read().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue        # the thread ended while we looked
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All living descendants of `pid`, parents before children, without `pid`."""
+    found: list[int] = []
+    pending = children(pid)
+    while pending:
+        child = pending.pop()
+        found.append(child)
+        pending.extend(children(child))
+    return found
+
+
+def state(pid: int) -> str:
+    """The kernel's one-letter process state, "" when gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return ""
+
+
+def freeze(pid: int, timeout_s: float = 5.0) -> bool:
+    """SIGSTOP every descendant until none runs; False when some did not stop in time.
+
+    To be called at a gate only: a rank frozen in the middle of a collective dies of the others' timeout. New processes
+    may appear while we walk, so walk until two walks agree. The short sleep leaves the core to those that must stop.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        running = [p for p in descendants(pid) if state(p) not in ("T", "t", "Z", "X", "")]
+        if not running:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        for process in running:
+            _signal(process, signal.SIGSTOP)
+        time.sleep(1e-4)
+
+
+def thaw(pid: int) -> None:
+    """SIGCONT every descendant, children first, so that a parent never finds a worker dead-looking."""
+    for process in reversed(descendants(pid)):
+        _signal(process, signal.SIGCONT)
+
+
+def kill(pid: int, timeout_s: float = 10.0) -> list[int]:
+    """SIGKILL every descendant until none is left; returns those that would not die (uninterruptible sleep)."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        alive = [p for p in descendants(pid) if state(p) not in ("Z", "X", "")]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        for process in alive:
+            _signal(process, signal.SIGKILL)
+        time.sleep(1e-3)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of all descendants, shared pages counted once per process (an upper bound)."""
+    total = 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    for process in descendants(pid):
+        try:
+            with open(f"/proc/{process}/statm", encoding="ascii") as file:
+                total += int(file.read().split()[1]) * page
+        except (FileNotFoundError, ProcessLookupError, IndexError):
+            continue
+    return total
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return              # gone, or a set-uid helper that is not ours to stop
