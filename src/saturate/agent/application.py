@@ -53,7 +53,7 @@ def _connect(session: Any) -> None:
         "world_size": observe.world_size(),
         "step": {"token": session.step.token, "count": session.step.count, "tokens": list(session.step.tokens)},
         "motif": session.inspection.describe(),
-        "steps_so_far": session.boundaries,
+        "steps_so_far": session.steps_seen,
         "applied": [{"id": entry["id"], "problem": problem} for entry, problem in session.applied],
         "changes": session.context.changes,
     }
@@ -65,7 +65,7 @@ def _connect(session: Any) -> None:
         session.capture.on_done = lambda: session.gate.boundary(False)
     else:
         session.gate.boundary(False)
-        session.splitting = session.gate.split
+        session.split(session.gate.split)
 
 
 def answer(session: Any, order: dict[str, Any]) -> Any:

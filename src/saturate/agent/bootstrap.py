@@ -59,11 +59,13 @@ def start(plan: dict[str, Any]) -> None:
         from saturate.agent import trackers
 
         callbacks.update(trackers.callbacks())
-    if plan.get("capture"):
+    capture = plan.get("capture")
+    if capture:
         from saturate.agent import randomness
 
-        randomness.seed_standard_library(plan["capture"]["seed"])
-        callbacks["numpy"] = lambda numpy: randomness.seed_numpy(numpy, plan["capture"]["seed"])
+        seeds = capture["seed"], capture.get("seed_offset", 0)
+        randomness.seed_standard_library(*seeds)
+        callbacks["numpy"] = lambda numpy: randomness.seed_numpy(numpy, *seeds)
     watch = ImportWatch(callbacks)
     sys.meta_path.insert(0, watch)
 
@@ -76,7 +78,7 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
     if capture:
         from saturate.agent import randomness
 
-        randomness.seed_torch(torch, capture["seed"])
+        randomness.seed_torch(torch, capture["seed"], capture.get("seed_offset", 0))
         if capture.get("aligned"):
             randomness.align(torch, capture["seed"])
     session = Session(torch, plan)

@@ -1,17 +1,19 @@
 """Recording what a training did, update by update, for verification runs only (never in a timed block).
 
-Writes `capture.jsonl` (one object per update: micro-step losses, gradient norm) and `samples.f32` (little-endian
-float32: up to 64 strided entries of every trained tensor after each update).
+The files are described in `saturate.verify.series`: losses of each micro-step, the gradient norm, a digest of the input
+batches, and up to 64 strided entries of every trained tensor after each update.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from array import array
 from typing import Any
 
-ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of the full one (see docs/method.md)
+ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
+_DIGEST_BYTES = 4096
 
 
 class Capture:
@@ -19,37 +21,57 @@ class Capture:
 
     def __init__(self, plan: dict[str, Any], rank: int):
         self.plan = plan
-        self.writes = rank == 0
+        self.rank = rank
         self.updates = 0
         self.on_done: Any = None
-        self._parameters: list[Any] | None = None
-        if self.writes:
-            self._log = open(os.path.join(plan["folder"], "capture.jsonl"), "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-            self._samples = open(os.path.join(plan["folder"], "samples.f32"), "wb")  # noqa: SIM115
+        self._parameters: list[Any] = []
+        self._batches: list[str] = []
+        self._log: Any = None
+        self._samples: Any = None
+
+    def saw_batch(self, tensors: Any) -> None:
+        """A batch left a loader: remember a digest of its first bytes."""
+        value = 0
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)[:_DIGEST_BYTES].cpu().contiguous()
+            value = zlib.crc32(repr(flat.tolist()).encode(), value)
+        self._batches.append(f"{value:08x}")
 
     def record(self, session: Any) -> None:
         """One update has ended; gradients are still those it used."""
-        from saturate.agent import observe
-
-        if self._parameters is None:
-            self._parameters = observe.trained_parameters(session)
-        parameters = self._parameters
-        if self.updates == 0 and self.plan.get("perturb"):
-            _perturb(session.torch, parameters, **self.plan["perturb"])
-        if self.writes and self.updates < self.plan["updates"]:
-            losses = [float(loss.detach().double().sum()) for loss in session.losses]
-            sample = [value for p in parameters for value in _strided(p)]
-            record = {"update": self.updates, "losses": losses,
-                      "grad_norm": _norm(session.torch, [p.grad for p in parameters if p.grad is not None]),
-                      "dims": len(sample), "motif": session.step.describe()}
-            self._log.write(json.dumps(record) + "\n")
-            self._log.flush()
-            array("f", sample).tofile(self._samples)
-            self._samples.flush()
+        if self.updates == 0:
+            self._begin(session)
+        if self.rank == 0 and self.updates < self.plan["updates"]:
+            self._write(session)
         session.losses.clear()
+        self._batches.clear()
         self.updates += 1
         if self.updates >= self.plan["updates"] and self.on_done is not None:
             self.on_done()
+
+    def _begin(self, session: Any) -> None:
+        from saturate.agent import observe
+
+        self._parameters = observe.trained_parameters(session)
+        if self.rank != 0:
+            return
+        segments = [len(_strided(p)) for p in self._parameters]
+        self._log = open(os.path.join(self.plan["folder"], "capture.jsonl"), "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+        self._samples = open(os.path.join(self.plan["folder"], "samples.f32"), "wb")  # noqa: SIM115
+        header = {"schema": 1, "motif": session.step.describe(), "dims": sum(segments), "segments": segments}
+        self._log.write(json.dumps(header) + "\n")
+
+    def _write(self, session: Any) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        sample = [value for p in self._parameters for value in _strided(p)]
+        record = {"update": self.updates, "losses": [float(loss.double().sum()) for loss in session.losses],
+                  "grad_norm": _norm(session.torch, gradients), "digest": "".join(self._batches)}
+        array("f", sample).tofile(self._samples)
+        self._samples.flush()
+        self._log.write(json.dumps(record) + "\n")
+        self._log.flush()
+        if self.updates == 1 and self.plan.get("perturb"):
+            _perturb(session.torch, self._parameters, **self.plan["perturb"])
 
 
 def _strided(parameter: Any) -> list[float]:
@@ -57,11 +79,12 @@ def _strided(parameter: Any) -> list[float]:
     return flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].float().tolist()
 
 
-def _norm(torch: Any, gradients: list[Any]) -> float:
+def _norm(torch: Any, gradients: list[Any]) -> float | None:
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.detach().float()) for g in dense])))
+        return None
+    norms = [torch.linalg.vector_norm(g.detach().float()) for g in dense]
+    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
 
 
 def _perturb(torch: Any, parameters: list[Any], relative: float, seed: int) -> None:

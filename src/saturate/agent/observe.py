@@ -186,12 +186,11 @@ def _user_compiles(modules: list[Any]) -> bool:
 
 def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
     """Facts of a loader at its first batch. Kept as values: a reference would keep the user's dataset alive."""
-    loader = getattr(iterator, "_saturate_loader", None)
     key = id(iterator._dataset)
     if key in session.loaders:
         session.loaders[key]["workers"] = getattr(iterator, "_workers", [])
         return
-    tensors = list(_tensors(session.torch, batch))
+    tensors = list(tensors_of(session.torch, batch))
     dataset = iterator._dataset
     session.loaders[key] = {
         "workers": getattr(iterator, "_workers", []),
@@ -204,7 +203,7 @@ def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
             iterable=isinstance(dataset, session.torch.utils.data.IterableDataset),
             dataset_length=_length(dataset),
             batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
-            custom_context=getattr(iterator, "_worker_init_fn", None) is not None or loader is not None,
+            custom_context=getattr(iterator, "_worker_init_fn", None) is not None,
             holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
         ),
     }
@@ -217,15 +216,16 @@ def _length(dataset: Any) -> int | None:
         return None                 # iterable datasets have none
 
 
-def _tensors(torch: Any, batch: Any) -> Any:
+def tensors_of(torch: Any, batch: Any) -> Any:
+    """Every tensor in a batch of nested lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict) or hasattr(batch, "values"):
         for value in batch.values():
-            yield from _tensors(torch, value)
+            yield from tensors_of(torch, value)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from _tensors(torch, value)
+            yield from tensors_of(torch, value)
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
@@ -241,6 +241,8 @@ def facts(session: Any) -> dict[str, Any]:
         device=inspection.device,
         device_name=inspection.device_name,
         capability=torch.cuda.get_device_capability() if cuda else None,
+        device_memory_bytes=torch.cuda.get_device_properties().total_memory if cuda else None,
+        device_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else 0,
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
         cuda_bf16_native=cuda and torch.cuda.get_device_capability() >= (8, 0),
         tf32_matmul=torch.backends.cuda.matmul.allow_tf32,

@@ -13,19 +13,36 @@ import zlib
 from typing import Any
 
 
-def seed_standard_library(seed: int) -> None:
+def seed_standard_library(seed: int, offset: int = 0) -> None:
+    if offset:
+        _shift(random, "seed", offset)
     random.seed(seed)
 
 
-def seed_numpy(numpy: Any, seed: int) -> None:
+def seed_numpy(numpy: Any, seed: int, offset: int = 0) -> None:
+    if offset:
+        _shift(numpy.random, "seed", offset)
     numpy.random.seed(seed % 2**32)
 
 
-def seed_torch(torch: Any, seed: int) -> None:
-    """Seed torch right after its import. A script that seeds itself does so later, and keeps its own seed."""
+def seed_torch(torch: Any, seed: int, offset: int = 0) -> None:
+    """Seed torch right after its import. A script that seeds itself does so later, and keeps its own seed, plus `offset`
+    (other seeds of the same training, for an envelope)."""
+    if offset:
+        _shift(torch, "manual_seed", offset)
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _shift(owner: Any, name: str, offset: int) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def shifted(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(seed + offset if isinstance(seed, int) else seed, *args, **kwargs)
+
+    setattr(owner, name, shifted)
 
 
 def align(torch: Any, seed: int) -> None:

@@ -8,13 +8,14 @@ Loader workers and helpers never get past `asleep`: only a process that trains p
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 import weakref
 from typing import Any
 
-from saturate.agent import motif
+from saturate.agent import motif, observe
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -56,6 +57,7 @@ class Session:
         self.inspection: Any = None
         self.applied: list[tuple[dict[str, Any], str]] = []
         self._began = 0
+        self._collecting = 0
 
     # -- a guest fails open --------------------------------------------------------------------------------------
 
@@ -123,8 +125,11 @@ class Session:
         """One batch was fetched. Remembers the loader for the facts, and the wait while a split is measured."""
         if self.splitting and self.gate is not None:
             self.gate.parts["input"] = self.gate.parts.get("input", 0) + waited_ns
-        if not self.loaders_known and not self.asleep:
-            from saturate.agent import observe
+        if self.asleep:
+            return
+        if self.capture is not None:
+            self.guard(self.capture.saw_batch, observe.tensors_of(self.torch, batch))
+        if not self.loaders_known:
 
             self.guard(observe.remember_loader, self, iterator, batch)
 
@@ -179,6 +184,12 @@ class Session:
     def living_optimizers(self) -> list[Any]:
         return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
 
+    @property
+    def steps_seen(self) -> int:
+        """Steps since the start, those before the motif was found included."""
+        early = self.tokens.count(self.step.token) // self.step.count if self.step else 0
+        return max(0, early - 1) + self.boundaries
+
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _token(self, token: str) -> None:
@@ -186,9 +197,8 @@ class Session:
             self._discover(token)
             if self.step is None:
                 return
-            self.occurrences = self.step.count - (0 if token == self.step.token else 1)
-            if token != self.step.token:
-                return
+            if self.step.token != "B":
+                self.occurrences = self.step.count     # found at the very token that ends it
         elif token != self.step.token:
             return
         else:
@@ -200,16 +210,12 @@ class Session:
     def _discover(self, token: str) -> None:
         self.tokens.append(token)
         if token == "B" and not self.optimizers:
-            from saturate.agent import observe
-
             self.changes.append(observe.parameters_changed(self))
             found = motif.find_manual(self.changes)
             if found is not None:
                 self.step = found
                 # The newest backward is the first of a step: with n > 1 the step ends n - 1 backwards later.
                 self.occurrences = 1
-                if found.count > 1:
-                    self.step = motif.Step(found.token, found.count, found.tokens)
         else:
             self.step = motif.find(self.tokens)
 
@@ -226,9 +232,9 @@ class Session:
         if self.capture is not None:
             self.capture.record(self)
         if self.phase == "active":
-            if self.gate is not None:
+            if self.gate is not None and self.capture is None:
                 self.gate.boundary(self.evaluated)
-                self.splitting = self.gate.split
+                self.split(self.gate.split)
             if self.watchdog is not None:
                 self.watchdog.check(self)
         else:
@@ -236,6 +242,20 @@ class Session:
 
             application.advance(self)
         self.evaluated = False
+
+    def split(self, on: bool) -> None:
+        """Start or stop measuring where a step's host time goes. Never on in a timed block that decides anything."""
+        if on and not self.splitting:
+            gc.callbacks.append(self._collector)
+        elif not on and self.splitting:
+            gc.callbacks.remove(self._collector)
+        self.splitting = on
+
+    def _collector(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = _CLOCK()
+        elif self.gate is not None:
+            self.gate.parts["gc"] = self.gate.parts.get("gc", 0) + _CLOCK() - self._collecting
 
     def drain(self) -> None:
         """Wait until the device has finished everything that was queued."""

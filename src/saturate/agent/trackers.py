@@ -1,5 +1,109 @@
-"""Placeholder."""
+"""Experiment trackers stay offline during a trial even where the script asks for the network by an argument.
+
+Variables do most of it (`trial/offline.py`); an explicit argument beats a variable, so the entry points are wrapped
+right after the tracker was imported. Nothing is imported here, and a tracker without the expected entry point is left
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
 
 
-def callbacks():
-    return {}
+def folder() -> str:
+    """Where a tracker may write: in the trial's run folder."""
+    return os.environ.get("SATURATE_TRACKERS") or os.getcwd()
+
+
+def callbacks() -> dict[str, Callable[[Any], None]]:
+    """Name of a module -> what to call with it right after it was imported."""
+    return {"wandb": _wandb, "mlflow": _mlflow, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml,
+            "swanlab": _swanlab}
+
+
+def _wrap(owner: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> None:
+    """`owner.name` gets the positional arguments that `change` returns and the keywords that it edited."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        return original(*change(arguments, keywords), **keywords)
+
+    setattr(owner, name, wrapped)
+
+
+def _nothing(owner: Any, name: str) -> None:
+    if hasattr(owner, name):
+        setattr(owner, name, lambda *_, **__: True)
+
+
+def _wandb(module: Any) -> None:
+    def offline(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        if keywords.get("mode") != "disabled":
+            keywords["mode"] = os.environ.get("WANDB_MODE") if os.environ.get("WANDB_MODE") == "disabled" else "offline"
+        keywords["dir"] = folder()
+        return arguments
+
+    _wrap(module, "init", offline)
+    _nothing(module, "login")       # asks for a key, or sends it
+
+
+def _mlflow(module: Any) -> None:
+    def local(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords.pop("uri", None)
+        return ("file://" + os.path.join(folder(), "mlruns"), *arguments[1:])
+
+    for name in ("set_tracking_uri", "set_registry_uri"):
+        _wrap(module, name, local)
+
+
+def _comet(module: Any) -> None:
+    """`Experiment` and `start` become their offline counterparts."""
+    offline = getattr(module, "OfflineExperiment", None)
+    if offline is None:
+        return
+
+    def experiment(*_: Any, **keywords: Any) -> Any:
+        for name in ("api_key", "experiment_key", "online", "mode", "offline_directory"):
+            keywords.pop(name, None)
+        return offline(offline_directory=folder(), **keywords)
+
+    for name in ("Experiment", "ExistingExperiment", "start"):
+        if hasattr(module, name):
+            setattr(module, name, experiment)
+    for name in ("login", "init"):
+        _nothing(module, name)
+
+
+def _neptune(module: Any) -> None:
+    def offline(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords["mode"] = "debug" if keywords.get("mode") == "debug" else "offline"
+        return arguments
+
+    for name in ("init_run", "init_model", "init_project"):
+        _wrap(module, name, offline)
+
+
+def _clearml(module: Any) -> None:
+    task = getattr(module, "Task", None)
+    if task is None or not hasattr(task, "set_offline"):
+        return
+    set_offline = task.set_offline
+    set_offline(offline_mode=True)
+    task.set_offline = staticmethod(lambda *_, **__: set_offline(offline_mode=True))
+
+
+def _swanlab(module: Any) -> None:
+    def local(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        if keywords.get("mode") != "disabled":
+            keywords["mode"] = "local"
+        keywords["logdir"] = folder()
+        return arguments
+
+    _wrap(module, "init", local)
+    _nothing(module, "login")

@@ -88,6 +88,8 @@ class Facts:
     device: str = "cpu"                 # where the trained parameters live: "cpu", "cuda", ...
     device_name: str = ""
     capability: tuple[int, int] | None = None
+    device_memory_bytes: int | None = None
+    device_reserved_bytes: int = 0      # peak that torch's allocator held on the device, so far
     cuda_bf16_native: bool = False
     tf32_matmul: bool = False           # already allowed by the script
     cudnn_benchmark: bool = False

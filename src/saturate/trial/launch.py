@@ -24,28 +24,24 @@ class Chosen:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def write_plan(
-    folder: Path, mode: str, techniques: list[Chosen], **more: Any
-) -> Path:
-    """Write what the agent reads at its start; returns the file's path. `more`: see `agent.bootstrap.start`."""
-    plan = {
+def plan_text(mode: str, techniques: list[Chosen], **more: Any) -> str:
+    """What the agent reads at its start, as JSON. `more`: see `agent.bootstrap.start`."""
+    return json.dumps({
         "package": str(PACKAGE),
         "mode": mode,
         "techniques": [asdict(chosen) for chosen in techniques],
         "environment": sorted({name for chosen in techniques for name in chosen.environment}),
         **more,
-    }
-    path = folder / "plan.json"
-    path.write_text(json.dumps(plan, indent=1), encoding="utf-8")
-    return path
+    })
 
 
-def injected(base: Mapping[str, str], plan: Path, techniques: list[Chosen]) -> dict[str, str]:
-    """The environment of a workload that carries the agent."""
+def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> dict[str, str]:
+    """The environment of a workload that carries the agent. `plan` is a file's path, or the plan itself: a run that
+    replaces saturate has no folder to leave a file in."""
     environment = dict(base)
     rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(INJECT)]
     environment["PYTHONPATH"] = os.pathsep.join([str(INJECT), *rest])
-    environment["SATURATE_PLAN"] = str(plan)
+    environment["SATURATE_PLAN"] = plan
     for chosen in techniques:
         for name, value in chosen.environment.items():
             if name == "LD_PRELOAD" and environment.get(name):

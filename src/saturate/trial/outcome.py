@@ -33,6 +33,9 @@ KINDS = {
     "cage_refused": "the isolation could not be set up",
     "agent_failed": "saturate's own code failed inside the workload",
     "clock_disagrees": "the workload's clock and the controller's disagree",
+    "not_applied": "a technique refused to be applied",
+    "failed_to_apply": "a technique raised an exception when it was applied",
+    "not_active": "a technique was set but did not take effect",
     "motif_differs": "its step consists of other events than the baseline's",
 }
 

@@ -23,11 +23,12 @@ CLOCK_SLACK_NS = 20_000_000
 
 
 class TrialEnded(Exception):
-    """The workload is over, or was ended; `outcome` says how."""
+    """The workload is over, or was ended; `outcome` says how. `side` is set by a race: "a" or "b"."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(f"{outcome.kind}: {outcome.reason}")
         self.outcome = outcome
+        self.side = ""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,12 @@ class Trial:
         spec.folder.mkdir(parents=True, exist_ok=True)
         self.log = spec.folder / "output.log"
         self.server = GateServer(name, token)
-        plan = launch.write_plan(
-            spec.folder, "verify" if spec.capture else "trial", spec.techniques,
+        plan = spec.folder / "plan.json"
+        plan.write_text(launch.plan_text(
+            "verify" if spec.capture else "trial", spec.techniques,
             socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
-        )
-        environment = launch.injected({**workload.environment, **spec.environment}, plan, spec.techniques)
+        ), encoding="utf-8")
+        environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
         supervisor = spec.folder / "supervise.json"
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -159,6 +161,10 @@ class Trial:
 
     def _alive(self) -> bool:
         return self.supervisor.poll() is None
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the whole tree."""
+        return tree.resident_bytes(self.supervisor.pid)
 
     # -- freezing ------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,15 @@ def _chain():
     return module
 
 
-def _wake(plan_path):
+def _wake(plan_text):
     """Load the `saturate` package from where the plan says, without touching `sys.path`, and start the agent."""
     import json
     from importlib.util import module_from_spec, spec_from_file_location
 
-    with open(plan_path, encoding="utf-8") as file:
-        plan = json.load(file)
+    if not plan_text.startswith("{"):       # a file's path: plans of trials are long
+        with open(plan_text, encoding="utf-8") as file:
+            plan_text = file.read()
+    plan = json.loads(plan_text)
     if "saturate" not in sys.modules:
         root = plan["package"]
         spec = spec_from_file_location("saturate", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
@@ -46,14 +48,14 @@ def _start():
     if getattr(sys, "_saturate_awake", False):  # an environment copied twice, or `site` run again by hand
         return
     sys._saturate_awake = True
-    plan_path = os.environ.get("SATURATE_PLAN")
-    if not plan_path:
+    plan_text = os.environ.get("SATURATE_PLAN")
+    if not plan_text:
         return
     if sys.version_info < (3, 11):
         sys.stderr.write("saturate: needs Python >= 3.11 in the workload, found %d.%d; nothing was changed\n" % sys.version_info[:2])
         return
     try:
-        _wake(plan_path)
+        _wake(plan_text)
     except Exception as error:  # noqa: BLE001 - a guest fails open: the user's program must run whatever happens here
         sys.stderr.write(f"saturate: the agent could not start ({type(error).__name__}: {error}); nothing was changed\n")
 

@@ -1,0 +1,346 @@
+"""Interception: what this process writes through Python goes to a shadow tree in the trial's run folder.
+
+For machines that forbid namespaces (see `trial/cage.py`). Covered: `open`, `os`, and what is built on them (pathlib,
+shutil, tempfile, numpy, pickle, zipfile, logging...), `torch.save` and TorchScript files, `sqlite3.connect`,
+safetensors. Not covered, and stopped by the Landlock guard where there is one: writes by other C libraries and by
+programs that are not Python. Standard library only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from saturate.agent.scan import Entry, Scan
+from saturate.agent.shadow import ORIGINAL, Shadow, error
+
+_io_open = io.open
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_SETS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
+
+_shadow: Shadow | None = None
+
+
+def install_from_plan(redirect: dict[str, Any]) -> None:
+    """`install` with what `CagePlan.redirect` gave to the launcher."""
+    install(redirect["root"], redirect["allowed"])
+
+
+def install(root: str | os.PathLike[str], allowed: list[Any]) -> Callable[[], None]:
+    """Redirect from now on: writes under one of `allowed` are real, all others go to `root`. Returns how to undo it."""
+    global _shadow
+    shadow = _shadow = Shadow(os.path.realpath(root), [os.path.realpath(path) for path in allowed])
+    os.makedirs(shadow.root, exist_ok=True)
+    patches = _Patches(shadow)
+    replaced = patches.table()
+    for name, function in replaced.items():
+        function.__name__ = function.__qualname__ = name
+        _like_original(name, function)
+        setattr(os, name, function)
+    builtins.open = io.open = patches.builtin_open
+
+    def undo() -> None:
+        global _shadow
+        for name in replaced:
+            setattr(os, name, ORIGINAL[name] if name in ORIGINAL else _GETCWDB)
+        builtins.open = io.open = _io_open
+        _shadow = None
+
+    return undo
+
+
+_GETCWDB = os.getcwdb
+
+
+def _like_original(name: str, function: Any) -> None:
+    for group in _SETS:
+        members = getattr(os, group)
+        if ORIGINAL.get(name) in members:
+            members.add(function)
+
+
+def for_reading(path: Any) -> Any:
+    """Where a C library must read `path`; itself if nothing is redirected."""
+    if _shadow is None or not isinstance(path, (str, os.PathLike)):
+        return path
+    return _shadow.get(_shadow.canonical(_shadow.absolute(os.fspath(path))))
+
+
+def for_writing(path: Any, copy: bool) -> Any:
+    """Where a C library must write `path`; `copy`: it changes what is there instead of replacing it."""
+    if _shadow is None or not isinstance(path, (str, os.PathLike)):
+        return path
+    return _shadow.change(_shadow.canonical(_shadow.absolute(os.fspath(path))), copy)
+
+
+def callbacks() -> dict[str, Callable[[Any], None]]:
+    """What to call right after a module of that name was imported. torch is not here: the agent calls `on_torch`."""
+    return {"sqlite3": on_sqlite3, "safetensors": on_safetensors}
+
+
+def on_torch(torch: Any) -> None:
+    """torch writes and maps checkpoints in C++."""
+    if _shadow is None:
+        return
+
+    class PyTorchFileWriter(torch._C.PyTorchFileWriter):
+        def __init__(self, target: Any, *arguments: Any, **keywords: Any):
+            super().__init__(for_writing(target, copy=False), *arguments, **keywords)
+
+    class PyTorchFileReader(torch._C.PyTorchFileReader):
+        def __init__(self, source: Any, *arguments: Any, **keywords: Any):
+            super().__init__(for_reading(source), *arguments, **keywords)
+
+    torch._C.PyTorchFileWriter = PyTorchFileWriter
+    torch._C.PyTorchFileReader = PyTorchFileReader
+    _first_argument(torch.UntypedStorage, "from_file", for_mapping)
+    _first_argument(torch, "from_file", for_mapping)
+    _first_argument(torch.jit, "load", for_reading)
+    save = torch.jit.RecursiveScriptModule.save
+
+    def save_script(self: Any, f: Any, **keywords: Any) -> Any:
+        return save(self, for_writing(f, copy=False), **keywords)
+
+    torch.jit.RecursiveScriptModule.save = save_script
+
+
+def for_mapping(path: Any, shared: bool = False, *_: Any, **__: Any) -> Any:
+    return for_writing(path, copy=True) if shared else for_reading(path)
+
+
+def _first_argument(owner: Any, name: str, place: Callable[..., Any]) -> None:
+    """Replace `owner.name(path, ...)` by one that sees the redirected path."""
+    original = getattr(owner, name)
+
+    def redirected(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        where = place(path, *arguments, **keywords) if place is for_mapping else place(path)
+        return original(where, *arguments, **keywords)
+
+    setattr(owner, name, redirected if not isinstance(owner, type) else staticmethod(redirected))
+
+
+def on_sqlite3(module: Any) -> None:
+    connect = module.connect
+
+    def redirected(database: Any, *arguments: Any, **keywords: Any) -> Any:
+        return connect(_database(database, bool(keywords.get("uri"))), *arguments, **keywords)
+
+    module.connect = module.dbapi2.connect = redirected
+
+
+def _database(database: Any, uri: bool) -> Any:
+    if not isinstance(database, (str, bytes, os.PathLike)):
+        return database
+    path = os.fsdecode(database)
+    before, after = "", ""
+    if uri and path.startswith("file:"):
+        from urllib.parse import quote, unquote
+
+        path, question, query = path[5:].partition("?")
+        if "mode=memory" in query:
+            return database
+        path = unquote(path.removeprefix("//localhost").removeprefix("//") if path.startswith("//") else path)
+        before, after = "file:", question + query
+    if path in ("", ":memory:"):
+        return database
+    for suffix in ("-wal", "-journal"):     # part of the database: committed pages may be only there
+        if os.path.exists(path + suffix):
+            for_writing(path + suffix, copy=True)
+    where = for_writing(path, copy=True)
+    return before + quote(where) + after if before else where
+
+
+def on_safetensors(module: Any) -> None:
+    serialize_file, safe_open = module.serialize_file, module.safe_open
+
+    def write(tensors: Any, filename: Any, *arguments: Any, **keywords: Any) -> Any:
+        return serialize_file(tensors, for_writing(filename, copy=False), *arguments, **keywords)
+
+    def read(filename: Any, *arguments: Any, **keywords: Any) -> Any:
+        return safe_open(for_reading(filename), *arguments, **keywords)
+
+    module.serialize_file, module.safe_open = write, read
+
+
+class _Patches:
+    """The functions that replace those in `os`, with the same arguments."""
+
+    def __init__(self, shadow: Shadow):
+        self.shadow = shadow
+
+    def path(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str:
+        return self.shadow.canonical(self.shadow.absolute(os.fsdecode(path), dir_fd), follow)
+
+    def table(self) -> dict[str, Any]:
+        shadow = self.shadow
+        table = {name: self._on_existing(name, shadow.get) for name in
+                 ("stat", "access", "statvfs", "getxattr", "listxattr")}
+        table |= {name: self._on_existing(name, self._existing) for name in
+                  ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr")}
+        table |= {name: self._on_existing(name, shadow.get, follow=False) for name in ("lstat", "readlink")}
+        table["lchown"] = self._on_existing("lchown", self._existing, follow=False)
+        table |= {name: getattr(self, name) for name in (
+            "open", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "mkfifo", "mknod",
+            "chdir", "getcwd", "getcwdb",
+        )}
+        table = {name: _plain(function) for name, function in table.items()}
+        table["remove"], table["replace"] = _plain(self.unlink), _plain(self.rename)
+        return table
+
+    def _existing(self, path: str) -> str:
+        if self.shadow.seen(path) is None:
+            raise error(errno.ENOENT, path)
+        return self.shadow.change(path)
+
+    def _on_existing(self, name: str, place: Callable[[str], str], follow: bool = True) -> Any:
+        original = ORIGINAL[name]
+
+        def function(path: Any, *arguments: Any, **keywords: Any) -> Any:
+            if isinstance(path, int):
+                return original(path, *arguments, **keywords)
+            dir_fd = keywords.pop("dir_fd", None)
+            at = place(self.path(path, dir_fd, follow and keywords.get("follow_symlinks", True)))
+            try:
+                result = original(os.fsencode(at) if isinstance(path, bytes) else at, *arguments, **keywords)
+            except OSError as failed:
+                failed.filename = path
+                raise
+            return self.shadow.logical(result) if name == "readlink" and isinstance(result, str) else result
+
+        return function
+
+    def builtin_open(self, file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
+                     newline: Any = None, closefd: bool = True, opener: Any = None) -> Any:
+        if opener is None and isinstance(file, (str, bytes, os.PathLike)):
+            opener = self._opener       # keeps `file.name` and error texts as the script knows them
+        return _io_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+    def _opener(self, path: Any, flags: int) -> int:
+        return self.open(path, flags, 0o666)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        shadow = self.shadow
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        place = self.path(path, dir_fd, follow=not (flags & os.O_NOFOLLOW or exclusive))
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            if not shadow.allows(place):
+                shadow.prepare(place + "/")
+                place = shadow.root + place
+        elif not flags & _WRITES:
+            place = shadow.get(place)
+        elif not shadow.allows(place):
+            place = self._to_write(place, flags)
+        try:
+            return ORIGINAL["open"](place, flags, mode)
+        except OSError as failed:
+            failed.filename = path
+            raise
+
+    def _to_write(self, path: str, flags: int) -> str:
+        seen = self.shadow.seen(path)
+        if seen is None and not flags & os.O_CREAT:
+            raise error(errno.ENOENT, path)
+        if seen is not None and flags & os.O_CREAT and flags & os.O_EXCL:
+            raise error(errno.EEXIST, path)
+        if seen is not None and stat.S_ISDIR(seen.st_mode):
+            raise error(errno.EISDIR, path)
+        if seen is not None and not flags & (_WRITES & ~os.O_CREAT):
+            return self.shadow.get(path)    # only opened to read, though it would have been created
+        return self.shadow.change(path, copy=not flags & os.O_TRUNC)
+
+    def _names(self, path: Any) -> tuple[str, list[str]]:
+        place = self.shadow.of_handle(path) if isinstance(path, int) else self.path(path)
+        seen = self.shadow.seen(place)
+        if seen is None or not stat.S_ISDIR(seen.st_mode):
+            raise error(errno.ENOENT if seen is None else errno.ENOTDIR, path)
+        return place, self.shadow.names(place)
+
+    def listdir(self, path: Any = ".") -> list[Any]:
+        _, names = self._names("." if path is None else path)
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+
+    def scandir(self, path: Any = ".") -> Any:
+        path = "." if path is None else path
+        place = self.shadow.of_handle(path) if isinstance(path, int) else self.path(path)
+        if self.shadow.find(place) == place:
+            return ORIGINAL["scandir"](path)    # untouched: the entries need no second look
+        place, names = self._names(path)
+        folder = place if isinstance(path, int) else os.fspath(path)
+        return Scan([Entry(folder, name, self.shadow.get(f"{place}/{name}")) for name in names])
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        self.shadow.mkdir(self.path(path, dir_fd, follow=False), mode)
+
+    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self.shadow.rmdir(self.path(path, dir_fd, follow=False))
+        self.shadow.forget_links()
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self.shadow.remove(self.path(path, dir_fd, follow=False))
+        self.shadow.forget_links()
+
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        self.shadow.rename(self.path(src, src_dir_fd, follow=False), self.path(dst, dst_dir_fd, follow=False))
+        self.shadow.forget_links()
+
+    def link(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None,
+             follow_symlinks: bool = True) -> None:
+        source = self.path(src, src_dir_fd, follow=False)
+        seen = self.shadow.seen(source)
+        if seen is None or stat.S_ISDIR(seen.st_mode):
+            raise error(errno.ENOENT if seen is None else errno.EPERM, os.fsdecode(src))
+        target = self.shadow.vacant(self.path(dst, dst_dir_fd, follow=False))
+        ORIGINAL["link"](self.shadow.change(source), target, follow_symlinks=False)
+
+    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        ORIGINAL["symlink"](src, self.shadow.vacant(self.path(dst, dir_fd, follow=False)))
+        self.shadow.forget_links()
+
+    def mkfifo(self, path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
+        ORIGINAL["mkfifo"](self.shadow.vacant(self.path(path, dir_fd, follow=False)), mode)
+
+    def mknod(self, path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None) -> None:
+        ORIGINAL["mknod"](self.shadow.vacant(self.path(path, dir_fd, follow=False)), mode, device)
+
+    def chdir(self, path: Any) -> None:
+        if isinstance(path, int):
+            ORIGINAL["chdir"](path)
+            return
+        place = self.path(path)
+        real_folder = self.shadow.find(place) is not None and os.path.isdir(place)
+        try:
+            ORIGINAL["chdir"](self.shadow.get(place))
+        except OSError as failed:
+            failed.filename = path
+            raise
+        if real_folder:
+            _prefer_real(place)
+
+    def getcwd(self) -> str:
+        return self.shadow.logical(ORIGINAL["getcwd"]())
+
+    def getcwdb(self) -> bytes:
+        return os.fsencode(self.getcwd())
+
+
+def _prefer_real(place: str) -> None:
+    """Programs and C libraries started from here find the user's files by relative paths."""
+    try:
+        ORIGINAL["chdir"](place)
+    except FileNotFoundError:
+        return      # the folder exists in the shadow only
+
+
+def _plain(method: Any) -> Any:
+    """A function, as those in `os` are: a bound method has no `__name__` that could be set."""
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        return method(*arguments, **keywords)
+
+    function.__doc__ = method.__doc__
+    return function

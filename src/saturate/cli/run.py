@@ -1,0 +1,136 @@
+"""Run a training command with a recipe.
+
+saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With
+an empty recipe nothing else happens at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import InjectionDefeated, RecipeError, UsageError
+from saturate.records import recipe as recipes
+from saturate.records.options import options_from
+from saturate.records.recipe import MadeFor, Recipe
+from saturate.trial import launch
+
+TAKES_COMMAND = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe that tune wrote; an empty file changes nothing")
+    parser.add_argument("--strict", action="store_true", help="refuse when anything the recipe was measured with has changed")
+    parser.add_argument("--on-divergence", choices=["warn", "stop"], default="warn",
+                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    recipe = recipes.read(arguments.recipe)
+    command = arguments.command
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+    if not recipe.techniques:
+        _replace(command, os.environ.copy())
+    chosen = _chosen(recipe)
+    _compare(recipe, command, arguments.strict)
+    option = launch.defeated_by(command)
+    if option is not None:
+        problem = InjectionDefeated(
+            f"the recipe cannot take effect: `python {option}` ignores PYTHONPATH", remedy=f"run the command without {option}")
+        if arguments.strict:
+            raise problem
+        print(problem.card(), file=sys.stderr)
+        _replace(command, os.environ.copy())
+    plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence)
+    _replace(command, launch.injected(os.environ, plan, chosen))
+    return 0
+
+
+def _replace(command: list[str], environment: dict[str, str]) -> None:
+    """Become the command. Only returns by an exception."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        raise UsageError(f"cannot start {command[0]}", cause=str(error)) from error
+
+
+def _chosen(recipe: Recipe) -> list[launch.Chosen]:
+    from saturate.study.candidates import Candidate
+    from saturate.techniques import _registry
+
+    registry = _registry.load()
+    problems = recipes.validate(recipe, registry)
+    if problems:
+        first = problems[0]
+        raise RecipeError(first.message, cause=first.where(), remedy=first.remedy or "saturate recipe validate FILE lists all problems")
+    return [Candidate(registry[entry.id], options_from(registry[entry.id], entry.options)).chosen()
+            for entry in recipe.techniques]
+
+
+def _compare(recipe: Recipe, command: list[str], strict: bool) -> None:
+    from saturate.machine import fingerprint
+
+    changes = fingerprint.compare(recipe.made_for, _now(recipe.made_for, command), [entry.id for entry in recipe.techniques])
+    if changes and strict:
+        raise RecipeError("the recipe was made for something else", evidence="; ".join(changes),
+                          remedy="tune again here, or run without --strict")
+    for change in changes:
+        print(f"saturate: {change}", file=sys.stderr)
+
+
+def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
+    """The fingerprint of this machine and command, as far as it shows without importing torch; the rest is left empty
+    and not compared."""
+    import saturate
+    from saturate.machine import facts, fingerprint
+
+    script = fingerprint.script_of(command, Path.cwd())
+    torch, python = _versions(command)
+    device_name = _gpu_name() if made_for.device == "cuda" else ""
+    return MadeFor(
+        device=made_for.device if made_for.device != "cuda" or device_name else "cpu",
+        device_name=device_name,
+        cpu=facts.observe(command[0]).cpu_name,
+        torch=torch, python=python, saturate=saturate.__version__,
+        script=fingerprint.digest(script) if script else "",
+    )
+
+
+def _versions(command: list[str]) -> tuple[str, str]:
+    """Versions of torch and Python behind the command, read from package metadata; empty when they cannot be known."""
+    interpreter = shutil.which(command[0]) or ""
+    if not Path(interpreter).name.startswith("python"):
+        beside = Path(interpreter).parent / "python"      # console scripts live beside their interpreter
+        if not beside.exists():
+            return "", ""
+        interpreter = str(beside)
+    code = ("import platform, importlib.metadata as m\n"
+            "try: t = m.version('torch')\nexcept m.PackageNotFoundError: t = ''\n"
+            "print(t, platform.python_version(), sep='\\n')")
+    try:
+        answer = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    torch, python, *_ = [*answer.stdout.splitlines(), "", ""]
+    return torch, python
+
+
+def _gpu_name() -> str:
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+        name: Any = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+        return name.decode() if isinstance(name, bytes) else name
+    except pynvml.NVMLError:
+        return ""

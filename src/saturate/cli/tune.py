@@ -1,0 +1,154 @@
+"""Find what makes a training command faster, prove that it still trains the same, and write a recipe.
+
+The command runs many times, for a short while each, in a cage: files that it writes are thrown away, trackers are
+offline. Nothing outside the study folder changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from saturate.cli._output import coloured
+from saturate.errors import SaturateError, TooNoisy, UsageError
+from saturate.records.result import StepTime, TuneResult
+
+TAKES_COMMAND = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="how long to search: 90s, 10m, 2h (default: 10m)")
+    parser.add_argument("--only", type=ids, metavar="IDS", help="try these techniques only (comma-separated)")
+    parser.add_argument("--skip", type=ids, default=frozenset(), metavar="IDS", help="do not try these techniques")
+    parser.add_argument("--allow", choices=["convergence"], help="also try techniques that change the training itself")
+    parser.add_argument("--threshold", type=percent, default=0.02, metavar="SHARE", help="the gain that counts (default: 2%%)")
+    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--race", choices=["auto", "concurrent", "alternate"], default="auto",
+                        help="whether two processes are raced side by side or one after the other (default: by memory)")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from saturate.report import terminal
+    from saturate.study import summary
+    from saturate.study.tune import Request, environment_of_user, tune
+
+    command = arguments.command
+    directory = arguments.dir.absolute()
+    progress = Progress(sys.stderr)
+    try:
+        if shutil.which(command[0]) is None:
+            raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+        request = Request(
+            argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=directory,
+            budget_s=arguments.budget, threshold=arguments.threshold, only=arguments.only, skip=arguments.skip,
+            allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
+            timeout_s=arguments.timeout,
+        )
+        with _terminated_like_interrupted():
+            record, error = tune(request, progress)
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        if arguments.json:
+            print(msgspec.json.encode(_nothing(command, problem)).decode())
+        raise
+    error = error or summary.verification_error(record)
+    if arguments.json:
+        print(msgspec.json.encode(record.result).decode())
+    if error is not None:
+        _show_log(error)
+        raise error
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    stream = sys.stderr if arguments.json else sys.stdout
+    print(terminal.summary(record, width=width, color=coloured(stream)), file=stream)
+    return 0
+
+
+class Progress:
+    """One line per thing that was found out, on standard error, with the time since the start."""
+
+    def __init__(self, stream):  # noqa: ANN001 - any text stream
+        self.stream = stream
+        self.began = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        seconds = int(time.monotonic() - self.began)
+        print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}", file=self.stream, flush=True)
+
+
+class _terminated_like_interrupted:
+    """SIGTERM ends a tune as Ctrl-C does: trials are killed and the best so far is written."""
+
+    def __enter__(self) -> None:
+        import signal
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        self.before = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *exception: object) -> None:
+        import signal
+
+        signal.signal(signal.SIGTERM, self.before)
+
+
+def _show_log(error: SaturateError) -> None:
+    """The workload's own last words, before our error: they are what the user needs to see."""
+    if not error.evidence.endswith("output.log") or not os.path.exists(error.evidence):
+        return
+    with open(error.evidence, encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines()
+    print("\n".join(["", *lines[-30:], ""]), file=sys.stderr)
+
+
+def _nothing(command: list[str], problem: SaturateError) -> TuneResult:
+    """The object for a tune that could not even begin."""
+    return TuneResult(
+        run="", command=command, baseline=StepTime(), tuned=StepTime(), speedup=None, speedup_ci=None,
+        verdict="inconclusive", verified=None, verified_reason=problem.message, noise_floor=None, break_even_steps=None,
+        techniques=[], recipe="", report="",
+    )
+
+
+def duration(text: str) -> float:
+    """Seconds in "90", "90s", "10m", "1.5h".
+
+    >>> duration("1.5h")
+    5400.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|min|)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 10m or 2h")
+    return float(match[1]) * {"s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
+
+
+def percent(text: str) -> float:
+    """A share in "2%" or "0.02"."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 2% or 0.02")
+    return value
+
+
+def ids(text: str) -> frozenset[str]:
+    return frozenset(word.strip() for word in text.split(",") if word.strip())
+
+
+def step(text: str) -> str:
+    if not re.fullmatch(r"(backward|optimizer):\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither backward:N (N backward passes a step) nor optimizer:N (the N-th, from 0)")
+    return text

@@ -1,0 +1,173 @@
+"""The workbench: starts trials in their cages, warms them up, and knows what they cost."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from saturate.measure import stationary
+from saturate.records.facts import Evidence
+from saturate.records.result import TrialRecord
+from saturate.study.candidates import Set
+from saturate.study.store import Store
+from saturate.trial import planning
+from saturate.trial.layers import collect_caches, discard
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
+
+#: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
+WARM_UP_SHARE = 0.2
+
+
+@dataclass
+class Live:
+    """A trial that is past its warm-up and stands frozen at the gate."""
+
+    trial: Trial
+    techniques: Set
+    hello: dict[str, Any]
+    evidence: Evidence
+    startup_s: float
+    warmup_s: float
+    step_ms: float
+    stationary: bool
+    record: TrialRecord
+
+
+class Bench:
+    """Starts and ends every process of a study. `say` tells the user one line."""
+
+    def __init__(self, workload: Workload, folder: Path, study_dir: Path, store: Store, budget_s: float, say: Callable[[str], None]):
+        self.workload = workload
+        self.folder = folder
+        self.study_dir = study_dir
+        self.store = store
+        self.budget_s = budget_s
+        self.say = say
+        self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
+        self.reference_tokens: list[str] | None = None
+        self.caches: Path | None = None
+        self.intercept: str | None = None               # why overlays cannot be used, once that is known
+        self.isolation = ""
+        self.living: list[Trial] = []
+        self.startup_s = 0.0                            # of the latest trial: what another one will cost
+        self._count = len(store.trials())
+        self._plans: dict[str, Any] = {}
+
+    # -- starting --------------------------------------------------------------------------------------------------
+
+    def start(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None) -> Trial:
+        """A fresh process group. Raises TrialEnded when it does not come up."""
+        self._count += 1
+        identity = f"t{self._count:03d}"
+        run_dir = self.folder / identity
+        shutil.rmtree(run_dir, ignore_errors=True)      # left by a study that was killed here
+        plan = planning.plan(self.workload.cwd, run_dir, self.workload.argv, self.workload.environment,
+                             self.caches, self.study_dir)
+        if self.intercept is not None and plan.mode != "intercept":
+            plan = planning.as_intercept(plan, self.intercept)
+        self.isolation = f"{plan.mode}: {plan.reason}"
+        if capture is not None:
+            capture = {**capture, "folder": str(run_dir)}
+        trial = Trial(self.workload, TrialSpec(
+            id=identity, purpose=purpose, folder=run_dir, techniques=[c.chosen() for c in techniques],
+            step=self.step, capture=capture, cage=plan.to_json(), redirect=plan.redirect, environment=plan.environment,
+        ))
+        self._plans[identity] = plan
+        self.living.append(trial)
+        return trial
+
+    def ready(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None) -> tuple[Trial, dict[str, Any]]:
+        """Start a trial and wait for its first gate, in the second isolation mode when the first is refused."""
+        trial = self.start(purpose, techniques, capture)
+        try:
+            return trial, trial.wait_ready()
+        except TrialEnded as ended:
+            self.finish(trial, techniques)
+            if ended.outcome.kind != "cage_refused" or self.intercept is not None:
+                raise
+            self.intercept = ended.outcome.reason
+            self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
+            return self.ready(purpose, techniques, capture)
+
+    def live(self, purpose: str, techniques: Set) -> Live:
+        """A trial, warm and frozen. Raises TrialEnded."""
+        trial, hello = self.ready(purpose, techniques)
+        try:
+            self.check_applied(trial, techniques, hello)
+            return self._warm(trial, techniques, hello, purpose)
+        except TrialEnded:
+            self.finish(trial, techniques)
+            raise
+
+    def check_applied(self, trial: Trial, techniques: Set, hello: dict[str, Any]) -> None:
+        """Raise TrialEnded unless every technique was applied and a step is still what it was."""
+        for applied in hello["applied"]:
+            if applied["problem"]:
+                kind, _, reason = applied["problem"].partition(": ")
+                outcome = "not_applied" if kind == "not_applied" else "failed_to_apply"
+                raise trial.end(Outcome(outcome, f"{applied['id']}: {reason.strip().splitlines()[0]}"))
+        tokens = hello["step"]["tokens"]
+        if techniques and self.reference_tokens is not None and tokens != self.reference_tokens:
+            raise trial.end(Outcome(
+                "motif_differs", f"its step is {' '.join(tokens)}, the baseline's is {' '.join(self.reference_tokens)}"))
+
+    def _warm(self, trial: Trial, techniques: Set, hello: dict[str, Any], purpose: str) -> Live:
+        """Run until the step time is stationary, however many steps that takes."""
+        began = time.monotonic()
+        steps: list[int] = []
+        size = 2
+        settled: int | None = None
+        while settled is None:
+            steps += trial.run_block(0, size).step_ns
+            settled = stationary.warmed_up(steps)
+            if time.monotonic() - began > WARM_UP_SHARE * self.budget_s and len(steps) >= 4:
+                break
+            size = min(16, size * 2) if sum(steps[-size:]) < 2e9 else size
+        evidence = msgspec.convert(trial.ask("evidence"), Evidence)
+        for candidate in techniques:
+            proof = candidate.module.active(evidence, candidate.options)
+            if not proof.active:
+                raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
+        trial.freeze()
+        self.startup_s = trial.first_gate_s or 0.0
+        first = settled if settled is not None else len(steps) // 2
+        record = TrialRecord(
+            id=trial.spec.id, purpose=purpose, techniques=[c.label() for c in techniques], outcome="ok",
+            log=str(trial.log.relative_to(self.folder)), startup_s=self.startup_s, warmup_s=sum(steps[:first]) / 1e9,
+            compile_s=evidence.compile_s or None, recompiles=evidence.recompiles or None, steps=trial.steps,
+        )
+        return Live(trial, techniques, hello, evidence, self.startup_s, sum(steps[:first]) / 1e9,
+                    stationary.typical_ms(steps[first:]), settled is not None, record)
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def finish(self, trial: Trial, techniques: Set, record: TrialRecord | None = None) -> None:
+        """End a trial, keep what it was in the study, and throw its writes away."""
+        outcome = trial.stop()
+        if trial in self.living:
+            self.living.remove(trial)
+        if record is None:
+            record = TrialRecord(id=trial.spec.id, purpose=trial.spec.purpose, techniques=[c.label() for c in techniques],
+                                 outcome=outcome.kind, reason=outcome.reason, log=str(trial.log.relative_to(self.folder)))
+        record = msgspec.structs.replace(record, outcome=outcome.kind, reason=outcome.reason, steps=trial.steps)
+        self.store.set_trial(trial.spec.id, msgspec.to_builtins(record))
+        plan = self._plans.pop(trial.spec.id, None)
+        if plan is not None:
+            if self.caches is None and trial.steps and not techniques:
+                self.caches = collect_caches(trial.spec.folder, self.folder, plan)
+            discard(trial.spec.folder, plan)
+
+    def finish_live(self, live: Live) -> None:
+        self.finish(live.trial, live.techniques, live.record)
+
+    def close(self) -> None:
+        """End everything that is still alive."""
+        for trial in list(self.living):
+            self.finish(trial, ())

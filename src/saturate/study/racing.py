@@ -1,0 +1,215 @@
+"""Racing two sets of techniques: fresh pairs of processes, one block of each per round, never both running at once.
+
+Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
+A B. `alternate`, for when memory does not hold two: each process runs all its rounds alone, A B, B A by pairs; its n-th
+block is compared with the other's n-th.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from saturate.measure import race, stationary
+from saturate.measure.race import Decision, Limits
+from saturate.records.result import RaceRecord
+from saturate.study.bench import Bench, Live
+from saturate.study.candidates import Set, key
+from saturate.trial.process import TrialEnded
+
+#: Rounds of a pair in alternate mode, where none can be added later.
+ALTERNATE_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished race of A against B; times are medians over rounds, milliseconds per step."""
+
+    decision: Decision
+    pairs: list[list[float]]
+    a_ms: float
+    b_ms: float
+    record: RaceRecord
+
+    @property
+    def gain(self) -> float:
+        """Speed-up of B over A, minus one."""
+        return math.expm1(self.decision.estimate.log_ratio) if self.decision.estimate else 0.0
+
+    @property
+    def gain_ci(self) -> tuple[float, float] | None:
+        found = self.decision.estimate
+        return (math.expm1(found.low), math.expm1(found.high)) if found else None
+
+
+class Racer:
+    """Asks "is B faster than A?". Everything measured goes into the store round by round."""
+
+    def __init__(self, bench: Bench, threshold: float, mode: str = "concurrent"):
+        self.bench = bench
+        self.threshold = threshold
+        self.mode = mode
+        self.between_sd = race.PRIOR_BETWEEN_SD
+        self.aa_pairs: list[list[float]] = []
+        self._base: Live | None = None      # a frozen baseline that screening races share
+
+    # -- the baseline that screening shares ------------------------------------------------------------------------
+
+    def base(self, techniques: Set) -> Live:
+        """A living process of `techniques`, started if there is none."""
+        if self._base is None or key(self._base.techniques) != key(techniques) or self._base.trial.ended is not None:
+            self.drop_base()
+            self._base = self.bench.live("reference", techniques)
+        return self._base
+
+    def drop_base(self) -> None:
+        if self._base is not None:
+            self.bench.finish_live(self._base)
+            self._base = None
+
+    # -- racing ----------------------------------------------------------------------------------------------------
+
+    def run(self, question: str, a: Set, b: Set, limits: Limits, deadline: float, share_base: bool = False,
+            min_pairs: int = 1) -> Result:
+        """Race until `measure.race` says stop, or `deadline` (time.monotonic seconds) passes.
+        At least `min_pairs` are run, time permitting.
+
+        `share_base` lets the first pair use the shared process for A. Raises TrialEnded of B when B cannot run, of A
+        when A cannot; the exception's `side` attribute tells which.
+        """
+        full_question = f"{question} | {key(a)} | {key(b)}"
+        rounds = self.bench.store.rounds(full_question)
+        pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
+        times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
+        finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
+        decision = self._decide(pairs, limits)
+        while (self.bench.store.answer(finished) is None and len(pairs) < limits.max_pairs
+               and (decision.action != "stop" or len(pairs) < min_pairs)
+               and (not pairs or time.monotonic() < deadline)):
+            # Pairs of processes that are gone get no more rounds: a resumed race goes on with a fresh pair.
+            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not pairs)
+            decision = self._decide(pairs, limits)
+        self.bench.store.set_answer(finished, True)
+        return self._result(question, a, b, decision, pairs, times)
+
+    def _decide(self, pairs: list[list[float]], limits: Limits) -> Decision:
+        usable = [pair for pair in pairs if len(pair) >= 2]
+        return race.next_action(usable, self.between_sd, self.threshold, limits)
+
+    def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
+              limits: Limits, deadline: float, share_base: bool) -> None:
+        """One fresh pair of processes, until its rounds decide or stop helping."""
+        pair: list[float] = []
+        number = len(pairs)
+        pairs.append(pair)
+
+        def keep(a_ms: float, b_ms: float) -> None:
+            pair.append(math.log(a_ms / b_ms))
+            times.append((a_ms, b_ms))
+            self.bench.store.add_round(question, number, len(pair), a_ms, b_ms, pair[-1])
+
+        def more() -> bool:
+            if len(pair) < limits.min_rounds:
+                return True
+            return self._decide(pairs, limits).action == "more_rounds" and time.monotonic() < deadline
+
+        if self.mode == "alternate":
+            self.drop_base()
+            self._alternate(a, b, number, keep)
+            return
+        try:
+            self._concurrent(a, b, share_base, keep, more)
+        except TrialEnded as ended:
+            # The shared process ran out of steps in somebody else's race: start another one.
+            if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short") or pair:
+                raise
+            self.drop_base()
+            self._concurrent(a, b, share_base, keep, more)
+
+    def _concurrent(self, a: Set, b: Set, share_base: bool, keep: Callable[[float, float], None], more: Callable[[], bool]) -> None:
+        first = _sided("a", lambda: self.base(a) if share_base else self.bench.live("race A", a))
+        try:
+            second = _sided("b", lambda: self.bench.live("race B", b))
+            turn = 0
+            try:
+                skip, steps = block_size(first, second)
+                while turn == 0 or more():
+                    order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
+                    measured = {}
+                    for live, side in order:
+                        measured[side] = _sided(side, lambda live=live: run_block(live, skip, steps))
+                    keep(measured["a"], measured["b"])
+                    turn += 1
+            except TrialEnded as ended:
+                # A short script that simply ends is not a failure: its pair counts with the rounds it has.
+                if ended.outcome.kind != "too_short" or turn < 2:
+                    raise
+            finally:
+                self.bench.finish_live(second)
+        finally:
+            if not share_base:
+                self.bench.finish_live(first)
+
+    def _alternate(self, a: Set, b: Set, number: int, keep: Callable[[float, float], None]) -> None:
+        blocks: dict[str, list[float]] = {}
+        for techniques, side in ((a, "a"), (b, "b")) if number % 2 == 0 else ((b, "b"), (a, "a")):
+            live = _sided(side, lambda techniques=techniques: self.bench.live(f"race {side.upper()} alone", techniques))
+            try:
+                skip, steps = block_size(live, live)
+                blocks[side] = [_sided(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+            finally:
+                self.bench.finish_live(live)
+        for a_ms, b_ms in zip(blocks["a"], blocks["b"]):
+            keep(a_ms, b_ms)
+
+    def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
+                times: list[tuple[float, float]]) -> Result:
+        found = decision.estimate
+        usable = [pair for pair in pairs if len(pair) >= 2]
+        if found is None and usable:
+            found = race.estimate(usable, self.between_sd)
+            decision = Decision("stop", race.verdict(found, self.threshold), found, decision.reason)
+        a_ms, b_ms = (_median([t[side] for t in times]) for side in (0, 1)) if times else (0.0, 0.0)
+        record = RaceRecord(
+            question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),
+            rounds=sum(map(len, usable)), speedup=found.speedup if found else 1.0,
+            speedup_ci=found.speedup_ci if found else (0.0, math.inf), verdict=decision.verdict, log_ratios=usable,
+        )
+        return Result(decision, usable, a_ms, b_ms, record)
+
+    def learn_noise(self, pairs: list[list[float]]) -> None:
+        """Take finished A/A pairs into account for everything that follows."""
+        self.aa_pairs = [*self.aa_pairs, *(pair for pair in pairs if len(pair) >= 2)]
+        self.between_sd = race.between_sd(self.aa_pairs)
+
+
+def run_block(live: Live, skip: int, steps: int) -> float:
+    """Milliseconds per step over one block; frozen again afterwards."""
+    live.trial.thaw()
+    block = live.trial.run_block(skip, steps)
+    live.trial.freeze()
+    return block.mean_ns / 1e6
+
+
+def block_size(first: Live, second: Live) -> tuple[int, int]:
+    """Steps to skip and to time: the same for both, long enough for the deeper loader queue and the faster step."""
+    loaders = [loader for live in (first, second) for loader in live.evidence.loaders if loader.num_workers]
+    workers = max((loader.num_workers for loader in loaders), default=0)
+    prefetch = max((loader.prefetch_factor or 2 for loader in loaders), default=2)
+    return stationary.block_steps(min(first.step_ms, second.step_ms), workers, prefetch)
+
+
+def _sided(side: str, action: Callable[[], Live | float]):  # noqa: ANN202 - returns what `action` returns
+    try:
+        return action()
+    except TrialEnded as ended:
+        ended.side = side
+        raise
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

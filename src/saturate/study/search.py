@@ -1,0 +1,262 @@
+"""The search: screen every eligible technique alone, add greedily, drop what does not earn its place, confirm.
+
+A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
+measured and verified.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from saturate.measure.race import Limits
+from saturate.records.facts import Facts
+from saturate.records.result import TechniqueOutcome
+from saturate.study.candidates import Candidate, Set, conflict, without
+from saturate.study.racing import Racer, Result
+from saturate.study.verification import Verifier
+from saturate.techniques import _registry
+from saturate.trial.process import TrialEnded
+
+#: A technique that cannot remove more than this share of a step is not worth a process.
+SMALLEST_BOUND = 0.01
+
+#: Screening asks whether a technique is promising; adding and the final race settle how much it gives.
+SCREEN = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
+ADD = Limits(max_pairs=3, min_rounds=4, max_rounds=12)
+
+#: What gave nothing alone gets one pair in combination; only when that looks good, the others.
+RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
+
+#: Alone slower than this, a technique is not tried in combination.
+HOPELESS = -0.10
+
+
+@dataclass
+class Fate:
+    """What is known of one technique so far."""
+
+    fate: str
+    reason: str
+    candidate: Candidate | None = None
+    gain: float | None = None
+    gain_ci: tuple[float, float] | None = None
+
+    def outcome(self, identity: str, numerics: str) -> TechniqueOutcome:
+        return TechniqueOutcome(
+            id=identity, fate=self.fate, reason=self.reason, numerics=numerics,  # type: ignore[arg-type]
+            options=self.candidate.options_dict() if self.candidate else {}, gain=self.gain, gain_ci=self.gain_ci,
+        )
+
+
+@dataclass
+class Search:
+    """Walks the techniques. `deadline` (time.monotonic) leaves room for the final race."""
+
+    registry: dict[str, ModuleType]
+    facts: Facts
+    racer: Racer
+    verifier: Verifier
+    deadline: float
+    say: Any
+    only: frozenset[str] | None = None
+    skip: frozenset[str] = frozenset()
+    allow_convergence: bool = False
+    fates: dict[str, Fate] = field(default_factory=dict)
+    kept: Set = ()
+    stairs: list[tuple[Candidate, Result]] = field(default_factory=list)    # in the order in which they were added
+    screened: dict[str, Result] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    curves: list[Any] = field(default_factory=list)
+    on_kept: Any = None
+
+    # -- eligibility -----------------------------------------------------------------------------------------------
+
+    def eligible(self) -> list[tuple[float, list[Candidate]]]:
+        """(bound, variants) of every technique worth a trial, most promising first; the others get their fate."""
+        found = []
+        for identity, module in self.registry.items():
+            reason = self._excluded(identity, module)
+            if reason is None:
+                answer = module.eligible(self.facts)
+                reason = None if answer else Fate("not_applicable", answer.reason)
+            if reason is None:
+                bound = module.bound(self.facts)
+                if bound is not None and bound < SMALLEST_BOUND:
+                    reason = Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
+            if reason is not None:
+                self.fates[identity] = reason
+                continue
+            variants = [Candidate(module, options) for options in module.variants(self.facts)]
+            self.fates[identity] = Fate("not_tried", "the budget ended before its turn", variants[0])
+            found.append((1.0 if bound is None else bound, variants))
+        return sorted(found, key=lambda entry: -entry[0])
+
+    def _excluded(self, identity: str, module: ModuleType) -> Fate | None:
+        if identity in self.skip:
+            return Fate("not_tried", "excluded with --skip")
+        if self.only is not None and identity not in self.only:
+            return Fate("not_tried", "not named with --only")
+        if module.TECHNIQUE.numerics == "convergence" and not self.allow_convergence:
+            return Fate("not_tried", "changes the training itself: needs --allow convergence")
+        return None
+
+    # -- the walk --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        promising = self._screen(self.eligible())
+        self.racer.drop_base()
+        for candidate in promising:
+            if time.monotonic() > self.deadline:
+                break
+            self._try_to_add(candidate)
+        self._ablate()
+
+    def _screen(self, eligible: list[tuple[float, list[Candidate]]]) -> list[Candidate]:
+        """Race each technique alone; the candidates to combine, best first."""
+        scored: list[tuple[float, Candidate]] = []
+        for bound, variants in eligible:
+            best: tuple[float, Candidate] | None = None
+            for candidate in variants:
+                if time.monotonic() > self.deadline:
+                    break
+                gain = self._screen_one(candidate, better_than=best[0] if best else -math.inf)
+                if gain is not None and (best is None or gain > best[0]):
+                    best = gain, candidate
+            # What can give nothing in combination either is dropped: alone far slower, or already close to its bound.
+            if best is not None and best[0] > HOPELESS:
+                scored.append(best)
+        return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
+
+    def _screen_one(self, candidate: Candidate, better_than: float) -> float | None:
+        """The gain of one candidate alone, or None when it does not run."""
+        result = self._race(f"screen {candidate.label()}", (), (candidate,), SCREEN, candidate, share_base=True)
+        if result is None:
+            return None
+        if result.gain > better_than:
+            fate, reason = _in_words(result)
+            fate = "inconclusive" if fate == "kept" else fate       # until it is added and verified
+            self.fates[candidate.id] = Fate(fate, reason, candidate, result.gain, result.gain_ci)
+            self.screened[candidate.id] = result
+        return result.gain
+
+    def _try_to_add(self, candidate: Candidate) -> None:
+        """Keep `candidate` if the kept set is faster with it and the two together still verify."""
+        clash = conflict(self.kept, candidate)
+        if clash:
+            self.settle(candidate, "not_applicable", clash)
+            return
+        together = _ordered((*self.kept, candidate))
+        names = " + ".join(c.id for c in self.kept) or "baseline"
+        result = self._race_to_add(f"add {candidate.label()} to {names}", together, candidate)
+        if result is None:
+            return
+        self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
+        fate, reason = _in_words(result)
+        if fate != "kept":
+            self.settle(candidate, fate, reason + (f" on top of {names}" if self.kept else ""))
+            return
+        verified = self._verify(together, candidate)
+        if verified is None:
+            return
+        self.curves += verified.curves
+        if verified.passed is None:
+            self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
+        elif not verified.passed:
+            self.say(f"  {candidate.label()}: rejected, {verified.reason}")
+            self.settle(candidate, "rejected_numerics", verified.reason)
+        else:
+            self.kept = together
+            self.stairs.append((candidate, result))
+            self.settle(candidate, "kept", f"{reason}; {verified.reason}")
+            self._tell_kept()
+
+    def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
+        alone = self.screened[candidate.id]
+        if not self.kept and alone.decision.verdict == "faster":
+            return alone            # the same two sets were just raced, and left no doubt
+        if alone.gain < self.racer.threshold:
+            first = self._race(question, self.kept, together, RETRY, candidate)
+            if first is None or first.gain < self.racer.threshold:
+                return first
+        return self._race(question, self.kept, together, ADD, candidate)
+
+    def _ablate(self) -> None:
+        """Race the kept set against itself without each technique but the last added; drop what gives nothing."""
+        for candidate, _ in self.stairs[:-1]:
+            if time.monotonic() > self.deadline or len(self.kept) < 2:
+                return
+            rest = without(self.kept, candidate)
+            result = self._race(f"without {candidate.id}", rest, self.kept, ADD, candidate)
+            if result is None:
+                continue
+            fate, reason = _in_words(result)
+            self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
+            if fate in ("no_difference", "slower") and self._still_verifies(rest):
+                self.kept = rest
+                self.settle(candidate, fate, f"{reason}, in the final set")
+                self._tell_kept()
+            else:
+                self.settle(candidate, "kept", f"{reason}, in the final set")
+
+    def _tell_kept(self) -> None:
+        if self.on_kept is not None:
+            self.on_kept(self)
+
+    def _still_verifies(self, techniques: Set) -> bool:
+        verified = self._verify(techniques, None)
+        return verified is not None and verified.passed is True
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def _race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False) -> Result | None:
+        """The result, or None when B does not run or is not active (its fate then says why)."""
+        try:
+            result = self.racer.run(question, a, b, limits, self.deadline, share_base)
+        except TrialEnded as ended:
+            if ended.side == "a" and not a:
+                raise
+            fate = {"not_applied": "not_applied", "not_active": "not_applied"}.get(ended.outcome.kind, "failed")
+            self.settle(candidate, fate, f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
+            self.say(f"  {candidate.label()}: {fate.replace('_', ' ')}, {ended.outcome.reason}")
+            return None
+        self.results.append(result)
+        low, high = result.gain_ci or (math.nan, math.nan)
+        self.say(f"  {question}: {result.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
+        return result
+
+    def _verify(self, techniques: Set, candidate: Candidate | None) -> Any:
+        try:
+            return self.verifier.verify(techniques)
+        except TrialEnded as ended:
+            if candidate is not None:
+                self.settle(candidate, "failed", f"in verification: {ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
+            return None
+
+    def settle(self, candidate: Candidate, fate: str, reason: str) -> None:
+        """Record a technique's fate; what was measured of it stays."""
+        known = self.fates[candidate.id]
+        self.fates[candidate.id] = Fate(fate, reason, candidate, known.gain, known.gain_ci)
+
+
+def _ordered(techniques: Set) -> Set:
+    order = {module: index for index, module in enumerate(_registry.ordered([c.module for c in techniques]))}
+    return tuple(sorted(techniques, key=lambda c: order[c.module]))
+
+
+def _in_words(result: Result) -> tuple[str, str]:
+    """Fate and reason of a raced candidate. "kept" means: fast enough to be kept, if it verifies."""
+    low, high = result.gain_ci or (math.nan, math.nan)
+    interval = f"[{low:+.1%}, {high:+.1%}]"
+    verdict = result.decision.verdict
+    if verdict == "faster":
+        return "kept", f"{result.gain:+.1%} {interval}"
+    if verdict == "slower":
+        return "slower", f"{result.gain:+.1%} {interval}"
+    if verdict == "no_difference":
+        return "no_difference", f"{result.gain:+.1%} {interval}: less than counts"
+    return "inconclusive", f"{result.gain:+.1%} {interval}: could be more or less than counts"
+

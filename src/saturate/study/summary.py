@@ -1,0 +1,239 @@
+"""What a study says: its record, its recipe and its report. Works at any moment, also when the study ended early."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import saturate
+from saturate.errors import VerificationFailed
+from saturate.machine import fingerprint
+from saturate.measure import breakeven, race
+from saturate.records import recipe as recipes
+from saturate.records.result import (
+    NumericsCurve,
+    Phase,
+    StairStep,
+    StepTime,
+    StudyRecord,
+    TechniqueOutcome,
+    TrialRecord,
+    TuneResult,
+)
+from saturate.report import html
+from saturate.study.candidates import key
+
+if TYPE_CHECKING:
+    from saturate.study.tune import Study
+
+
+def finish(study: Study) -> StudyRecord:
+    """Write recipe and report, and return the record."""
+    record = record_of(study)
+    write_recipe(study, record.result)
+    study.report_path.write_text(html.render(record), encoding="utf-8")
+    return record
+
+
+def record_of(study: Study) -> StudyRecord:
+    result = result_of(study)
+    racer, search = study.racer, study.search
+    results = [r for r in (study.aa, *(search.results if search else ()), study.final) if r is not None]
+    return StudyRecord(
+        result=result,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        saturate=saturate.__version__,
+        machine=_machine(study),
+        workload=_workload(study),
+        staircase=_staircase(study, result),
+        split_before=study.baseline.get("split", {}),
+        split_after=study.tuned.get("split", {}),
+        numerics=_curves(study),
+        races=[r.record for r in results],
+        trials=[_convert(TrialRecord, trial) for trial in study.store.trials()],
+        phases=[Phase(name=name, seconds=seconds) for name, seconds in study.store.phases() if name != "total"],
+        notes=[*study.notes, *([study.isolation] if study.isolation else [])],
+        threshold=racer.threshold if racer else study.request.threshold,
+        budget_s=study.request.budget_s,
+        titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
+    )
+
+
+def result_of(study: Study) -> TuneResult:
+    final = study.final if study.search and study.search.kept else None
+    estimate = final.decision.estimate if final else None
+    baseline_ms = final.a_ms if final else study.baseline.get("step_ms")
+    kept = study.search.kept if study.search else ()
+    verified, verified_reason = _verified(study)
+    return TuneResult(
+        run=study.folder.name,
+        command=study.request.argv,
+        baseline=StepTime(step_ms=baseline_ms),
+        tuned=StepTime(step_ms=final.b_ms if final else (baseline_ms if not kept else None)),
+        speedup=estimate.speedup if estimate else (1.0 if baseline_ms and not kept and not study.refusal and not study.error else None),
+        speedup_ci=estimate.speedup_ci if estimate else None,
+        verdict=_verdict(study),
+        verified=verified,
+        verified_reason=verified_reason,
+        noise_floor=_floor(study),
+        break_even_steps=_break_even(study),
+        techniques=_techniques(study),
+        recipe=str(study.recipe_path),
+        report=str(study.report_path),
+    )
+
+
+def _verdict(study: Study) -> Any:
+    if study.refusal or study.error or study.search is None:
+        return "inconclusive"
+    if not study.search.kept:
+        open_ends = [f for f in study.search.fates.values() if f.fate == "inconclusive" and (f.gain or 0) > study.request.threshold]
+        return "inconclusive" if open_ends else "no_difference"
+    return study.final.decision.verdict if study.final else "inconclusive"
+
+
+def _verified(study: Study) -> tuple[bool | None, str]:
+    if study.error is not None:
+        return None, study.error.message
+    if study.refusal:
+        return None, study.refusal
+    if study.search is None:
+        return None, "the study ended before anything could be verified"
+    if not study.search.kept:
+        return True, "nothing was changed"
+    stored = study.store.answer(f"verify {key(study.search.kept)}")
+    if stored is None:
+        return None, "the study ended before the final set was verified"
+    return stored["passed"], stored["reason"]
+
+
+def _floor(study: Study) -> float | None:
+    return race.noise_floor(study.aa.pairs) if study.aa and study.aa.pairs else None
+
+
+def _break_even(study: Study) -> int | None:
+    """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches."""
+    if not (study.final and study.tuned and study.search and study.search.kept):
+        return None
+    base = study.baseline
+    extra = study.tuned["startup_s"] + study.tuned["warmup_s"] - base["startup_s"] - base["warmup_s"]
+    labels = {c.label() for c in study.search.kept}
+    compiles = [t["compile_s"] for t in study.store.trials() if t["compile_s"] and set(t["techniques"]) <= labels]
+    warm = [t["compile_s"] for t in study.store.trials() if t["compile_s"] and set(t["techniques"]) == labels]
+    cold_extra = max(compiles, default=0.0) - min(warm, default=0.0)
+    return breakeven.steps(study.final.a_ms, study.final.b_ms, max(0.0, extra) + cold_extra)
+
+
+def _techniques(study: Study) -> list[TechniqueOutcome]:
+    why = study.refusal or (study.error.message if study.error else "the study ended before its turn")
+    found = []
+    for identity, module in study.registry.items():
+        fate = study.search.fates.get(identity) if study.search else None
+        if fate is None:
+            found.append(TechniqueOutcome(id=identity, fate="not_tried", reason=why, numerics=module.TECHNIQUE.numerics))
+        else:
+            found.append(fate.outcome(identity, module.TECHNIQUE.numerics))
+    return found
+
+
+def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
+    """Baseline, then the kept techniques in the order they were added, each as it was measured then."""
+    if not study.search or not result.baseline.step_ms:
+        return []
+    steps = [StairStep(label="baseline", step_ms=result.baseline.step_ms, speedup=1.0, speedup_ci=(1.0, 1.0))]
+    speedup = 1.0
+    for candidate, added in study.search.stairs:
+        if candidate not in study.search.kept:
+            continue
+        speedup *= 1.0 + added.gain
+        steps.append(StairStep(label=f"+ {candidate.label()}", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
+    if study.final and len(steps) > 1 and result.tuned.step_ms and result.speedup:
+        steps[-1] = StairStep(label=steps[-1].label, step_ms=result.tuned.step_ms, speedup=result.speedup,
+                              speedup_ci=result.speedup_ci)
+    return steps
+
+
+def _curves(study: Study) -> list[NumericsCurve]:
+    if not study.search:
+        return []
+    final = " + ".join(c.id for c in study.search.kept)
+    return [_renamed(curve, "final set") if curve.subject == final else curve for curve in study.search.curves]
+
+
+def _renamed(curve: NumericsCurve, subject: str) -> NumericsCurve:
+    import msgspec
+
+    return msgspec.structs.replace(curve, subject=subject)
+
+
+def _machine(study: Study) -> dict[str, str]:
+    facts = study.facts
+    if facts is None:
+        return {}
+    machine = facts.machine
+    found = {
+        "device": facts.device_name or machine.cpu_name or facts.device,
+        "cores": f"{machine.cpu_count:g}",
+        "torch": facts.torch,
+        "python": facts.python,
+    }
+    if machine.memory_bytes:
+        found["memory"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
+    if facts.device == "cpu":
+        found["native bf16"] = "yes" if machine.cpu_bf16_native else "no"
+    return found
+
+
+def _workload(study: Study) -> dict[str, str]:
+    facts = study.facts
+    if facts is None:
+        return {}
+    found = {"step": facts.motif, "processes": str(facts.world_size)}
+    if facts.modules:
+        found["trained modules"] = ", ".join(f"{m.kind} ({m.parameters:,} parameters)" for m in facts.modules[:4])
+    if facts.loaders:
+        found["loader workers"] = ", ".join(str(loader.num_workers) for loader in facts.loaders)
+    if facts.autocast:
+        found["autocast in the script"] = facts.autocast
+    return found
+
+
+def write_recipe(study: Study, result: TuneResult | None = None) -> None:
+    """Write the best set so far. With no result yet: what is kept up to now, or an empty recipe."""
+    if study.search is None or not study.search.kept or study.facts is None:
+        if not study.recipe_path.exists() or result is not None:
+            recipes.write(study.recipe_path, recipes.Recipe())
+        return
+    result = result or result_of(study)
+    recipes.write(study.recipe_path, recipes.Recipe(
+        made_for=fingerprint.of(study.facts, study.request.argv, study.request.cwd),
+        evidence=recipes.MeasuredEvidence(
+            baseline_ms=result.baseline.step_ms, tuned_ms=result.tuned.step_ms, speedup=result.speedup,
+            speedup_ci=result.speedup_ci, verified=result.verified, noise_floor=result.noise_floor,
+            break_even_steps=result.break_even_steps, command=result.command,
+        ),
+        techniques=[
+            recipes.Entry(id=c.id, options=c.options_dict(), gain=_finite(study.search.fates[c.id].gain),
+                          gain_ci=study.search.fates[c.id].gain_ci, numerics=c.numerics, why=study.search.fates[c.id].reason)
+            for c in study.search.kept
+        ],
+    ))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _convert(kind: type, value: Any) -> Any:
+    import msgspec
+
+    return msgspec.convert(value, kind)
+
+
+def verification_error(record: StudyRecord) -> VerificationFailed | None:
+    """The error of a study whose final set does not verify, or None."""
+    if record.result.verified is False:
+        return VerificationFailed("the final set does not train like the baseline", cause=record.result.verified_reason,
+                                  remedy="saturate run works with the empty recipe; see the report for what deviated")
+    return None

@@ -1,0 +1,343 @@
+"""`saturate tune`, from the command to the study record.
+
+    baseline   start the workload alone: does it train, what is a step, what is there to gain
+    noise      race the baseline against itself, in fresh processes
+    search     screen, add, ablate; every kept set is verified
+    confirm    race the final set against the baseline in fresh pairs
+    write      recipe, record
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+import saturate
+from saturate.errors import InjectionDefeated, SaturateError, TechniqueError, TooNoisy, WorkloadFailed
+from saturate.machine import facts as machine_facts
+from saturate.machine import fingerprint
+from saturate.measure import race
+from saturate.measure.race import Limits
+from saturate.records.facts import Facts
+from saturate.records.result import StudyRecord
+from saturate.study import summary
+from saturate.study.bench import Bench, Live
+from saturate.study.candidates import Candidate
+from saturate.study.racing import Racer, Result
+from saturate.study.search import Search
+from saturate.study.store import Store, StudyLock, find_unfinished, new_run
+from saturate.study.verification import Verifier
+from saturate.techniques import _registry
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded, Workload
+
+AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
+FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
+
+#: A machine on which even the same program differs this much between two runs decides nothing.
+HOPELESS_NOISE = 0.30
+
+#: Share of the budget that the search leaves for the final race.
+RESERVE = 0.25
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    argv: list[str]
+    cwd: Path
+    environment: dict[str, str]
+    directory: Path
+    budget_s: float = 600.0
+    threshold: float = 0.02
+    only: frozenset[str] | None = None
+    skip: frozenset[str] = frozenset()
+    allow_convergence: bool = False
+    race_mode: str = "auto"             # "concurrent", "alternate", or "auto": by memory
+    step: str | None = None             # "backward:4" or "optimizer:1": overrides what was found
+    timeout_s: float = 300.0
+
+    def identity(self) -> str:
+        """The same for a command that asks the same question again, so that it can resume."""
+        script = fingerprint.script_of(self.argv, self.cwd)
+        parts = [self.argv, str(self.cwd), fingerprint.digest(script) if script else "", sorted(self.only or ()),
+                 self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
+                 self.step, saturate.__version__]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@dataclass
+class Study:
+    """The state of one tune while it runs, and what a record is made from at any moment."""
+
+    request: Request
+    folder: Path
+    store: Store
+    registry: dict[str, ModuleType]
+    say: Callable[[str], None]
+    started: float = field(default_factory=time.monotonic)
+    facts: Facts | None = None
+    baseline: dict[str, Any] = field(default_factory=dict)
+    search: Search | None = None
+    racer: Racer | None = None
+    aa: Result | None = None
+    final: Result | None = None
+    tuned: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
+    notes: list[str] = field(default_factory=list)
+    error: SaturateError | None = None
+    isolation: str = ""
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.folder / "recipe.toml"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "report.html"
+
+
+def tune(request: Request, say: Callable[[str], None]) -> tuple[StudyRecord, SaturateError | None]:
+    """Run or resume a study. Returns its record, and the error that ended it early if one did.
+
+    Raises SaturateError only when not even a study folder could be made, and KeyboardInterrupt after cleaning up.
+    """
+    registry = _registry.load()
+    _known(registry, {*(request.only or ()), *request.skip})
+    lock = StudyLock(request.directory)
+    try:
+        identity = request.identity()
+        folder = find_unfinished(request.directory, identity)
+        resumed = folder is not None
+        folder = folder or new_run(request.directory, identity)
+        store = Store(folder)
+        store.set_meta("identity", identity)
+        study = Study(request, folder, store, registry, say)
+        if resumed:
+            study.notes.append("resumed: measurements made before an interruption were used")
+            say(f"resuming {folder.name}")
+        summary.write_recipe(study)     # it exists from the first moment on, empty
+        bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
+                      folder, request.directory, store, request.budget_s, say)
+        try:
+            _measure(study, bench)
+            store.set_meta("finished", True)
+        except SaturateError as error:
+            study.error = error
+            store.set_meta("finished", True)    # asked again, it is tried again from the start
+        finally:
+            bench.close()
+            study.isolation = bench.isolation
+            store.add_seconds("total", time.monotonic() - study.started)
+            record = summary.finish(study)
+            store.close()
+        return record, study.error
+    finally:
+        lock.release()
+
+
+def _known(registry: dict[str, ModuleType], ids: set[str]) -> None:
+    from saturate.records.spelling import suggestion
+
+    for identity in sorted(ids):
+        if identity not in registry:
+            raise TechniqueError(f"there is no technique {identity!r}", remedy=suggestion(identity, list(registry))
+                                 or "saturate techniques lists them")
+
+
+def _measure(study: Study, bench: Bench) -> None:
+    request = study.request
+    used = sum(seconds for name, seconds in study.store.phases() if name == "total")
+    end = study.started + max(request.budget_s - used, 0.3 * request.budget_s)
+
+    with _phase(study, "baseline"):
+        if not _baseline(study, bench):
+            return
+    assert study.facts is not None
+    racer = study.racer = Racer(bench, request.threshold, _race_mode(study))
+    verifier = Verifier(bench)
+    with _phase(study, "noise"):
+        if not _noise(study, racer, end):
+            return
+    with _phase(study, "can it be verified"):
+        refusal = verifier.check_baseline()
+        if refusal is not None:
+            study.refusal = f"cannot verify: {refusal}"
+            study.say(study.refusal)
+            return
+    study.search = Search(
+        study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
+        request.only, request.skip, request.allow_convergence, on_kept=lambda search: summary.write_recipe(study),
+    )
+    with _phase(study, "search"):
+        study.say("search:")
+        study.search.run()
+        racer.drop_base()
+    if study.search.kept:
+        with _phase(study, "confirm"):
+            _confirm(study, racer, end)
+
+
+def _baseline(study: Study, bench: Bench) -> bool:
+    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why)."""
+    stored = study.store.answer("baseline")
+    if stored is None:
+        try:
+            live = bench.live("baseline", ())
+        except TrialEnded as ended:
+            return _baseline_failed(study, ended.outcome)
+        stored = _observe(study, live)
+        bench.finish_live(live)
+        study.store.set_answer("baseline", stored)
+    study.baseline = stored
+    study.facts = msgspec.convert(stored["facts"], Facts)
+    bench.step = stored["step"]
+    bench.reference_tokens = stored["step"]["tokens"]
+    if (bench.folder / "caches").is_dir():
+        bench.caches = bench.folder / "caches"
+    study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif}); "
+              f"first step after {stored['startup_s']:.1f} s")
+    if not stored["stationary"]:
+        study.notes.append("the baseline's step time was still drifting when measuring began")
+    return True
+
+
+def _observe(study: Study, live: Live) -> dict[str, Any]:
+    """Facts and the split of a step, from a warm baseline."""
+    live.trial.thaw()
+    steps = max(4, min(50, int(1000 / max(live.step_ms, 1e-3))))
+    block = live.trial.run_block(1, steps, split=True)
+    facts = live.trial.ask("facts")
+    live.trial.freeze()
+    split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
+    machine = machine_facts.observe(study.request.argv[0])
+    seen = facts["machine"]
+    facts["machine"] = {**msgspec.to_builtins(machine), "cpu_bf16_native": seen["cpu_bf16_native"] or machine.cpu_bf16_native,
+                        "cpu_fp16_native": seen["cpu_fp16_native"] or machine.cpu_fp16_native}
+    facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
+                 backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
+                 gc_ms_per_step=split.get("garbage collector", 0.0))
+    return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
+            "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary,
+            "memory_bytes": live.trial.resident_bytes()}
+
+
+def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, float]:
+    """Milliseconds per step by part; "forward and rest" is what the seams do not see."""
+    names = {"input": "input wait", "backward": "backward", "optimizer": "optimizer", "gc": "garbage collector"}
+    split = {label: parts.get(name, 0) / steps / 1e6 for name, label in names.items() if name != "gc"}
+    rest = total_ns / steps / 1e6 - sum(split.values())
+    collector = parts.get("gc", 0) / steps / 1e6
+    return {**split, "garbage collector": collector, "forward and rest": max(0.0, rest - collector)}
+
+
+def _baseline_failed(study: Study, outcome: Outcome) -> bool:
+    """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
+    log = study.folder / "t001" / "output.log"
+    if outcome.kind in ("too_short", "never_trained"):
+        study.refusal = f"{outcome.reason}; {outcome.remedy}"
+        study.say(f"cannot measure: {study.refusal}")
+        return False
+    if outcome.kind == "no_agent":
+        raise InjectionDefeated("saturate cannot reach this command", cause=outcome.reason, remedy=outcome.remedy)
+    raise WorkloadFailed(
+        "the command fails by itself; no optimization was tried", cause=f"{outcome.kind.replace('_', ' ')}: {outcome.reason}",
+        evidence=str(log), remedy=outcome.remedy or "make the command work without saturate first",
+    )
+
+
+def _race_mode(study: Study) -> str:
+    """Whether two processes of the workload fit into memory at once."""
+    if study.request.race_mode != "auto":
+        return study.request.race_mode
+    assert study.facts is not None
+    limit = study.facts.machine.memory_bytes
+    if limit and 2.5 * study.baseline["memory_bytes"] > limit:
+        study.notes.append("memory does not hold two processes of this workload: fresh runs alternate instead")
+        return "alternate"
+    device = study.facts.device_memory_bytes
+    if device and 2.2 * study.facts.device_reserved_bytes > device:
+        study.notes.append("the device's memory does not hold two processes of this workload: fresh runs alternate instead")
+        return "alternate"
+    return "concurrent"
+
+
+def _noise(study: Study, racer: Racer, end: float) -> bool:
+    study.say("noise: the baseline against itself")
+    try:
+        study.aa = racer.run("A/A", (), (), AA, end)
+    except TrialEnded as ended:
+        if ended.outcome.kind != "too_short":
+            raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
+                                 remedy=ended.outcome.remedy) from ended
+        study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
+        return False
+    racer.learn_noise(study.aa.pairs)
+    floor = race.noise_floor(study.aa.pairs) if study.aa.pairs else float("inf")
+    study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
+    if floor > HOPELESS_NOISE:
+        raise TooNoisy("this machine is too noisy to decide anything", evidence=f"the same program differs by {floor:.0%} from run to run",
+                       remedy="stop other programs, or try again on a quiet machine")
+    return True
+
+
+def _confirm(study: Study, racer: Racer, end: float) -> None:
+    """The final set against the baseline, in at least three fresh pairs if there is time."""
+    assert study.search is not None
+    kept = study.search.kept
+    study.say("confirm: " + " + ".join(c.label() for c in kept))
+    try:
+        study.final = racer.run("final", (), kept, FINAL, end, min_pairs=FINAL.max_pairs)
+    except TrialEnded as ended:
+        if ended.side == "a":
+            raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason) from ended
+        study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")
+        _drop(study, kept, "failed", ended.outcome.reason)
+        return
+    low, high = study.final.gain_ci or (0.0, 0.0)
+    study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
+    if study.final.decision.verdict in ("no_difference", "slower"):
+        _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain")
+        return
+    stored = study.store.answer("tuned")
+    if stored is None:
+        live = racer.bench.live("tuned", kept)
+        stored = _observe(study, live)
+        racer.bench.finish_live(live)
+        study.store.set_answer("tuned", stored)
+    study.tuned = stored
+
+
+def _drop(study: Study, kept: tuple[Candidate, ...], fate: str, reason: str) -> None:
+    assert study.search is not None
+    for candidate in kept:
+        study.search.settle(candidate, fate, reason)
+    study.search.kept = ()
+
+
+class _phase:
+    """Adds the time spent inside to the study's phases."""
+
+    def __init__(self, study: Study, name: str):
+        self.study, self.name = study, name
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.study.store.add_seconds(self.name, time.monotonic() - self.began)
+
+
+def environment_of_user() -> dict[str, str]:
+    """The environment that the command would have without saturate."""
+    return {name: value for name, value in os.environ.items() if name != "SATURATE_PLAN"}

@@ -1,0 +1,142 @@
+"""Verification runs: is a set of techniques still the same training as the baseline? (DESIGN of the verdict: `verify/`.)
+
+A candidate is compared with the baseline on the same data and seed, update by update. Where it may draw other random
+numbers and does, it is compared twice: aligned (dropout off, samples seeded by their index) and, with its own
+randomness, against the spread of several baseline seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from saturate.records.result import NumericsCurve
+from saturate.study.bench import Bench
+from saturate.study.candidates import Set, key, weakest
+from saturate.trial.process import TrialEnded
+from saturate.verify import compare as comparison
+from saturate.verify.envelope import envelope
+from saturate.verify.series import Series, read
+from saturate.verify.tolerance import informative, tolerance
+
+#: Two updates before techniques act, then fifty.
+UPDATES = 52
+SEED = 20
+ENVELOPE_SEEDS = 5
+
+#: One rounding to the number format that a technique may bring in, relative. A technique can state another as ROUNDING.
+ROUNDING = {"exact": 2.0**-24, "reordering": 2.0**-24, "stream": 2.0**-24, "precision": 2.0**-9, "convergence": 2.0**-9}
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """`passed` None: cannot verify, and `reason` says why."""
+
+    passed: bool | None
+    reason: str
+    curves: list[NumericsCurve] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """One kind of verification run of one set."""
+
+    techniques: Set = ()
+    aligned: bool = False
+    repetition: int = 0
+    perturb: float = 0.0
+    seed_offset: int = 0
+
+
+class Verifier:
+    """Runs and caches verification runs. Baseline runs are shared by all candidates."""
+
+    def __init__(self, bench: Bench):
+        self.bench = bench
+        self._series: dict[str, Series] = {}
+        self.refusal: str | None = None         # why nothing can be verified in this workload
+
+    def verify(self, techniques: Set) -> Verified:
+        """Raises TrialEnded when the candidate cannot run."""
+        question = f"verify {key(techniques)}"
+        stored = self.bench.store.answer(question)
+        if stored is not None:
+            return msgspec.convert(stored, Verified)
+        found = self._verify(techniques)
+        self.bench.store.set_answer(question, msgspec.to_builtins(found))
+        return found
+
+    def check_baseline(self) -> str | None:
+        """Why this workload cannot be verified, or None. Costs the first baseline runs."""
+        stored = self.bench.store.answer("informative")
+        if stored is None:
+            try:
+                stored = [informative(self.series(Run()))]
+            except TrialEnded as ended:
+                if ended.outcome.kind != "too_short":
+                    raise
+                stored = [f"{ended.outcome.reason}; {UPDATES} updates are needed to verify"]
+            self.bench.store.set_answer("informative", stored)
+        self.refusal = stored[0]
+        return self.refusal
+
+    def _verify(self, techniques: Set) -> Verified:
+        if self.check_baseline() is not None:
+            return Verified(None, str(self.refusal))
+        baseline = self.series(Run())
+        candidate = self.series(Run(techniques))
+        subject = " + ".join(c.id for c in techniques)
+        if comparison.bitwise(baseline, candidate):
+            return Verified(True, "bit-identical to the baseline", [])
+        numerics = weakest(techniques)
+        rounding = max([ROUNDING[numerics], *(getattr(c.module, "ROUNDING", 0.0) for c in techniques)])
+        if numerics == "exact" and comparison.bitwise(baseline, self.series(Run(repetition=1))):
+            return Verified(False, "declared exact, but not bit-identical to the baseline, which repeats itself exactly")
+        found = self._compare(techniques, rounding, aligned=False)
+        if not found.passed and numerics not in ("exact", "reordering"):
+            found = self._as_stream(techniques, rounding, found.reason)
+        return Verified(found.passed, found.reason, [msgspec.structs.replace(c, subject=subject) for c in found.curves])
+
+    def _compare(self, techniques: Set, rounding: float, aligned: bool) -> comparison.Verdict:
+        baseline = self.series(Run(aligned=aligned))
+        repeated = self.series(Run(aligned=aligned, repetition=1))
+        twins = [self.series(Run(aligned=aligned, perturb=rounding, repetition=n)) for n in range(1)]
+        allowed = tolerance(baseline, [repeated], twins, rounding)
+        return comparison.compare(baseline, self.series(Run(techniques, aligned=aligned)), allowed)
+
+    def _as_stream(self, techniques: Set, rounding: float, reason: str) -> comparison.Verdict:
+        """Other random numbers are allowed: the same training with randomness aligned, and an ordinary one without."""
+        aligned = self._compare(techniques, rounding, aligned=True)
+        if not aligned.passed:
+            return comparison.Verdict(False, f"{aligned.reason} (with dropout off and samples aligned)", aligned.curves)
+        seeds = [self.series(Run(seed_offset=offset)) for offset in range(ENVELOPE_SEEDS)]
+        inside = envelope(seeds, self.series(Run(techniques)))
+        if not inside.passed:
+            return comparison.Verdict(False, f"{inside.reason}; same seed: {reason}", aligned.curves)
+        return comparison.Verdict(True, f"aligned: {aligned.reason}; with its own randomness: {inside.reason}", aligned.curves)
+
+    def series(self, run: Run) -> Series:
+        """The recorded run, from memory, from the study's folder, or from a fresh process."""
+        name = json.dumps([key(run.techniques), run.aligned, run.repetition, run.perturb, run.seed_offset])
+        if name not in self._series:
+            stored = self.bench.store.answer(f"series {name}")
+            folder = self.bench.folder / stored if stored else self._record(run)
+            self._series[name] = read(folder)
+            self.bench.store.set_answer(f"series {name}", folder.name)
+        return self._series[name]
+
+    def _record(self, run: Run) -> Path:
+        capture = {
+            "updates": UPDATES, "seed": SEED, "seed_offset": run.seed_offset, "aligned": run.aligned,
+            "perturb": {"relative": run.perturb, "seed": 1 + run.repetition} if run.perturb else None,
+        }
+        words = [word for word, on in (("aligned", run.aligned), ("twin", run.perturb), ("seed", run.seed_offset)) if on]
+        purpose = " ".join(["verify", " + ".join(c.id for c in run.techniques) or "baseline", *words])
+        trial, hello = self.bench.ready(purpose, run.techniques, capture)
+        try:
+            self.bench.check_applied(trial, run.techniques, hello)
+        finally:
+            self.bench.finish(trial, run.techniques)
+        return trial.spec.folder
