@@ -29,7 +29,7 @@ def on_wake(session: Any) -> None:
 
 def advance(session: Any) -> None:
     """Called at a step boundary before the session is active."""
-    if session.phase == "discover":
+    if session.phase == "discover" and not session.unsettled():
         session.inspection = observe.Inspection(session)
         session.phase = "inspect"
     elif session.phase == "inspect":
@@ -109,7 +109,7 @@ def rewrite_loader(session: Any, loader: Any, init: Any, args: tuple[Any, ...], 
     arguments.update(arguments.pop("kwargs", {}))
     changed: dict[str, Any] = {}
     for rewrite in session.context.loader_rewrites:
-        changed.update(rewrite(arguments["dataset"], {**arguments, **changed}))
+        changed.update(rewrite(arguments["dataset"], {**arguments, **changed}, frozenset(given)))
     if not changed:
         return args, kwargs
     final = {name: arguments[name] for name in given if name in arguments}

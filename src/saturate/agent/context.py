@@ -28,7 +28,7 @@ class Context:
 
     def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
         if id(module) not in self._stacks:
-            if "forward" in vars(module):
+            if forward_overridden(module):
                 raise NotApplied(
                     f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
                 )
@@ -91,6 +91,13 @@ class Context:
             self._undo.pop()()
         self.changes.clear()
         self.notes.clear()
+
+
+def forward_overridden(module: Any) -> bool:
+    """Whether a script or library replaced `forward` on the instance. A wrapped module that was pickled and loaded
+    carries its own plain method there, which is no replacement."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", own) is not type(module).forward
 
 
 def _bind_forward(module: Any, wrappers: list[Any]) -> None:

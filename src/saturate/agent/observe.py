@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from saturate.agent.context import forward_overridden
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 
 
@@ -186,27 +187,27 @@ def _user_compiles(modules: list[Any]) -> bool:
 
 def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
     """Facts of a loader at its first batch. Kept as values: a reference would keep the user's dataset alive."""
-    key = id(iterator._dataset)
-    if key in session.loaders:
-        session.loaders[key]["workers"] = getattr(iterator, "_workers", [])
-        return
-    tensors = list(tensors_of(session.torch, batch))
+    key = (type(iterator._dataset), iterator._num_workers, getattr(iterator._index_sampler, "batch_size", None))
+    if key not in session.loaders:
+        session.loaders[key] = {"facts": _loader_facts(session.torch, iterator, batch)}
+    session.loaders[key]["workers"] = getattr(iterator, "_workers", [])
+
+
+def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
+    tensors = list(tensors_of(torch, batch))
     dataset = iterator._dataset
-    session.loaders[key] = {
-        "workers": getattr(iterator, "_workers", []),
-        "facts": LoaderFacts(
-            num_workers=iterator._num_workers,
-            batch_size=getattr(getattr(iterator, "_index_sampler", None), "batch_size", None),
-            pin_memory=bool(iterator._pin_memory),
-            persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
-            prefetch_factor=getattr(iterator, "_prefetch_factor", None),
-            iterable=isinstance(dataset, session.torch.utils.data.IterableDataset),
-            dataset_length=_length(dataset),
-            batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
-            custom_context=getattr(iterator, "_worker_init_fn", None) is not None,
-            holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
-        ),
-    }
+    return LoaderFacts(
+        num_workers=iterator._num_workers,
+        batch_size=getattr(iterator._index_sampler, "batch_size", None),
+        pin_memory=bool(iterator._pin_memory),
+        persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
+        prefetch_factor=getattr(iterator, "_prefetch_factor", None),
+        iterable=isinstance(dataset, torch.utils.data.IterableDataset),
+        dataset_length=_length(dataset),
+        batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        custom_context=getattr(iterator, "_worker_init_fn", None) is not None,
+        holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
+    )
 
 
 def _length(dataset: Any) -> int | None:
@@ -245,7 +246,7 @@ def facts(session: Any) -> dict[str, Any]:
         device_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else 0,
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
         cuda_bf16_native=cuda and torch.cuda.get_device_capability() >= (8, 0),
-        tf32_matmul=torch.backends.cuda.matmul.allow_tf32,
+        tf32_matmul=_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         world_size=world_size(),
         motif=inspection.describe(),
@@ -265,6 +266,14 @@ def facts(session: Any) -> dict[str, Any]:
         machine=MachineFacts(cpu_bf16_native=_cpu_flag(torch, "_is_avx512_bf16_supported"),
                              cpu_fp16_native=_cpu_flag(torch, "_is_amx_fp16_supported")),
     ))
+
+
+def _tf32(torch: Any) -> bool:
+    """Whether fp32 matrix products may use TF32, under either of torch's two ways to say so (mixing them raises)."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
 
 
 def _cpu_flag(torch: Any, name: str) -> bool:
@@ -299,7 +308,7 @@ def _module_facts(torch: Any, module: Any, inspection: Inspection) -> ModuleFact
         attentions=sum("attention" in type(m).__name__.lower() for m in everything),
         repeated_block=repeated if repeats >= 4 else None,
         repeats=repeats if repeats >= 4 else 0,
-        forward_overridden="forward" in vars(module) and not _is_ours(module),
+        forward_overridden=forward_overridden(module) and not _is_ours(module),
         compiled=inspection.compiled,
         distributed=inspection.distributed,
     )
@@ -355,7 +364,7 @@ def evidence(session: Any) -> dict[str, Any]:
         live_workers=sum(w.is_alive() for w in workers),
         optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
         threads=torch.get_num_threads(),
-        allow_tf32=torch.backends.cuda.matmul.allow_tf32,
+        allow_tf32=_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         grads_none_after_zero=None if not gradients else all(g is None for g in gradients),
         gc_frozen=gc.get_freeze_count(),

@@ -47,7 +47,7 @@ def install(root: str | os.PathLike[str], allowed: list[Any]) -> Callable[[], No
     def undo() -> None:
         global _shadow
         for name in replaced:
-            setattr(os, name, ORIGINAL[name] if name in ORIGINAL else _GETCWDB)
+            setattr(os, name, ORIGINAL.get(name, _GETCWDB))
         builtins.open = io.open = _io_open
         _shadow = None
 

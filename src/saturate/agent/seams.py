@@ -5,7 +5,7 @@
     GradScaler.step                          attempts that the scaler skipped
     DataLoader.__init__, iterator.__next__   arguments; time spent waiting for input
     Module.eval                              a step that contains an evaluation is not a training step
-    Optimizer/DDP.__init__                   first signs that this process trains; `import` techniques apply then
+    Optimizer.__init__, init_process_group   first signs that this process trains; `import` techniques apply then
 """
 
 from __future__ import annotations
@@ -120,17 +120,30 @@ def _evaluation(session: Any, torch: Any) -> None:
 
 
 def _signs(session: Any, torch: Any) -> None:
-    owners = [torch.optim.Optimizer]
+    _sign(session, torch.optim.Optimizer, session.constructs)
     if torch.distributed.is_available():
-        owners.append(torch.nn.parallel.DistributedDataParallel)
-    for owner in owners:
-        replace(session, owner, "__init__", _signing(session, owner.__init__))
+        _sign_of_group(session, torch)
 
 
-def _signing(session: Any, original: Any) -> Any:
+def _sign(session: Any, owner: Any, notice: Any) -> None:
+    original = owner.__init__
+
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         session.signs_of_training()
+        notice(self)
         original(self, *args, **kwargs)
 
-    return init
+    replace(session, owner, "__init__", init)
+
+
+def _sign_of_group(session: Any, torch: Any) -> None:
+    """Techniques may patch DistributedDataParallel's constructor: too late when its first call is the first sign."""
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        session.signs_of_training()
+        return original(*args, **kwargs)
+
+    replace(session, torch.distributed, "init_process_group", init_process_group)

@@ -19,6 +19,10 @@ from saturate.agent import motif, observe
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
+#: How long an optimizer that was built may keep the step from being settled.
+MOST_WAITING_STEPS = 200
+MOST_WAITING_NS = 20_000_000_000
+
 
 class Session:
     """One training process. Every entry point that user code reaches is cheap and, through `guard`, cannot raise."""
@@ -43,6 +47,7 @@ class Session:
         self.boundaries = 0
         self.backwards = 0
         self.optimizers: list[weakref.ref[Any]] = []
+        self.constructed: list[weakref.ref[Any]] = []
         self.step_counts: dict[int, int] = {}
         self.stepping = 0
         self.evaluated = False
@@ -56,6 +61,7 @@ class Session:
         self.watchdog: Any = None
         self.inspection: Any = None
         self.applied: list[tuple[dict[str, Any], str]] = []
+        self._woke = 0
         self._began = 0
         self._collecting = 0
 
@@ -108,6 +114,7 @@ class Session:
             return
         self.pid = os.getpid()      # a forkserver child inherits the session of its parent
         self.phase = "discover"
+        self._woke = _CLOCK()
         from saturate.agent import application
 
         application.on_wake(self)
@@ -172,12 +179,25 @@ class Session:
         if self.gate is not None:
             self.gate.parts[part] = self.gate.parts.get(part, 0) + _CLOCK() - self._began
 
+    def constructs(self, optimizer: Any) -> None:
+        """An optimizer is being built: a step is not known before it has stepped as well."""
+        if not self.asleep:
+            self.constructed.append(weakref.ref(optimizer))
+
+    def unsettled(self) -> bool:
+        """Whether an optimizer still waits for its first step: five critic steps look like steps until the generator's.
+        Not for ever: some optimizers are built and never used."""
+        if self.plan.get("step") or self.boundaries > MOST_WAITING_STEPS or _CLOCK() - self._woke > MOST_WAITING_NS:
+            return False
+        stepped = {id(optimizer) for optimizer in self.living_optimizers()}
+        return any((o := reference()) is not None and id(o) not in stepped for reference in self.constructed)
+
     def _name(self, optimizer: Any) -> str:
         for index, reference in enumerate(self.optimizers):
             if reference() is optimizer:
                 return f"S{index}"
         self.optimizers.append(weakref.ref(optimizer))
-        if self.step is not None and self.phase == "active" and not self.plan.get("step"):
+        if self.step is not None and not self.plan.get("step"):
             self._rediscover()
         return f"S{len(self.optimizers) - 1}"
 

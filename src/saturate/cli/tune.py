@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from saturate.cli._output import coloured
-from saturate.errors import SaturateError, TooNoisy, UsageError
+from saturate.errors import SaturateError, UsageError
 from saturate.records.result import StepTime, TuneResult
 
 TAKES_COMMAND = True
@@ -77,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
 class Progress:
     """One line per thing that was found out, on standard error, with the time since the start."""
 
-    def __init__(self, stream):  # noqa: ANN001 - any text stream
+    def __init__(self, stream):
         self.stream = stream
         self.began = time.monotonic()
 

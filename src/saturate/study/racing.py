@@ -153,16 +153,18 @@ class Racer:
                 self.bench.finish_live(first)
 
     def _alternate(self, a: Set, b: Set, number: int, keep: Callable[[float, float], None]) -> None:
-        blocks: dict[str, list[float]] = {}
-        for techniques, side in ((a, "a"), (b, "b")) if number % 2 == 0 else ((b, "b"), (a, "a")):
-            live = _sided(side, lambda techniques=techniques: self.bench.live(f"race {side.upper()} alone", techniques))
-            try:
-                skip, steps = block_size(live, live)
-                blocks[side] = [_sided(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
-            finally:
-                self.bench.finish_live(live)
+        order = (("a", a), ("b", b)) if number % 2 == 0 else (("b", b), ("a", a))
+        blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
         for a_ms, b_ms in zip(blocks["a"], blocks["b"]):
             keep(a_ms, b_ms)
+
+    def _blocks_alone(self, side: str, techniques: Set) -> list[float]:
+        live = _sided(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
+        try:
+            skip, steps = block_size(live, live)
+            return [_sided(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+        finally:
+            self.bench.finish_live(live)
 
     def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
                 times: list[tuple[float, float]]) -> Result:
@@ -201,7 +203,7 @@ def block_size(first: Live, second: Live) -> tuple[int, int]:
     return stationary.block_steps(min(first.step_ms, second.step_ms), workers, prefetch)
 
 
-def _sided(side: str, action: Callable[[], Live | float]):  # noqa: ANN202 - returns what `action` returns
+def _sided(side: str, action: Callable[[], Live | float]):
     try:
         return action()
     except TrialEnded as ended:

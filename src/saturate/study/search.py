@@ -118,7 +118,7 @@ class Search:
     def _screen(self, eligible: list[tuple[float, list[Candidate]]]) -> list[Candidate]:
         """Race each technique alone; the candidates to combine, best first."""
         scored: list[tuple[float, Candidate]] = []
-        for bound, variants in eligible:
+        for _, variants in eligible:
             best: tuple[float, Candidate] | None = None
             for candidate in variants:
                 if time.monotonic() > self.deadline:
@@ -126,7 +126,6 @@ class Search:
                 gain = self._screen_one(candidate, better_than=best[0] if best else -math.inf)
                 if gain is not None and (best is None or gain > best[0]):
                     best = gain, candidate
-            # What can give nothing in combination either is dropped: alone far slower, or already close to its bound.
             if best is not None and best[0] > HOPELESS:
                 scored.append(best)
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]

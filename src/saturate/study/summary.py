@@ -210,19 +210,21 @@ def write_recipe(study: Study, result: TuneResult | None = None) -> None:
         made_for=fingerprint.of(study.facts, study.request.argv, study.request.cwd),
         evidence=recipes.MeasuredEvidence(
             baseline_ms=result.baseline.step_ms, tuned_ms=result.tuned.step_ms, speedup=result.speedup,
-            speedup_ci=result.speedup_ci, verified=result.verified, noise_floor=result.noise_floor,
-            break_even_steps=result.break_even_steps, command=result.command,
+            speedup_ci=_finite(result.speedup_ci), verified=result.verified, noise_floor=result.noise_floor,
+            break_even_steps=result.break_even_steps,
         ),
         techniques=[
             recipes.Entry(id=c.id, options=c.options_dict(), gain=_finite(study.search.fates[c.id].gain),
-                          gain_ci=study.search.fates[c.id].gain_ci, numerics=c.numerics, why=study.search.fates[c.id].reason)
+                          gain_ci=_finite(study.search.fates[c.id].gain_ci), numerics=c.numerics, why=study.search.fates[c.id].reason)
             for c in study.search.kept
         ],
     ))
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The number or interval, or None where it holds something that TOML cannot."""
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    return value if value is not None and all(map(math.isfinite, numbers)) else None
 
 
 def _convert(kind: type, value: Any) -> Any:

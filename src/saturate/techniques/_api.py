@@ -100,8 +100,8 @@ class Context(Protocol):
         """Register how to take back a change made by other means."""
 
     def on_loader(self, rewrite: Any) -> None:
-        """Stage "import": `rewrite(dataset, arguments: dict) -> dict` sees the keyword arguments of each DataLoader
-        (defaults filled in) before it is built, and returns those to change."""
+        """Stage "import": `rewrite(dataset, arguments: dict, given: frozenset[str]) -> dict` sees the keyword arguments of
+        each DataLoader (defaults filled in; `given` are those that the script passed) and returns those to change."""
 
     def note(self, key: str, value: str) -> None:
         """Record something for `Evidence.notes`."""

@@ -51,8 +51,9 @@ def _start():
     plan_text = os.environ.get("SATURATE_PLAN")
     if not plan_text:
         return
-    if sys.version_info < (3, 11):
-        sys.stderr.write("saturate: needs Python >= 3.11 in the workload, found %d.%d; nothing was changed\n" % sys.version_info[:2])
+    if sys.version_info < (3, 11):  # noqa: UP036 - the workload's Python may be older than saturate's own
+        version = ".".join(map(str, sys.version_info[:2]))
+        sys.stderr.write(f"saturate: needs Python >= 3.11 in the workload, found {version}; nothing was changed\n")
         return
     try:
         _wake(plan_text)

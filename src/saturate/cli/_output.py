@@ -1,0 +1,39 @@
+"""What the verbs share when they print: colour only where it is wanted, and tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether escape codes are welcome: a terminal that understands them, and no NO_COLOR (no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def paint(text: str, *styles: str, stream: TextIO | None = None) -> str:
+    """The text in `styles` ("bold", "red", ...), as it is where colour is not wanted."""
+    if not styles or not coloured(stream or sys.stdout):
+        return text
+    return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Rows in aligned columns, the last one ragged."""
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join(
+        indent + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows
+    )
+
+
+def percent(share: float) -> str:
+    """0.213 as `+21.3 %`."""
+    return f"{share * 100:+.1f} %"

@@ -1,0 +1,187 @@
+"""The command line: picks the verb, reads its options, shows errors, returns the exit code.
+
+A verb is a module with `configure(parser)` and `execute(arguments) -> exit code`. It is imported only when it is used,
+so that `saturate --help` costs no more than argparse. With `TAKES_COMMAND = True`, everything behind the first `--` is the
+workload's command and arrives as `arguments.command`, untouched.
+
+Exit codes: 0 done, 2 usage, 3 environment, 4 the workload itself failed, 5 no final set verifies, 6 too noisy, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import saturate
+from saturate.errors import SaturateError, UsageError
+
+#: name, module, one line for `saturate --help`
+VERBS = (
+    ("tune", "saturate.cli.tune", "find what makes a training command faster, prove it, write a recipe"),
+    ("run", "saturate.cli.run", "run a training command with a recipe"),
+    ("recipe", "saturate.cli.recipe", "show, compare and validate recipes"),
+    ("explain", "saturate.cli.explain", "what a technique, a verdict or an error code means"),
+    ("techniques", "saturate.cli.techniques", "list what can be tried"),
+    ("doctor", "saturate.cli.doctor", "look for what keeps this machine from tuning, with the fix"),
+    ("report", "saturate.cli.report", "print the path of the last report"),
+)
+
+_INTERRUPTED = 130                              # 128 + SIGINT, as shells report it
+_BROKEN_PIPE = 141                              # 128 + SIGPIPE: what `saturate techniques | head` would give in C
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises UsageError instead of exiting, takes no abbreviations, and names the nearest option."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}", remedy=f"{self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            from saturate.records.spelling import suggestion
+
+            choices = [str(choice) for choice in action.choices]
+            raise UsageError(f"{self.prog}: '{value}' is not one of {', '.join(choices)}",
+                             remedy=suggestion(str(value), choices) or f"{self.prog} --help")
+
+
+def parser_of(verb: str, module: ModuleType) -> Parser:
+    """The option parser of one verb."""
+    parser = Parser(prog=f"saturate {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.configure(parser)
+    if takes_command(module):
+        parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " -- COMMAND [ARGUMENT ...]"
+    return parser
+
+
+def takes_command(module: ModuleType) -> bool:
+    """Whether the verb is followed by `-- COMMAND`."""
+    return getattr(module, "TAKES_COMMAND", False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and recipes may hold what this terminal's encoding cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, so that a reader who left is noticed while it can still be handled
+        return code
+    except SaturateError as error:
+        print(_card(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more at exit: give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _dispatch(argv: list[str]) -> int:
+    word = argv[0] if argv else "--help"
+    if word in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if word in ("-V", "--version"):
+        print(f"saturate {saturate.__version__}")
+        return 0
+    modules = {name: module for name, module, _ in VERBS}
+    if word not in modules:
+        raise _unknown("option" if word.startswith("-") else "verb", word, [*modules, "--help", "--version"])
+    return _execute(word, importlib.import_module(modules[word]), argv[1:])
+
+
+def _execute(verb: str, module: ModuleType, words: list[str]) -> int:
+    command: list[str] = []
+    if takes_command(module) and "--" in words:
+        cut = words.index("--")
+        words, command = words[:cut], words[cut + 1:]
+    parser = parser_of(verb, module)
+    try:
+        arguments, extra = parser.parse_known_args(words)
+    except SystemExit as done:  # --help was printed
+        return int(done.code or 0)
+    if extra:
+        raise _extra(verb, module, parser, words, extra)
+    if takes_command(module):
+        if not command:
+            raise UsageError(f"saturate {verb} needs the command to work on",
+                             remedy=_line([f"saturate {verb}", *words, "--", "python", "train.py"]))
+        arguments.command = command
+    return module.execute(arguments)
+
+
+def _extra(verb: str, module: ModuleType, parser: Parser, words: list[str], extra: list[str]) -> UsageError:
+    """The error for words that the parser could not place."""
+    prog, first = f"saturate {verb}", min(extra, key=words.index)
+    if first.startswith("-"):
+        return _unknown("option", first.partition("=")[0], options_of(parser), prog)
+    if takes_command(module):
+        start = words.index(first)
+        return UsageError(f"{prog} needs -- in front of the command", remedy=_line([prog, *words[:start], "--", *words[start:]]))
+    return UsageError(f"{prog}: unexpected argument '{first}'", remedy=f"{prog} --help")
+
+
+def _line(words: Sequence[str]) -> str:
+    """Words as a line to copy; the first one holds spaces of its own."""
+    import shlex
+
+    return " ".join([words[0], *map(shlex.quote, words[1:])])
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option string of a parser and its sub-parsers, in order of definition, each once."""
+    found: dict[str, None] = {}
+    for action in parser._actions:
+        found.update(dict.fromkeys(action.option_strings))
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                found.update(dict.fromkeys(options_of(sub)))
+    return list(found)
+
+
+def _unknown(kind: str, word: str, known: Sequence[str], prog: str = "saturate") -> UsageError:
+    from saturate.records.spelling import suggestion
+
+    return UsageError(f"{prog}: unknown {kind} '{word}'", remedy=suggestion(word, known) or f"{prog} --help")
+
+
+def _card(error: SaturateError) -> str:
+    from saturate.cli._output import paint
+
+    first, _, rest = error.card().partition("\n")
+    label = f"error[{error.code}]"
+    return paint(label, "bold", "red", stream=sys.stderr) + first.removeprefix(label) + "\n" + rest
+
+
+def _help() -> str:
+    width = max(len(name) for name, _, _ in VERBS)
+    lines = [
+        "saturate makes a training script use its hardware fully, and proves it.",
+        "",
+        "usage: saturate VERB [options]",
+        "",
+        *(f"  {name.ljust(width)}  {line}" for name, _, line in VERBS),
+        "",
+        "  saturate tune -- python train.py               measure, try, verify, write a recipe",
+        "  saturate run recipe.toml -- python train.py    train with it",
+        "  saturate VERB --help                           the options of a verb",
+        "  saturate --version",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""List the techniques: built-in ones and those that other packages registered."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pkgutil
+from types import ModuleType
+from typing import NamedTuple
+
+import saturate.techniques
+from saturate.cli._output import paint, table
+from saturate.errors import TechniqueError
+from saturate.techniques import _registry
+
+
+class Found(NamedTuple):
+    """One technique that is installed; `module` is None when it is broken, and `error` then says how."""
+
+    name: str                                   # module name
+    source: str                                 # "saturate", or the package that registered it
+    module: ModuleType | None
+    error: TechniqueError | None
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Exit code 2 when one is broken: `tune` would refuse to start for the same reason."""
+    everything = installed()
+    working = sorted((item for item in everything if item.module is not None), key=lambda item: item.module.TECHNIQUE.id)
+    broken = [item for item in everything if item.error is not None]
+    if arguments.json:
+        print(json.dumps({"schema": 1, "techniques": [_row(item) for item in working], "broken": [
+            {"module": item.name, "source": item.source, "error": item.error.message, "cause": item.error.cause} for item in broken]}))
+    else:
+        rows = [("id", "numerics", "stage", "title")]
+        for item in working:
+            row = _row(item)
+            origin = "" if item.source == "saturate" else f"  [from {item.source}]"
+            rows.append((row["id"], row["numerics"], row["stage"], row["title"] + origin))
+        head, *body = table(rows).split("\n")
+        print("\n".join([paint(head, "bold"), *body]))
+        for item in broken:
+            print(f"\n{paint('broken', 'bold', 'red')}: {item.name}, from {item.source}\n  {item.error.message}: {item.error.cause}")
+    return TechniqueError.exit_code if broken else 0
+
+
+def installed() -> list[Found]:
+    """Every technique that is installed, one broken one not hiding the others."""
+    folder = saturate.techniques
+    names = [(f"{folder.__name__}.{info.name}", "saturate") for info in pkgutil.iter_modules(folder.__path__)
+             if not info.name.startswith("_")]
+    for entry in importlib.metadata.entry_points(group=_registry.GROUP):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+        names.append((entry.value, package))
+    return [_load(name, source) for name, source in names]
+
+
+def _load(name: str, source: str) -> Found:
+    try:
+        return Found(name, source, _registry.load_one(name), None)
+    except TechniqueError as error:
+        return Found(name, source, None, error)
+
+
+def _row(item: Found) -> dict[str, str]:
+    technique = item.module.TECHNIQUE
+    return {"id": technique.id, "numerics": technique.numerics, "stage": technique.stage, "title": technique.title,
+            "status": technique.status, "source": item.source}

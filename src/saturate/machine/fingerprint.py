@@ -1,0 +1,200 @@
+"""What a recipe was made for, and what has changed since.
+
+The script is found from the command line alone, without running anything. It is a best guess: None when there is no
+script file to speak of (`python -c`, a compiled program), and then the script is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import saturate
+from saturate.records.facts import Facts
+from saturate.records.recipe import MadeFor
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
+_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "lightning", "composer", "colossalai", "mpirun", "mpiexec", "srun"}
+_LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner"}
+_WRAPPERS = {
+    "uv", "poetry", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba", "env", "nice", "ionice", "taskset", "numactl",
+    "time", "timeout", "nohup", "stdbuf", "setsid", "xvfb-run", "sudo", "chrt",
+}
+_READ_LIMIT_BYTES = 1 << 26
+
+#: What a change of each field puts in doubt. Names of techniques: only those; None: all of them. A technique that this
+#: table does not know (a third party's) counts as affected.
+_AFFECTS: dict[str, tuple[str, frozenset[str] | None]] = {
+    "device": ("every gain was measured there", None),
+    "device_name": ("every gain was measured there", None),
+    "cpu": ("gains of host-side work may differ", frozenset({"tf32", "cudnn-benchmark", "sdpa-backend", "zero-grad-none"})),
+    "torch": ("what torch does by itself may differ", frozenset({"gc-freeze", "cpu-threads"})),
+    "python": ("interpreter overhead may differ", frozenset({
+        "bf16-autocast", "fp16-autocast", "tf32", "channels-last", "cudnn-benchmark", "sdpa-backend", "allocator", "ddp-options",
+    })),
+    "saturate": ("the techniques themselves may have changed", None),
+    "script": ("the training is another one: nothing was measured or verified for it", None),
+}
+
+
+def of(facts: Facts, command: Sequence[str], cwd: str | os.PathLike[str]) -> MadeFor:
+    """The fingerprint of `command`, run in `cwd`, on the machine that `facts` were observed on."""
+    script = script_of(command, cwd)
+    return MadeFor(
+        device=facts.device,
+        device_name=facts.device_name,
+        cpu=facts.machine.cpu_name,
+        torch=facts.torch,
+        python=facts.python,
+        saturate=saturate.__version__,
+        script=digest(script) if script is not None else "",
+    )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal; empty when it cannot be read or is no file of a script's size."""
+    try:
+        if not path.is_file() or path.stat().st_size > _READ_LIMIT_BYTES:
+            return ""
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def script_of(argv: Sequence[str], cwd: str | os.PathLike[str] = ".") -> Path | None:
+    """The file that holds the training, as an existing path, or None.
+
+    Knows `python script.py`, `python -m package`, torchrun, `accelerate launch`, shell scripts, `uv run` and other
+    wrappers in front of these, and console scripts that are text.
+    """
+    if not argv:
+        return None
+    folder = Path(cwd)
+    name = os.path.basename(argv[0])
+    rest = list(argv[1:])
+    if _PYTHON.fullmatch(name):
+        return _of_python(rest, folder)
+    if name in _LAUNCHERS:
+        return _of_launcher(rest, folder)
+    if name in _SHELLS:
+        return next((found for word in rest if not word.startswith("-") and (found := _file(word, folder))), None) \
+            if "-c" not in rest else None
+    if name in _WRAPPERS:
+        return _of_wrapper(rest, folder)
+    return _of_program(argv[0], folder)
+
+
+def compare(made_for: MadeFor, now: MadeFor, techniques: Sequence[str] = ()) -> list[str]:
+    """What has changed since the recipe was made, one sentence each, with the entries (`techniques`: their ids, in the
+    recipe) that it puts in doubt. Fields that one side does not know are not compared."""
+    sentences = []
+    for field, (why, untouched) in _AFFECTS.items():
+        old, new = getattr(made_for, field), getattr(now, field)
+        if field == "python":
+            old, new = _minor(old), _minor(new)
+        if not old or not new or old == new:
+            continue
+        affected = [name for name in techniques if untouched is None or name not in untouched]
+        if techniques and not affected:
+            continue
+        whom = "all entries" if len(affected) == len(techniques) else ", ".join(affected)
+        if field == "script":
+            old, new = old[:12], new[:12]
+        sentences.append(f"{field.replace('_', ' ')} changed from {old} to {new}: {why} (affects {whom})")
+    return sentences
+
+
+def _of_python(arguments: list[str], folder: Path) -> Path | None:
+    """The script of `python ARGUMENTS`: the options of the interpreter itself are few and fixed (`python --help`)."""
+    while arguments:
+        word = arguments.pop(0)
+        if word == "--check-hash-based-pycs":
+            del arguments[:1]
+        elif word == "-":
+            return None
+        elif not word.startswith("-"):
+            return _file(word, folder)
+        elif not word.startswith("--"):
+            # Options may be joined (-um package); c, m, W and X take the rest of the word, or the next one.
+            letters = re.match(r"-([^cmWX]*)([cmWX])(.*)", word)
+            if letters is None:
+                continue
+            value = letters[3] or (arguments.pop(0) if arguments else "")
+            if letters[2] == "c":
+                return None
+            if letters[2] == "m":
+                return _of_launcher(arguments, folder) if value in _LAUNCHER_MODULES else _of_module(value, folder)
+    return None
+
+
+def _of_launcher(arguments: list[str], folder: Path) -> Path | None:
+    """A launcher's own options are many and take values: the script is the first argument that is a Python file."""
+    for position, word in enumerate(arguments):
+        if word in ("-m", "--module"):
+            named = next((later for later in arguments[position + 1:] if not later.startswith("-")), "")
+            if found := _of_module(named, folder):
+                return found
+        if word.endswith(".py") and (found := _file(word, folder)):
+            return found
+        if _starts_program(word):
+            return script_of(arguments[position:], folder)
+    return None
+
+
+def _of_wrapper(arguments: list[str], folder: Path) -> Path | None:
+    for position, word in enumerate(arguments):
+        if word.endswith(".py") and (found := _file(word, folder)):
+            return found
+        if _starts_program(word):
+            return script_of(arguments[position:], folder)
+    programs = [word for word in arguments if not word.startswith("-") and "=" not in word and word not in ("run", "exec")]
+    return next((found for word in programs if (found := _of_program(word, folder))), None)
+
+
+def _starts_program(word: str) -> bool:
+    name = os.path.basename(word)
+    return bool(_PYTHON.fullmatch(name)) or name in _LAUNCHERS | _SHELLS | _WRAPPERS
+
+
+def _of_module(name: str, folder: Path) -> Path | None:
+    """`python -m NAME`, looked up in the working directory and PYTHONPATH only: nothing is imported to find it."""
+    if not re.fullmatch(r"\w+(\.\w+)*", name):
+        return None
+    places = [folder, *(folder / part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
+    relative = name.replace(".", "/")
+    candidates = (place / tail for place in places for tail in (f"{relative}/__main__.py", f"{relative}.py"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _of_program(word: str, folder: Path) -> Path | None:
+    """A program on PATH or by path, when it is a script with a `#!` line."""
+    found = _file(word, folder) if os.sep in word else None
+    if found is None:
+        located = shutil.which(word)
+        found = Path(located) if located else None
+    try:
+        if found is not None:
+            with open(found, "rb") as file:
+                return found if file.read(2) == b"#!" else None
+    except OSError:  # it can be run but not read: nothing to hash
+        return None
+    return None
+
+
+def _file(word: str, folder: Path) -> Path | None:
+    try:
+        path = folder / word
+        if path.is_dir():
+            path = path / "__main__.py"
+        return path if path.is_file() else None
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL, is no file
+        return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,164 @@
+"""The summary that a `tune` ends with: at most twelve lines, the verdict first, the next command last."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Callable
+
+from saturate.records.result import StudyRecord, TechniqueOutcome
+from saturate.report import words
+
+MAX_LINES = 12
+MAX_KEPT = 4
+Paint = Callable[..., str]
+
+LABEL = 10  # width of the label column
+MIN_WIDTH = 40  # narrower terminals wrap by themselves; cutting further would leave nothing to read
+
+_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
+_TITLE_CODES = {
+    "win": (_BOLD, _GREEN),
+    "unverified": (_BOLD, _YELLOW),
+    "cannot_verify": (_BOLD, _YELLOW),
+    "noisy": (_BOLD, _YELLOW),
+    "inconclusive": (_BOLD, _YELLOW),
+    "slower": (_BOLD, _YELLOW),
+    "nothing": (_BOLD,),  # never green: nothing was gained
+}
+
+
+def summary(record: StudyRecord, *, width: int, color: bool) -> str:
+    """The record as plain lines without a trailing newline.
+
+    `width` is in terminal cells; only paths and commands may exceed it, so that they can be copied. `color` adds
+    ANSI codes, which do not count as width.
+    """
+    width = max(width, MIN_WIDTH)
+    answer = words.headline(record)
+    paint = _paint if color else _plain
+
+    head = _headline(answer, width, paint)
+    tail = [
+        _row("recipe", words.clean(record.result.recipe), paint),
+        _row("report", words.clean(record.result.report), paint),
+        _row("next", words.one_line(words.next_command(record)), paint, _BOLD),
+    ]
+    payback = words.break_even(record)
+    if payback:
+        tail.insert(0, _row("pays back", _fit(payback, width - LABEL), paint))
+    body = _body(record, answer, width - LABEL, MAX_LINES - len(head) - len(tail))
+    return "\n".join(head + [_row(label, text, paint) for label, text in body] + tail)
+
+
+def _plain(text: str, *_: str) -> str:
+    return text
+
+
+def _paint(text: str, *codes: str) -> str:
+    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
+
+
+def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
+    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
+
+
+def _headline(answer: words.Headline, width: int, paint: Paint) -> list[str]:
+    """One line where it fits, else the numbers below the title."""
+    codes = _TITLE_CODES[answer.kind]
+    title, detail = _fit(answer.title, width), _fit(answer.detail, width)
+    if not detail:
+        return [paint(title, *codes)]
+    if _cells(title) + 2 + _cells(detail) <= width:
+        return [paint(title, *codes) + ": " + detail]
+    return [paint(title, *codes), detail]
+
+
+def _body(record: StudyRecord, answer: words.Headline, width: int, room: int) -> list[tuple[str, str]]:
+    """At most `room` labelled lines of `width` cells between the headline and the paths; the kept techniques fold
+    first."""
+    if answer.kind == "win":
+        # One part that can be read says more than two of which the second is cut.
+        moved = [words.moved(record, parts) for parts in (2, 1)]
+        why = _labelled("why", [_fit(moved[_cells(moved[0]) > width], width)] if moved[0] else [])
+    else:
+        why = _labelled("why", _wrap(answer.why, width, 2))
+    counts, reason = words.dropped(record)
+    rest = _labelled("not kept", [_fold(counts, width)] if counts else [])
+    if reason:
+        rest.append(("", _fit(reason, width)))
+    if record.notes:
+        more = f" (+{len(record.notes) - 1} in the report)" if len(record.notes) > 1 else ""
+        rest.append(("note", _fit(record.notes[0], width - len(more)) + more))
+    return why + _labelled("kept", _kept(words.kept(record), width, room - len(why) - len(rest))) + rest
+
+
+def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
+    """The label beside the first line only."""
+    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _fold(parts: list[str], width: int) -> str:
+    """As many parts as fit on one line, and how many fates are left."""
+    for shown in range(len(parts), 1, -1):
+        more = [f"+{len(parts) - shown} more"] if shown < len(parts) else []
+        text = ", ".join(parts[:shown] + more)
+        if _cells(text) <= width:
+            return text
+    return _fit(", ".join(parts), width)
+
+
+def _kept(outcomes: list[TechniqueOutcome], width: int, room: int) -> list[str]:
+    """One line per kept technique, the rest folded into the last one, at most `room` lines."""
+    most = min(MAX_KEPT, room)
+    shown = outcomes if len(outcomes) <= most else outcomes[: most - 1]
+    rows = [(words.one_line(o.id), words.gain(o.gain), words.gain_interval(o.gain_ci), o.numerics) for o in shown]
+    widths = [max((_cells(row[column]) for row in rows), default=0) for column in range(4)]
+    columns = 4
+    # Rather a column less on every line than a ragged edge: numerics goes first, then the interval.
+    while columns > 2 and sum(widths[:columns]) + 2 * (columns - 1) > width:
+        columns -= 1
+    lines = []
+    for row in rows:
+        cells = [row[0] + " " * (widths[0] - _cells(row[0])), row[1].rjust(widths[1])]
+        cells += [row[column].ljust(widths[column]) for column in range(2, columns)]
+        lines.append(_cut("  ".join(cells).rstrip(), width))
+    if len(outcomes) > len(shown):
+        rest = outcomes[len(shown) :]
+        lines.append(_fit(f"+{len(rest)} more: " + ", ".join(outcome.id for outcome in rest), width))
+    return lines
+
+
+def _cells(text: str) -> int:
+    """Terminal cells that `text` takes: two for wide characters, none for combining ones."""
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _fit(text: str, width: int) -> str:
+    """`text` on one line of at most `width` cells."""
+    return _cut(words.one_line(text), width)
+
+
+def _cut(text: str, width: int) -> str:
+    """`text` cut to `width` cells, at a word where one ends near enough."""
+    if _cells(text) <= width:
+        return text
+    end, used = 0, 0
+    while used + _cells(text[end]) <= width - 3:
+        used += _cells(text[end])
+        end += 1
+    cut = text[:end]
+    space = cut.rfind(" ")
+    if space > end * 2 // 3:
+        cut = cut[:space]
+    return cut.rstrip(" ,;:") + "..."
+
+
+def _wrap(text: str, width: int, most: int) -> list[str]:
+    """`text` on at most `most` lines of `width` cells."""
+    lines = textwrap.wrap(words.one_line(text), width, break_on_hyphens=False)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], " ".join(lines[most - 1 :])]
+    return [_fit(line, width) for line in lines]

@@ -1,0 +1,90 @@
+"""Cuts a record down to what one page can hold, and says what it cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from saturate.records.result import StudyRecord
+from saturate.report.words import clean
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most of everything: characters of a text, entries of a list, values of a series, points of a curve."""
+
+    text: int
+    items: int
+    series: int
+    points: int
+
+
+#: From what a reader expects down to what fits under any circumstances; the first that fits is taken.
+LADDER = (Limits(2000, 400, 400, 160), Limits(400, 120, 100, 80), Limits(160, 40, 32, 40), Limits(40, 12, 8, 12))
+
+#: Fields whose keys are data; all other objects are structs, whose fields must stay.
+_MAPPINGS = frozenset({"machine", "workload", "split_before", "split_after", "titles", "options"})
+
+_SIGNIFICANT = 6  # digits; more than any interval in a report resolves, and a third of the bytes
+_INT_LIMIT = 2**64  # where the JSON encoder ends
+
+
+def trim(record: StudyRecord, limits: Limits) -> StudyRecord:
+    """The record within `limits`, cleaned of unsafe characters; what was left out is appended to `notes`."""
+    cuts: dict[str, str] = {}
+
+    def walk(value: Any, name: str) -> Any:
+        if isinstance(value, str):
+            if len(value) <= limits.text:
+                return clean(value)
+            cuts[f"{name} text"] = f"{name}: texts longer than {limits.text:,} characters are cut"
+            return clean(value[: limits.text - 1]) + "\u2026"
+        if isinstance(value, float):
+            return float(f"{value:.{_SIGNIFICANT}g}")
+        if isinstance(value, int) and abs(value) >= _INT_LIMIT:
+            return str(value)[: limits.text]
+        if isinstance(value, dict) and name.rpartition(".")[2] in _MAPPINGS:
+            if len(value) > limits.items:
+                cuts[name] = f"{name}: {limits.items:,} of {len(value):,} entries are shown"
+            return {walk(str(key), name): walk(item, name) for key, item in list(value.items())[: limits.items]}
+        if isinstance(value, dict):
+            return {key: walk(item, f"{name}.{key}" if name else key) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            series = bool(value) and all(isinstance(item, float | int) for item in value)
+            most = limits.series if series else limits.items
+            if len(value) > most:
+                kind = "values of a series, equally spaced," if series else "entries"
+                cuts[name] = f"{name}: {most:,} of {len(value):,} {kind} are shown"
+                value = [value[i * len(value) // most] for i in range(most)] if series else value[:most]
+            return [walk(item, name) for item in value]
+        return value
+
+    flat = walk(_flat_options(msgspec.to_builtins(record, enc_hook=str)), "")
+    flat["notes"] = [*flat["notes"], *(f"Left out of this page for its size: {cut}." for cut in cuts.values())]
+    return msgspec.convert(flat, StudyRecord)
+
+
+def _flat_options(record: dict[str, Any]) -> dict[str, Any]:
+    """Nested option values as text: nothing in a page needs their structure, and text can be cut."""
+    for outcome in record["result"]["techniques"]:
+        outcome["options"] = {
+            key: str(value) if isinstance(value, dict | list | tuple) else value
+            for key, value in outcome["options"].items()
+        }
+    return record
+
+
+def redact(command: list[str]) -> list[str]:
+    """A command without the values of its arguments: the program and the names of options stay."""
+
+    def name(word: str) -> str:
+        if word.startswith("--"):
+            option, equals, _ = word.partition("=")
+            return option + ("=\u2026" if equals else "")
+        if word.startswith("-"):
+            return word[:2] + ("\u2026" if len(word) > 2 else "")
+        return "\u2026"
+
+    return command[:1] + [name(word) for word in command[1:]]

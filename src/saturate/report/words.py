@@ -1,0 +1,256 @@
+"""What a record says, in words and numbers: shared by the terminal summary and the HTML report."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from saturate.records.result import StudyRecord, TechniqueOutcome
+
+Kind = Literal["win", "nothing", "slower", "unverified", "cannot_verify", "noisy", "inconclusive"]
+
+#: Fate -> the word a reader sees, in the order in which a reader asks about them.
+FATES = {
+    "kept": "kept",
+    "rejected_numerics": "rejected",
+    "failed": "failed",
+    "not_applied": "not applied",
+    "slower": "slower",
+    "inconclusive": "inconclusive",
+    "no_difference": "no difference",
+    "not_tried": "not tried",
+    "not_applicable": "not applicable",
+}
+
+_WRONG = ("rejected_numerics", "failed", "not_applied")
+
+UNMEASURED = "not measured"
+
+# Text of a workload ends up in a terminal and in a page. Control characters could drive the terminal, NUL is illegal
+# in HTML, lone surrogates (from file names that are not UTF-8) cannot be encoded, and bidi overrides reorder a line.
+_UNSAFE = {
+    **{code: "\ufffd" for code in range(0x20)},
+    **{code: "\ufffd" for code in range(0x7F, 0xA0)},
+    **{code: "\ufffd" for code in range(0xD800, 0xE000)},
+    **{code: "\ufffd" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF)},
+    ord("\t"): "\t",
+    ord("\n"): "\n",
+}
+
+
+def clean(text: str) -> str:
+    """`text` without characters that a terminal or a browser could act on."""
+    return text.translate(_UNSAFE)
+
+
+def one_line(text: str) -> str:
+    """`text` cleaned, with every run of white space as one space."""
+    return " ".join(clean(text).split())
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds to four significant digits or so, without the unit."""
+    if value is None:
+        return UNMEASURED
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    digits = 0 if size >= 10_000 else 1 if size >= 10 else 2 if size >= 1 else 3 if size >= 0.1 else 4
+    return f"{value:,.{digits}f}" if size >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration with its unit, as short as a reader needs: "0.8 s", "12 s", "4 min 05 s", "2 h 10 min"."""
+    if value is None:
+        return UNMEASURED
+    if not math.isfinite(value):
+        return "not finite"
+    if value < 10:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 trial", "1,240 trials"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def ratio(value: float | None, interval: tuple[float, float] | None = None, times: str = "x") -> str:
+    """A speed-up with its interval: "1.79x [1.77, 1.80]". Three decimals where two would hide the difference."""
+    if value is None:
+        return UNMEASURED
+    digits = 3 if abs(value - 1) < 0.1 else 2
+    text = f"{value:.{digits}f}{times}"
+    return text if interval is None else f"{text} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+
+
+def gain(value: float | None) -> str:
+    """A gain (0.21) as "+21.0 %"."""
+    return UNMEASURED if value is None else f"{100 * value:+.1f} %"
+
+
+def gain_interval(interval: tuple[float, float] | None) -> str:
+    """The interval of a gain, in per cent: "[+20.1, +21.8]"; empty when there is none."""
+    return "" if interval is None else f"[{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+
+
+def percent(value: float | None) -> str:
+    """A share (0.012) as "1.2 %"."""
+    return UNMEASURED if value is None else f"{100 * value:.1f} %"
+
+
+def options(outcome: TechniqueOutcome) -> str:
+    """Options of a technique on one line: "dtype=bfloat16, dynamic=false"."""
+    shown = {True: "true", False: "false"}
+    return ", ".join(
+        f"{key}={shown[value] if isinstance(value, bool) else value}" for key, value in outcome.options.items()
+    )
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The answer of a study: `title`, the numbers behind it (`detail`), and `why`; the last two may be empty."""
+
+    kind: Kind
+    title: str
+    detail: str
+    why: str
+
+
+def kept(record: StudyRecord) -> list[TechniqueOutcome]:
+    """The kept techniques, the largest marginal gain first."""
+    found = [outcome for outcome in record.result.techniques if outcome.fate == "kept"]
+    return sorted(found, key=lambda outcome: -(outcome.gain or 0.0))
+
+
+def _kind(record: StudyRecord) -> Kind:
+    result = record.result
+    if result.verified is False:
+        return "unverified"
+    if result.verdict == "faster":
+        return "win" if result.verified else "cannot_verify"
+    if result.verdict == "no_difference":
+        return "nothing"
+    if result.verdict == "slower":
+        return "slower"
+    noisy = result.noise_floor is not None and result.noise_floor >= record.threshold
+    # A clear race that nobody could verify is a question of numerics, however noisy the machine.
+    undecided = result.speedup_ci is not None and result.speedup_ci[0] <= 1 + record.threshold
+    if result.verified is None and result.verified_reason and not (noisy and undecided):
+        return "cannot_verify"
+    return "noisy" if noisy else "inconclusive"
+
+
+def headline(record: StudyRecord, times: str = "x") -> Headline:
+    """The answer of the study: title, numbers, reason. `times` is the sign after a speed-up."""
+    result, kind = record.result, _kind(record)
+    speed = ratio(result.speedup, result.speedup_ci, times)
+    before, after = result.baseline.step_ms, result.tuned.step_ms
+    change = f"{ms(before)} -> {ms(after)} ms/step" if before is not None and after is not None else ""
+    stays = f"the baseline stays at {ms(before)} ms/step" if before is not None else "the step was not measured"
+    raced = f"final race {speed}" if result.speedup is not None else stays
+    reason = result.verified_reason
+    if kind == "win":
+        return Headline(kind, f"{speed.replace(times, f'{times} faster', 1)}, verified", change, moved(record))
+    if kind == "unverified":
+        return Headline(kind, "Not verified, no set trains like the baseline", raced, reason)
+    if kind == "cannot_verify":
+        measured = f"measured {speed}, {change or stays}" if result.speedup is not None else stays
+        return Headline(kind, "Cannot verify, so nothing is claimed", measured, reason)
+    if kind == "nothing":
+        title = "Nothing safe helps" if not kept(record) else "No difference"
+        return Headline(kind, title, stays if not kept(record) else raced, best_tried(record) or reason)
+    if kind == "slower":
+        return Headline(kind, "Nothing helps, the best set is slower", raced, best_tried(record) or reason)
+    if kind == "noisy":
+        floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
+        return Headline(kind, "Too noisy to decide", raced, floor)
+    open_ = "the interval neither reaches nor excludes a gain that counts" if result.speedup_ci else ""
+    return Headline(kind, "Inconclusive", raced, reason or open_)
+
+
+def _counts_from(record: StudyRecord) -> str:
+    return f"a gain counts from {percent(record.threshold)}"
+
+
+def moved(record: StudyRecord, parts: int = 2) -> str:
+    """Where the time went: the parts of a step that changed most, "input wait 66.0 -> 2.1 ms, ..."."""
+    before, after = record.split_before, record.split_after
+    if not before or not after:
+        return ""
+    names = list(dict.fromkeys([*before, *after]))
+    by_change = sorted(names, key=lambda name: -abs(before.get(name, 0.0) - after.get(name, 0.0)))
+    return ", ".join(
+        f"{name} {ms(before.get(name, 0.0))} -> {ms(after.get(name, 0.0))} ms" for name in by_change[:parts]
+    )
+
+
+def best_tried(record: StudyRecord) -> str:
+    """The technique that came closest without being kept, or ""."""
+    tried = [
+        o for o in record.result.techniques if o.gain is not None and o.fate in ("no_difference", "inconclusive")
+    ]
+    if not tried:
+        return ""
+    best = max(tried, key=lambda outcome: outcome.gain or 0.0)
+    numbers = f"{gain(best.gain)} {gain_interval(best.gain_ci)}".strip()
+    return f"closest: {best.id} {numbers}; {_counts_from(record)}"
+
+
+def dropped(record: StudyRecord) -> tuple[list[str], str]:
+    """How many techniques had each fate but `kept` (["1 rejected", "2 failed"]), and the reason that matters most
+    ("id rejected: why"); "" when nothing went wrong, it was only not worth it."""
+    outcomes = [outcome for outcome in record.result.techniques if outcome.fate != "kept"]
+    numbers = {fate: sum(outcome.fate == fate for outcome in outcomes) for fate in FATES}
+    wrong = [outcome for outcome in outcomes if outcome.fate in _WRONG and outcome.reason]
+    # Among equals the one that would have given most: that is the loss a reader wants explained.
+    first = min(wrong, key=lambda outcome: (_WRONG.index(outcome.fate), -(outcome.gain or 0.0)), default=None)
+    return (
+        [f"{number} {FATES[fate]}" for fate, number in numbers.items() if number],
+        f"{first.id} {FATES[first.fate]}: {first.reason}" if first else "",
+    )
+
+
+def break_even(record: StudyRecord) -> str:
+    """After how many steps the recipe has paid for its longer start; "" when nothing is kept."""
+    steps, step_ms = record.result.break_even_steps, record.result.tuned.step_ms
+    if not kept(record):
+        return ""
+    if steps is None:
+        return "never: the longer start costs more than the steps save"
+    if steps == 0:
+        return "at once: it starts no slower than the baseline"
+    return f"after {count(steps, 'step')}" + (
+        "" if step_ms is None else f" (about {seconds(steps * step_ms / 1000)})"
+    )
+
+
+def shell(command: list[str]) -> str:
+    """A command as a shell takes it, without characters that a terminal could act on."""
+    return clean(shlex.join(command))
+
+
+def run_command(record: StudyRecord) -> str:
+    """The command that trains with the recipe."""
+    return shell(["saturate", "run", record.result.recipe, "--", *record.result.command])
+
+
+def next_command(record: StudyRecord) -> str:
+    """What to type next."""
+    kind = _kind(record)
+    if kind == "win":
+        return run_command(record)
+    if kind in ("noisy", "inconclusive"):
+        # The same command resumes the study: rounds that were measured are not measured again.
+        return shell(["saturate", "tune", "--", *record.result.command])
+    topic = {"unverified": "rejected_numerics", "nothing": "no_difference", "slower": "slower"}.get(
+        kind, "inconclusive"
+    )
+    return f"saturate explain {topic}"

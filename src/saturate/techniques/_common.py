@@ -1,0 +1,187 @@
+"""What several techniques need: shares of a step, trees of tensors, and looking into an autograd graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+from saturate.records.facts import Facts, ModuleFacts
+from saturate.techniques._api import Ineligible, NotApplied
+
+
+def share(part_ms: float, step_ms: float) -> float | None:
+    """`part_ms / step_ms` within [0, 1]; None when the step was not timed or the numbers make no sense."""
+    if not (step_ms > 0 and part_ms >= 0):      # also refuses NaN
+        return None
+    return min(1.0, part_ms / step_ms)
+
+
+def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
+    """Trained modules whose forward may be wrapped."""
+    return tuple(module for module in facts.modules if not module.forward_overridden)
+
+
+def why_no_autocast(facts: Facts) -> Ineligible | None:
+    """Why no autocast can help, whatever its dtype; None when one might."""
+    if facts.autocast:
+        return Ineligible(f"the script already runs under {facts.autocast} autocast")
+    if facts.grad_scaler:
+        return Ineligible("the script scales its loss itself, so it manages its own precision")
+    modules = wrappable(facts)
+    if not modules:
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    if not any("float32" in module.dtypes for module in modules):
+        return Ineligible("the trained modules hold no float32 parameters")
+    if not any(module.linears or module.convolutions or module.recurrents or module.attentions for module in modules):
+        return Ineligible("the trained modules have no matrix products or convolutions to speed up")
+    return None
+
+
+def per_rank(amount: float, facts: Facts) -> int:
+    """A rank's part of something that all ranks of the machine share, at least 1 (all ranks are taken as local)."""
+    return max(1, int(amount / max(1, facts.world_size)))
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
+    """Apply `change` to each tensor in nested tuples, lists, mappings and dataclasses, keeping every container's type.
+
+    Mappings that are not plain dictionaries (a ModelOutput), and dataclasses, are changed in place: they were made by
+    the forward that just returned, and may not be constructible from their items. Other objects are left alone.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change, torch) for item in value]
+        if type(value) is tuple:
+            return tuple(items)
+        return type(value)._make(items) if hasattr(value, "_make") else value     # torch.Size and the like: no tensors
+    if type(value) is list:
+        return [map_tensors(item, change, torch) for item in value]
+    if type(value) is dict:
+        return {key: map_tensors(item, change, torch) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = map_tensors(value[key], change, torch)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name)
+            new = map_tensors(old, change, torch)
+            if new is not old:
+                object.__setattr__(value, field.name, new)      # frozen ones too
+    return value
+
+
+def tensors(value: Any, torch: Any) -> list[Any]:
+    """Every tensor that `map_tensors` would reach."""
+    found: list[Any] = []
+
+    def collect(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, collect, torch)
+    return found
+
+
+def graph_nodes(output: Any, torch: Any, limit: int = 4000) -> Iterator[Any]:
+    """Nodes of the autograd graph that produced `output`, breadth first."""
+    pending = [tensor.grad_fn for tensor in tensors(output, torch) if tensor.grad_fn is not None]
+    seen = set()
+    while pending and len(seen) < limit:
+        node = pending.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
+def computed_in(output: Any, dtype: Any, torch: Any) -> str:
+    """The name of an autograd node behind `output` that worked in `dtype`, or "" when there is none.
+
+    Eager nodes tell by the dtype of their results, without unpacking what they saved: unpacking under activation
+    checkpointing would run the forward again. A compiled region is one node whose results may be float32 while its
+    inside is not, so there the saved tensors are looked at; nothing inside a compiled region is checkpointed by hooks.
+    """
+    for node in graph_nodes(output, torch):
+        if node.name().startswith("ToCopy"):
+            continue        # a cast proves nothing about the arithmetic
+        results = [metadata.dtype for metadata in getattr(node, "_input_metadata", ())]
+        if "CompiledFunction" in node.name():
+            results += [saved.dtype for saved in getattr(node, "saved_tensors", ())]
+        if dtype in results:
+            return node.name()
+    return ""
+
+
+def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:
+    """Call `look(output)` once, after the module's first wrapped forward, outside of every other wrapper.
+
+    Outermost, so that it also sees what a compiled forward returns. It steps aside while a compiler traces.
+    """
+    torch = context.torch
+    pending = [True]
+
+    def wrap(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = inner(self, *args, **kwargs)
+            if not torch.compiler.is_compiling() and pending:
+                pending.clear()
+                look(output)
+            return output
+
+        return forward
+
+    context.wrap_forward(module, OBSERVER_ORDER, wrap)
+
+
+#: Further out than any technique.
+OBSERVER_ORDER = 1000
+
+
+def wrap_all(context: Any, wrap_one: Callable[[Any], None]) -> int:
+    """Run `wrap_one(module)` for each trained module, and count. A module that refuses does not spoil the others;
+    when all of them refuse, the first refusal is raised."""
+    if not context.modules:
+        raise NotApplied("no trained module is known")
+    refusals = []
+    for module in context.modules:
+        try:
+            wrap_one(module)
+        except NotApplied as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(context.modules):
+        raise refusals[0]
+    return len(context.modules) - len(refusals)
+
+
+def wrap_autocast(context: Any, dtype: Any, key: str) -> int:
+    """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
+    first autograd node that really computed in `dtype`. Returns how many modules were wrapped."""
+    torch, device = context.torch, context.device
+
+    def widen(tensor: Any) -> Any:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    def wrap(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype=dtype):
+                output = inner(self, *args, **kwargs)
+            return map_tensors(output, widen, torch)
+
+        return forward
+
+    def look(output: Any) -> None:
+        node = computed_in(output, dtype, torch)
+        if node:
+            context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
+
+    def wrap_one(module: Any) -> None:
+        context.wrap_forward(module, AUTOCAST_ORDER, wrap)
+        observe_first_call(context, module, look)
+
+    return wrap_all(context, wrap_one)
+
+
+AUTOCAST_ORDER = 30

@@ -1,0 +1,201 @@
+"""Finding techniques: the modules of this package, and those that third parties registered.
+
+    [project.entry-points."saturate.techniques"]
+    my-technique = "my_package.my_technique"
+
+Each entry point names a module. A module that does not load or does not keep the contract of `_api` is a
+`TechniqueError` that names it: a technique that silently vanished would be worse than one that fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+from saturate.errors import TechniqueError
+from saturate.techniques._api import FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
+
+GROUP = "saturate.techniques"
+
+#: Options go into a TOML recipe, so a field is one of these.
+SCALARS = (bool, int, float, str)
+
+_PARAMETERS = {
+    "eligible": 1, "variants": 1, "bound": 1, "apply": 2, "active": 2, "as_code": 1, "environment": 1,
+}
+
+
+def load() -> dict[str, ModuleType]:
+    """Every technique by id, in id order. Raises `TechniqueError` for the first one that is damaged."""
+    from importlib.metadata import entry_points  # slow to import, and not needed in the agent
+
+    package = importlib.import_module("saturate.techniques")
+    names = [
+        f"{package.__name__}.{info.name}"
+        for info in pkgutil.iter_modules(package.__path__)
+        if not info.name.startswith("_")
+    ]
+    names += [entry.value for entry in entry_points(group=GROUP)]
+    found: dict[str, ModuleType] = {}
+    for name in names:
+        module = load_one(name)
+        identity = module.TECHNIQUE.id
+        if identity in found and found[identity] is not module:
+            raise TechniqueError(
+                f"two techniques are called {identity!r}",
+                evidence=f"{origin(found[identity])[1]} and {origin(module)[1]}",
+                remedy="uninstall one of the two packages, or rename its module",
+            )
+        found[identity] = module
+    return dict(sorted(found.items()))
+
+
+def load_one(name: str, path: str | None = None) -> ModuleType:
+    """Import one technique by module name and check it. Where the name cannot be imported (the agent may live in an
+    environment that lacks the third party's package), the file at `path` is loaded under that name instead."""
+    try:
+        module = _import(name, path)
+    except Exception as error:  # third-party code may raise anything; it is named and raised again
+        raise TechniqueError(
+            f"the technique {name} does not load",
+            cause=f"{type(error).__name__}: {error}",
+            evidence=path or "",
+            remedy="repair or uninstall the package that registers it",
+        ) from error
+    problems = check(module)
+    if problems:
+        raise TechniqueError(
+            f"the technique {name} breaks the contract",
+            cause="; ".join(problems),
+            evidence=origin(module)[1],
+            remedy="saturate.testing.conformance checks a technique while you write it",
+        )
+    return module
+
+
+def _import(name: str, path: str | None) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        parents = {name.rsplit(".", count)[0] for count in range(name.count(".") + 1)}
+        if not path or error.name not in parents:
+            raise       # the technique exists but something that it imports does not
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or specification.loader is None:
+        raise ImportError(f"{path} is not a Python source file")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module      # dataclasses look their module up here while it is being executed
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def check(module: ModuleType) -> list[str]:
+    """Everything about the module's shape that breaks the contract; empty when it is well formed."""
+    problems = [f"its docstring has no heading {name!r}" for name in HEADINGS if not documentation(module).get(name)]
+    return problems + _metadata_problems(module) + _options_problems(module) + _function_problems(module)
+
+
+def _metadata_problems(module: ModuleType) -> list[str]:
+    technique = getattr(module, "TECHNIQUE", None)
+    if not isinstance(technique, Technique):
+        return ["TECHNIQUE is missing or is not a Technique"]
+    problems = []
+    expected = module.__name__.rpartition(".")[2].replace("_", "-")
+    if technique.id != expected:
+        problems.append(f"TECHNIQUE.id is {technique.id!r}, the file says {expected!r}")
+    for label, value, allowed in (
+        ("numerics", technique.numerics, NUMERICS),
+        ("stage", technique.stage, STAGES),
+        ("status", technique.status, ("stable", "experimental")),
+    ):
+        if value not in allowed:
+            problems.append(f"TECHNIQUE.{label} is {value!r}, not one of {', '.join(allowed)}")
+    if not isinstance(technique.title, str) or not technique.title.strip():
+        problems.append("TECHNIQUE.title is empty")
+    if not technique.touches or not all(isinstance(touch, Touch) for touch in technique.touches):
+        problems.append("TECHNIQUE.touches must name at least one Touch")
+    return problems
+
+
+def _options_problems(module: ModuleType) -> list[str]:
+    options = getattr(module, "Options", None)
+    if not (inspect.isclass(options) and dataclasses.is_dataclass(options)):
+        return ["Options is missing or is not a dataclass"]
+    problems = []
+    if not options.__dataclass_params__.frozen:
+        problems.append("Options is not frozen")
+    for field in dataclasses.fields(options):
+        if field.default is dataclasses.MISSING:
+            problems.append(f"Options.{field.name} has no default")
+        elif not isinstance(field.default, SCALARS):
+            problems.append(f"Options.{field.name} is a {type(field.default).__name__}; TOML needs a bool, number or text")
+    return problems
+
+
+def _function_problems(module: ModuleType) -> list[str]:
+    environment = getattr(getattr(module, "TECHNIQUE", None), "stage", None) == "environment"
+    problems = []
+    for name in (*FUNCTIONS, *(("environment",) if environment else ())):
+        function = getattr(module, name, None)
+        if not callable(function):
+            problems.append(f"the function {name} is missing")
+            continue
+        try:
+            inspect.signature(function).bind(*range(_PARAMETERS[name]))
+        except TypeError:
+            problems.append(f"{name} must take {_PARAMETERS[name]} positional argument(s)")
+    return problems
+
+
+def documentation(module: ModuleType) -> dict[str, str]:
+    """The module's docstring by heading. A heading stands alone on its line and is underlined with dashes."""
+    pattern = rf"^({'|'.join(map(re.escape, HEADINGS))})\n-+\n"
+    parts = re.split(pattern, inspect.cleandoc(module.__doc__ or ""), flags=re.MULTILINE)
+    return {heading: text.strip() for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def origin(module: ModuleType) -> tuple[str, str]:
+    """Module name and absolute file path: what another process needs for `load_one`."""
+    return module.__name__, os.path.abspath(module.__file__ or "")
+
+
+def conflicts(modules: list[ModuleType]) -> list[tuple[str, str, str]]:
+    """Pairs of ids that cannot be applied together, with the resource that one of them claims alone."""
+    found = []
+    for index, first in enumerate(modules):
+        for second in modules[index + 1 :]:
+            for resource in _claimed(first, second):
+                found.append((first.TECHNIQUE.id, second.TECHNIQUE.id, resource))
+    return found
+
+
+def _claimed(first: ModuleType, second: ModuleType) -> list[str]:
+    orders = {touch.resource: touch.order for touch in first.TECHNIQUE.touches}
+    return [
+        touch.resource
+        for touch in second.TECHNIQUE.touches
+        if touch.resource in orders and (touch.order is None or orders[touch.resource] is None)
+    ]
+
+
+def ordered(modules: list[ModuleType]) -> list[ModuleType]:
+    """In the order to apply them: by stage, then by place in a shared stack (closest to the user's code first)."""
+
+    def key(module: ModuleType) -> tuple[int, int, str]:
+        technique: Any = module.TECHNIQUE
+        orders = [touch.order for touch in technique.touches if touch.order is not None]
+        return STAGES.index(technique.stage), min(orders, default=0), technique.id
+
+    return sorted(modules, key=key)

@@ -1,0 +1,144 @@
+"""Replace or reconfigure the memory allocator of the process.
+
+What it does
+------------
+On CUDA, lets PyTorch's allocator grow its segments (`expandable_segments`) instead of caching blocks of many sizes. On a
+CPU, preloads jemalloc or tcmalloc, if one is installed, in place of the C library's allocator.
+
+When it helps
+-------------
+On CUDA: shapes that change, which fragment memory and force the allocator to release and ask again. On a CPU: large
+temporary tensors, which the C library returns to the system and faults in again at every step.
+
+When it hurts
+-------------
+Expandable segments may clash with libraries that register or share CUDA memory. A preloaded allocator holds on to more
+memory.
+
+Numerics
+--------
+`exact`: values do not depend on addresses; PyTorch aligns tensors in every case.
+
+How it is applied
+-----------------
+Through environment variables of the new process, joined with what the user already set there. That the preloaded
+library really is mapped is checked inside the process.
+
+References
+----------
+PyTorch documentation, "CUDA semantics", section "Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF".
+PyTorch recipes, "Performance Tuning Guide", section on CPU memory allocators.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="allocator",
+    title="memory allocator",
+    numerics="exact",
+    stage="environment",
+    touches=(Touch("allocator"),),
+)
+
+EXPANDABLE = "expandable_segments"
+#: PyTorch renamed the variable and still reads the old one.
+CUDA_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+#: Keep freed memory for a minute before it goes back to the system: longer than any step.
+JEMALLOC = "background_thread:true,dirty_decay_ms:60000,muzzy_decay_ms:60000"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`kind` is "expandable_segments", "jemalloc" or "tcmalloc"; the latter two need the path of the `library`."""
+
+    kind: str = EXPANDABLE
+    library: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in (EXPANDABLE, "jemalloc", "tcmalloc"):
+            raise ValueError(f"kind is {self.kind!r}, not {EXPANDABLE}, jemalloc or tcmalloc")
+        if (self.kind == EXPANDABLE) == bool(self.library):
+            raise ValueError("a preloaded allocator needs the path of its library, and only that one does")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device == "cuda":
+        if facts.shapes <= 1:
+            return Ineligible("shapes do not change, so the CUDA allocator's cache serves every request already")
+        return Eligible(f"{facts.shapes} input shapes were seen, which fragments CUDA memory")
+    if facts.device != "cpu":
+        return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
+    if not _preloadable(facts):
+        return Ineligible("neither jemalloc nor tcmalloc is installed")
+    return Eligible("another allocator is installed")
+
+
+def _preloadable(facts: Facts) -> list[Options]:
+    known = ("jemalloc", "tcmalloc")
+    return [Options(kind, path) for kind, path in facts.machine.preload_allocators if kind in known and path]
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()] if facts.device == "cuda" else _preloadable(facts)
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def environment(options: Options) -> dict[str, str]:
+    if options.kind == EXPANDABLE:
+        return {name: _joined(os.environ.get(name, ""), f"{EXPANDABLE}:True", ",") for name in CUDA_VARIABLES}
+    variables = {"LD_PRELOAD": _joined(options.library, os.environ.get("LD_PRELOAD", ""), ":")}
+    if options.kind == "jemalloc":
+        variables["MALLOC_CONF"] = _joined(JEMALLOC, os.environ.get("MALLOC_CONF", ""), ",")   # the user's comes last
+    return variables
+
+
+def _joined(first: str, second: str, separator: str) -> str:
+    return separator.join(part for part in (first, second) if part)
+
+
+def apply(context: Any, options: Options) -> str:
+    if options.library and not _mapped(options.library):
+        raise NotApplied(f"{options.library} is not loaded in this process; the loader refused it")
+    context.note(TECHNIQUE.id, f"{options.library} is mapped" if options.library else f"{EXPANDABLE} requested")
+    return f"allocator: {options.kind}"
+
+
+def _mapped(library: str) -> bool:
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            real = os.path.realpath(library)
+            return any(line.rstrip().endswith(real) for line in maps)
+    except OSError:     # no procfs: nothing can be shown, and LD_PRELOAD does not exist there either
+        return False
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    if options.library:
+        loaded = options.library in evidence.environment.get("LD_PRELOAD", "")
+    else:
+        loaded = any(EXPANDABLE in evidence.environment.get(name, "") for name in CUDA_VARIABLES)
+    if seen and loaded:
+        return Proof(True, seen)
+    return Proof(False, f"{options.kind} did not reach the process")
+
+
+def as_code(options: Options) -> str:
+    lines = ["# in the shell, before Python starts:"]
+    if options.kind == EXPANDABLE:
+        lines += [f"export {name}={EXPANDABLE}:True" for name in CUDA_VARIABLES]
+    else:
+        lines.append(f"export LD_PRELOAD={options.library}")
+        if options.kind == "jemalloc":
+            lines.append(f"export MALLOC_CONF={JEMALLOC}")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Run the model's forward in bfloat16 where that is numerically sane, and hand its outputs back as float32.
+
+What it does
+------------
+Wraps the forward of the outermost trained modules in `torch.autocast` with bfloat16: matrix products, convolutions and
+attention compute in bfloat16, while normalizations, softmax and losses inside the model stay in float32. Parameters,
+gradients and optimizer state remain float32.
+
+When it helps
+-------------
+Models bound by matrix products or convolutions on a device with bfloat16 units: NVIDIA since Ampere, CPUs with
+AVX512-BF16 or AMX. Activations take half the memory, so models bound by memory bandwidth gain too.
+
+When it hurts
+-------------
+Small layers: every call pays for casting its inputs and weights. Recurrent cells called step by step cast their weights
+at each call outside of the autocast cache.
+
+Numerics
+--------
+`precision`: bfloat16 keeps 8 bits of significand and the range of float32, so no loss scaling is needed. A loss that is
+computed outside the model sees float32 and is as safe as before.
+
+How it is applied
+-----------------
+The forward of each outermost module is wrapped while it is in training mode; evaluation keeps float32. Tensors in
+returned tuples, dictionaries and dataclasses are widened to float32.
+
+References
+----------
+PyTorch documentation, "Automatic Mixed Precision package - torch.amp".
+Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="bf16-autocast",
+    title="bfloat16 autocast",
+    numerics="precision",
+    stage="model",
+    touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast")),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    refusal = _common.why_no_autocast(facts)
+    if refusal is not None:     # a refusal is false
+        return refusal
+    native = {"cuda": facts.cuda_bf16_native, "cpu": facts.machine.cpu_bf16_native}.get(facts.device, False)
+    if not native:
+        return Ineligible(f"this {facts.device} device has no bfloat16 arithmetic")
+    return Eligible("float32 matrix products or convolutions on a device with bfloat16 arithmetic")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    return None if waiting is None else 1.0 - waiting
+
+
+def apply(context: Any, options: Options) -> str:
+    count = _common.wrap_autocast(context, context.torch.bfloat16, TECHNIQUE.id)
+    return f"forward of {count} module(s) under bfloat16 autocast, outputs in float32"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "nothing in the autograd graph was computed in bfloat16")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
+        "    output = model(inputs)\n"
+        "loss = criterion(output.float(), targets)"
+    )

@@ -1,0 +1,143 @@
+"""Store images and convolution weights with the channels innermost, as the fast convolution kernels want them.
+
+What it does
+------------
+Converts 4-d parameters, their gradients and optimizer state to the channels-last memory format, and 4-d inputs at the
+door of the outermost trained modules. 4-d outputs are handed back in the usual format.
+
+When it helps
+-------------
+2-d convolutional networks: on GPUs together with half precision or TensorFloat-32 (tensor cores work channels-last, so
+cuDNN need not transpose), on CPUs because oneDNN's kernels do as well.
+
+When it hurts
+-------------
+Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
+that calls `.view` on activations raises an error; that is reported as a failed trial.
+
+Numerics
+--------
+`reordering`: the same products, added in another order.
+
+How it is applied
+-----------------
+Parameters keep their identity, shape and values: only strides change, so saved and loaded state dicts are unaffected.
+The forward is wrapped while in training mode, innermost of all wrappers.
+
+References
+----------
+PyTorch tutorials, "Channels Last Memory Format in PyTorch".
+PyTorch recipes, "Performance Tuning Guide".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+ORDER = 10
+
+TECHNIQUE = Technique(
+    id="channels-last",
+    title="channels-last memory format",
+    numerics="reordering",
+    stage="model",
+    touches=(Touch("forward", ORDER), Touch("memory-format")),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    modules = [module for module in _common.wrappable(facts) if module.convolutions]
+    if not modules:
+        return Ineligible("no trained module with 2-d convolutions whose forward can be wrapped was seen")
+    if all(module.grouped_convolutions >= module.convolutions for module in modules):
+        return Ineligible("all convolutions are grouped; their kernels gain nothing from channels-last")
+    return Eligible(f"{sum(module.convolutions for module in modules)} 2-d convolutions")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    return None if waiting is None else 1.0 - waiting
+
+
+def apply(context: Any, options: Options) -> str:
+    weights = [parameter for module in context.modules for parameter in module.parameters() if _differs(context, parameter)]
+    if not weights:
+        raise NotApplied("no 4-d parameter whose layout would change")
+    _common.wrap_all(context, lambda module: _wrap(context, module))
+    for parameter in weights:
+        _convert(context, parameter)
+    return f"{len(weights)} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
+
+
+def _differs(context: Any, tensor: Any) -> bool:
+    """Whether conversion would change the strides; a 1x1 kernel counts as both formats already."""
+    return tensor.dim() == 4 and not tensor.is_contiguous(memory_format=context.torch.channels_last)
+
+
+def _convert(context: Any, parameter: Any) -> None:
+    """Change the strides of a parameter, its gradient and its optimizer state: with mixed strides, the fast optimizer
+    kernels fall back to slow ones."""
+    channels_last = context.torch.channels_last
+    for tensor in (parameter, parameter.grad):
+        if tensor is not None:
+            tensor.data = tensor.data.contiguous(memory_format=channels_last)
+            context.on_undo(lambda tensor=tensor: setattr(tensor, "data", tensor.data.contiguous()))
+    for optimizer in context.optimizers:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, context.torch.Tensor) and value.shape == parameter.shape:
+                value.data = value.data.contiguous(memory_format=channels_last)
+                context.on_undo(lambda value=value: setattr(value, "data", value.data.contiguous()))
+
+
+def _wrap(context: Any, module: Any) -> None:
+    torch = context.torch
+
+    def inward(tensor: Any) -> Any:
+        wanted = tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
+
+    def outward(tensor: Any) -> Any:
+        return tensor.contiguous() if tensor.dim() == 4 else tensor
+
+    def wrap(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            args = tuple(inward(value) if isinstance(value, torch.Tensor) else value for value in args)
+            kwargs = {name: inward(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+            return _common.map_tensors(inner(self, *args, **kwargs), outward, torch)
+
+        return forward
+
+    def look(output: Any) -> None:
+        context.note(TECHNIQUE.id, "the wrapped forward ran")
+
+    context.wrap_forward(module, ORDER, wrap)
+    _common.observe_first_call(context, module, look)
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    if TECHNIQUE.id not in evidence.notes:
+        return Proof(False, "the wrapped forward never ran")
+    if not evidence.channels_last:
+        return Proof(False, "no parameter is stored channels-last")
+    return Proof(True, f"{evidence.channels_last} parameters are stored channels-last, and the wrapped forward ran")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "model = model.to(memory_format=torch.channels_last)\n"
+        "inputs = inputs.to(memory_format=torch.channels_last)"
+    )

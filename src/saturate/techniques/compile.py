@@ -1,0 +1,195 @@
+"""Compile the model's training forward and backward with `torch.compile`.
+
+What it does
+------------
+Captures the forward of the outermost trained modules, or of each repeated block inside them, and generates fused kernels
+for it and its backward pass.
+
+When it helps
+-------------
+Models with many small operations (normalization, activation, residuals) and, on GPUs, steps that are bound by launching
+kernels; `reduce-overhead` then replays a recorded graph of launches.
+
+When it hurts
+-------------
+The first steps take from seconds to minutes. Shapes that keep changing recompile, up to a limit after which the code
+runs eagerly again. Short trainings never earn the compile time back; the break-even line says when this one does.
+
+Numerics
+--------
+`stream`: fused kernels add in another order, and compiled dropout draws other random numbers of the same distribution.
+
+How it is applied
+-----------------
+A plain function around the module's forward is compiled and used in training mode only: `Module.compile` captures
+nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
+parameters share one compiled function, which costs a fraction of the compile time. Modes that record CUDA graphs are not
+offered under gradient accumulation, where they were wrong before.
+
+References
+----------
+PyTorch documentation, "torch.compiler" and "torch.compile Troubleshooting".
+PyTorch recipes, "Reducing torch.compile cold start compilation time with regional compilation".
+pytorch/pytorch issues 96693 and 169545 (CUDA graphs and accumulation), 105279 (recompilation).
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+ORDER = 90
+
+TECHNIQUE = Technique(
+    id="compile",
+    title="torch.compile",
+    numerics="stream",
+    stage="model",
+    touches=(Touch("forward", ORDER), Touch("compiler")),
+)
+
+#: A block must repeat this often before compiling it alone pays.
+REPEATS = 4
+_DYNAMIC = {"auto": None, "yes": True, "no": False}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`mode` is that of `torch.compile`; `dynamic` is "auto", "yes" or "no"; `scope` is "module" or "blocks"."""
+
+    mode: str = "default"
+    dynamic: str = "auto"
+    scope: str = "module"
+
+    def __post_init__(self) -> None:
+        if self.dynamic not in _DYNAMIC:
+            raise ValueError(f"dynamic is {self.dynamic!r}, not one of {', '.join(_DYNAMIC)}")
+        if self.scope not in ("module", "blocks"):
+            raise ValueError(f"scope is {self.scope!r}, not module or blocks")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device not in ("cpu", "cuda"):
+        return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
+    modules = _common.wrappable(facts)
+    if not modules:
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    if all(module.compiled for module in modules):
+        return Ineligible("the script already compiles its model")
+    if facts.device == "cpu" and not facts.machine.compiler:
+        return Ineligible("compiling for a CPU needs a C++ compiler (g++ or clang++) on PATH")
+    return Eligible(f"{len(modules)} trained module(s) that run eagerly")
+
+
+def variants(facts: Facts) -> list[Options]:
+    dynamic = "yes" if facts.shapes > 1 else "auto"
+    found = [Options(dynamic=dynamic)]
+    if any(module.repeats >= REPEATS for module in _common.wrappable(facts)):
+        found.append(Options(dynamic=dynamic, scope="blocks"))
+    if facts.device == "cuda" and facts.shapes == 1:
+        if facts.micro_steps == 1:
+            found += [Options(mode="reduce-overhead"), Options(mode="max-autotune")]
+        else:
+            found.append(Options(mode="max-autotune-no-cudagraphs"))
+    return found
+
+
+def bound(facts: Facts) -> float | None:
+    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    return None if waiting is None else 1.0 - waiting
+
+
+def apply(context: Any, options: Options) -> str:
+    if not context.modules:
+        raise NotApplied("no trained module is known")
+    compiler = _Compiler(context, options)
+    if options.scope == "module":
+        count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap))
+        return f"forward of {count} module(s) compiled, mode {options.mode}, dynamic {options.dynamic}"
+    blocks = [block for module in context.modules for block in repeated_blocks(module)]
+    if not blocks:
+        raise NotApplied(f"no block repeats at least {REPEATS} times")
+    for block in blocks:
+        context.wrap_forward(block, ORDER, compiler.wrap)
+    return f"forward of {len(blocks)} repeated blocks compiled, mode {options.mode}, dynamic {options.dynamic}"
+
+
+def repeated_blocks(module: Any) -> list[Any]:
+    """The instances of the composite class that repeats at least `REPEATS` times and holds most parameters; where one
+    class contains the other, that is the outer one."""
+    found: dict[type, list[Any]] = defaultdict(list)
+    for child in module.modules():
+        has_forward = not type(child).__name__.endswith(("ModuleList", "ModuleDict"))
+        if child is not module and has_forward and next(child.children(), None) is not None:
+            found[type(child)].append(child)
+    repeated = [blocks for blocks in found.values() if len(blocks) >= REPEATS]
+    return max(repeated, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=[])
+
+
+class _Compiler:
+    """Makes wrappers that run a compiled function, and counts the graphs that the compiler really captured
+    (a frame also counts as compiled when it holds nothing but a graph break)."""
+
+    def __init__(self, context: Any, options: Options):
+        self.context = context
+        self.options = options
+        self.graphs = 0
+        self.shared: dict[Any, Any] = {}
+
+    def wrap(self, inner: Any) -> Any:
+        torch = self.context.torch
+        compiled = self._compiled(inner)
+        pending = [True]
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():       # the user compiles a function around the model
+                return inner(module, *args, **kwargs)
+            if not pending:
+                return compiled(module, *args, **kwargs)
+            pending.clear()
+            before = self._captured()
+            output = compiled(module, *args, **kwargs)
+            self.graphs += self._captured() - before
+            if self.graphs:
+                self.context.note(TECHNIQUE.id, f"{self.graphs} graph(s) captured")
+            return output
+
+        return forward
+
+    def _compiled(self, inner: Any) -> Any:
+        if self.options.scope == "blocks" and inner in self.shared:
+            return self.shared[inner]
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return inner(module, *args, **kwargs)
+
+        # Dynamo files its results, and counts recompilations, by code object: each function needs one of its own.
+        own = types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+        compiled = self.context.torch.compile(own, mode=self.options.mode, dynamic=_DYNAMIC[self.options.dynamic])
+        self.shared[inner] = compiled
+        return compiled
+
+    def _captured(self) -> int:
+        return int(self.context.torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    if not seen or not evidence.dynamo_frames:
+        return Proof(False, "the compiler captured nothing of the wrapped modules")
+    if evidence.recompile_limit_hit:
+        return Proof(False, "the recompilation limit was hit, so the model runs eagerly again")
+    return Proof(True, f"{seen}, {evidence.graph_breaks} graph breaks, {evidence.recompiles} recompilations")
+
+
+def as_code(options: Options) -> str:
+    arguments = f'mode="{options.mode}", dynamic={_DYNAMIC[options.dynamic]}'
+    if options.scope == "module":
+        return f"model = torch.compile(model, {arguments})"
+    return f"for block in model.blocks:      # the repeated block of the model\n    block.compile({arguments})"

@@ -1,0 +1,179 @@
+"""Update all parameters of an optimizer in one kernel instead of one per operation.
+
+What it does
+------------
+Switches `torch.optim` Adam, AdamW, SGD and Adagrad to their fused kernels while the training runs.
+
+When it helps
+-------------
+Many parameters and small steps, where launching kernels or walking lists of tensors is a visible part of the step; on
+CPUs also large models, because each value is read and written once.
+
+When it hurts
+-------------
+Rarely. A few huge parameters gain nothing.
+
+Numerics
+--------
+`reordering`: the same formula, with operations combined in another order inside the kernel.
+
+How it is applied
+-----------------
+The flags of the optimizer's groups are set; existing step counters move to the parameter's device, where the fused
+kernel wants them. What `state_dict` returns carries the user's own flags and counters on the CPU, so a checkpoint loads
+without saturate; after `load_state_dict` the flags are set again. An optimizer with a group that cannot be fused is left
+alone as a whole.
+
+References
+----------
+PyTorch documentation, "torch.optim", section "Algorithms" (for-loop, foreach and fused implementations).
+pytorch/pytorch issue 95415 (why fused is not the default).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts, OptimizerFacts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="fused-optimizer",
+    title="fused optimizer kernels",
+    numerics="reordering",
+    stage="model",
+    touches=(Touch("optimizer-kernels"),),
+)
+
+KINDS = ("Adam", "AdamW", "SGD", "Adagrad")
+DEVICES = ("cpu", "cuda")
+_FLAGS = {"fused": True, "foreach": False}      # SGD looks at foreach first
+
+
+@dataclass(frozen=True)
+class Options:
+    """Nothing to choose."""
+
+
+def _refusal(optimizer: OptimizerFacts) -> str:
+    if optimizer.kind not in KINDS or not optimizer.module.startswith("torch.optim"):
+        return f"{optimizer.kind or 'the optimizer'} has no fused kernel"
+    if optimizer.fused:
+        return f"{optimizer.kind} is fused already"
+    if optimizer.sparse or optimizer.differentiable:
+        return f"{optimizer.kind} has sparse gradients or is differentiable, which its fused kernel does not support"
+    if any(not dtype.startswith(("float", "bfloat")) for dtype in optimizer.dtypes):
+        return f"{optimizer.kind} updates parameters that are not floating point"
+    return ""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device not in DEVICES:
+        return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
+    if not facts.optimizers:
+        return Ineligible("no torch optimizer stepped")
+    refusals = [_refusal(optimizer) for optimizer in facts.optimizers]
+    if all(refusals):
+        return Ineligible(refusals[0])
+    kinds = {optimizer.kind for optimizer, refusal in zip(facts.optimizers, refusals) if not refusal}
+    return Eligible(f"{', '.join(sorted(kinds))} can run fused")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.optimizer_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    classes = {getattr(context.torch.optim, kind) for kind in KINDS}
+    fusable = [optimizer for optimizer in context.optimizers if type(optimizer) in classes and _can_fuse(optimizer)]
+    if not fusable:
+        raise NotApplied("no optimizer of this process can be fused")
+    for optimizer in fusable:
+        switch = _Switch(optimizer, context.torch)
+        context.on_undo(switch.off)
+        context.on_undo(optimizer.register_state_dict_post_hook(switch.saving).remove)
+        context.on_undo(optimizer.register_load_state_dict_post_hook(switch.loaded).remove)
+        for flag, value in _FLAGS.items():      # groups that are added later
+            context.set_item(optimizer.defaults, flag, value)
+        context.set_attribute(optimizer, "_step_supports_amp_scaling", True)
+        switch.on()
+    context.note(TECHNIQUE.id, f"{len(fusable)} optimizer(s) switched")
+    return f"{len(fusable)} optimizer(s) switched to fused kernels"
+
+
+def _can_fuse(optimizer: Any) -> bool:
+    groups = optimizer.param_groups
+    return not all(group.get("fused") for group in groups) and not any(
+        group.get("differentiable")
+        or any(not p.is_floating_point() or p.device.type not in DEVICES or (p.grad is not None and p.grad.is_sparse)
+               for p in group["params"])
+        for group in groups
+    )
+
+
+class _Switch:
+    """Sets and restores the flags of one optimizer. `load_state_dict` replaces the group objects, so groups are always
+    looked up anew."""
+
+    def __init__(self, optimizer: Any, torch: Any):
+        self.optimizer = optimizer
+        self.torch = torch
+        self.user_flags: list[dict[str, Any]] = []
+
+    def on(self) -> None:
+        groups = self.optimizer.param_groups
+        self.user_flags = [{flag: group[flag] for flag in _FLAGS if flag in group} for group in groups]
+        for group in groups:
+            group.update(_FLAGS)
+            self._move_steps(group, on_device=True)
+
+    def off(self) -> None:
+        for group, flags in zip(self.optimizer.param_groups, self._flags()):
+            group.update(flags)     # in place, so that the order of the keys stays
+            for flag in _FLAGS.keys() - flags.keys():
+                group.pop(flag, None)
+            self._move_steps(group, on_device=bool(group.get("capturable") or group.get("fused")))
+
+    def _flags(self) -> list[dict[str, Any]]:
+        """The user's flags of each group; a group that was added later has those of the first."""
+        missing = len(self.optimizer.param_groups) - len(self.user_flags)
+        return self.user_flags + self.user_flags[:1] * missing
+
+    def _move_steps(self, group: Any, on_device: bool) -> None:
+        for parameter in group["params"]:
+            state = self.optimizer.state.get(parameter)
+            step = state.get("step") if state else None
+            if isinstance(step, self.torch.Tensor):
+                target = parameter.device if on_device else "cpu"
+                state["step"] = step.to(device=target, dtype=self.torch.float32) if on_device else step.to(target)
+
+    def saving(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        groups, states = [], dict(saved["state"])
+        for group, flags in zip(saved["param_groups"], self._flags()):
+            kept = {key: value for key, value in group.items() if key in flags or key not in _FLAGS}
+            groups.append({**kept, **flags})
+            for index in group["params"]:
+                step = states.get(index, {}).get("step")
+                if isinstance(step, self.torch.Tensor) and not (group.get("capturable") or flags.get("fused")):
+                    states[index] = {**states[index], "step": step.cpu()}   # a copy: the saved dict holds live state
+        return {**saved, "state": states, "param_groups": groups}
+
+    def loaded(self, optimizer: Any) -> None:
+        self.on()
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    fused = [optimizer.kind for optimizer in evidence.optimizers if optimizer.fused]
+    if not fused or TECHNIQUE.id not in evidence.notes:
+        return Proof(False, "no optimizer that steps is fused")
+    return Proof(True, f"{', '.join(fused)} stepped with its fused flag set")
+
+
+def as_code(options: Options) -> str:
+    return "optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True)      # also Adam, SGD, Adagrad"

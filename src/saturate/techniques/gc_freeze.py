@@ -1,0 +1,123 @@
+"""Keep Python's garbage collector from walking over the long-lived objects of a training.
+
+What it does
+------------
+After some steps, everything that is alive (modules, parameters, datasets, imported libraries) is collected once and moved
+to the collector's permanent generation; the threshold for the next collections is raised. The collector stays on.
+
+When it helps
+-------------
+Steps of a few milliseconds in processes with many Python objects, above all when ranks pause at different times and wait
+for each other.
+
+When it hurts
+-------------
+Objects that are frozen while they are garbage in waiting stay; cycles that hold device memory are freed later.
+
+Numerics
+--------
+`exact`: no computation is touched.
+
+How it is applied
+-----------------
+A hook after the first optimizer's step counts to `after_steps`, then calls `gc.collect`, `gc.freeze` and
+`gc.set_threshold`, and removes itself. Without an optimizer this happens at once.
+
+References
+----------
+Python documentation, "gc - Garbage Collector interface", functions `freeze` and `set_threshold`.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="gc-freeze",
+    title="frozen garbage collector",
+    numerics="exact",
+    stage="model",
+    touches=(Touch("garbage-collector"),),
+)
+
+#: Share of the step below which pauses of the collector are not worth a trial.
+LEAST_PAUSE = 0.005
+
+
+@dataclass(frozen=True)
+class Options:
+    """`threshold` is the number of container allocations (less deallocations) between two collections."""
+
+    threshold: int = 50_000
+    after_steps: int = 3
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.gc_enabled:
+        return Ineligible("the script switched the collector off")
+    pause = _common.share(facts.gc_ms_per_step, facts.step_ms)
+    if pause is None or pause < LEAST_PAUSE:
+        return Ineligible(f"the collector takes {pause or 0.0:.2%} of a step")
+    return Eligible(f"the collector takes {pause:.1%} of a step, with {facts.gc_objects:,} objects tracked")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.gc_ms_per_step, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    before, already_frozen = gc.get_threshold(), gc.get_freeze_count()
+
+    def undo() -> None:
+        gc.set_threshold(*before)
+        if not already_frozen:      # freezing cannot be taken back in part
+            gc.unfreeze()
+
+    def freeze() -> None:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(max(before[0], options.threshold), *before[1:])
+        context.note(TECHNIQUE.id, f"{gc.get_freeze_count() - already_frozen} objects frozen")
+
+    context.on_undo(undo)
+    if not context.optimizers:
+        freeze()
+        return f"collector frozen, threshold {options.threshold}"
+    left = options.after_steps
+
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            hook.remove()
+            freeze()
+
+    hook = context.optimizers[0].register_step_post_hook(count)
+    context.on_undo(hook.remove)
+    return f"collector frozen after {options.after_steps} more steps, threshold {options.threshold}"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    if seen and evidence.gc_frozen:
+        return Proof(True, seen)
+    return Proof(False, "the collector's permanent generation was not filled")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "import gc       # after a few steps:\n"
+        "gc.collect()\n"
+        "gc.freeze()\n"
+        f"gc.set_threshold({options.threshold}, *gc.get_threshold()[1:])"
+    )

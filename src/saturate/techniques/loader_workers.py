@@ -1,0 +1,243 @@
+"""Load and prepare batches in worker processes, ahead of the training step.
+
+What it does
+------------
+Gives DataLoaders that run in the training process some worker processes, keeps them alive between epochs, and may let
+them work further ahead.
+
+When it helps
+-------------
+The step waits for its input: decoding, augmentation, tokenization, slow storage.
+
+When it hurts
+-------------
+No core is left for the workers, or batches are so cheap that handing them over costs more than making them. Each worker
+holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker.
+
+Numerics
+--------
+`stream`: random augmentation draws from each worker's own seed. Batches come in the same order: torch draws one random
+number per epoch that starts workers, and skips it where they persist, which would shuffle later epochs differently; for
+workers that are persistent because of this technique it is drawn all the same.
+
+How it is applied
+-----------------
+Arguments of `DataLoader` that stand at their defaults are changed when it is built. Left alone are: iterable datasets
+(each worker would read everything), datasets that hold device tensors, datasets that cannot be pickled where workers
+are spawned, and loaders of fewer than two batches. Counts respect the CPU quota, memory and /dev/shm.
+
+References
+----------
+PyTorch documentation, "torch.utils.data", sections "Single- and Multi-process Data Loading" and "Platform-specific
+behaviors".
+PyTorch recipes, "Performance Tuning Guide", section "Enable asynchronous data loading and augmentation".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import multiprocessing
+import pickle
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts, LoaderFacts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="loader-workers",
+    title="DataLoader workers",
+    numerics="stream",
+    stage="import",
+    touches=(Touch("loader", 10), Touch("loader-workers")),
+)
+
+#: Share of the step below which waiting for input is not worth a trial.
+LEAST_WAIT = 0.02
+#: Batches that each worker keeps ready by default (torch's own).
+PREFETCH = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """`prefetch` counts batches per worker."""
+
+    workers: int = 1
+    persistent: bool = True
+    prefetch: int = PREFETCH
+
+
+def _refusal(loader: LoaderFacts) -> str:
+    if loader.iterable:
+        return "the dataset is iterable: workers would change what is read"
+    if loader.holds_device_tensors:
+        return "the dataset yields tensors that live on a device already"
+    if loader.num_workers and loader.persistent_workers and loader.prefetch_factor not in (None, PREFETCH):
+        return "the script chose workers, persistence and prefetching itself"
+    return ""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.loaders:
+        return Ineligible("the training does not read from a DataLoader")
+    refusals = [_refusal(loader) for loader in facts.loaders]
+    if all(refusals):
+        return Ineligible(refusals[0])
+    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
+    if waiting is not None and waiting < LEAST_WAIT:
+        return Ineligible(f"only {waiting:.1%} of the step waits for input")
+    if _most_workers(facts) < 1:
+        return Ineligible("/dev/shm or memory does not hold one batch more")
+    return Eligible("the step waits for its input" if waiting is None else f"{waiting:.0%} of the step waits for input")
+
+
+def _most_workers(facts: Facts, prefetch: int = PREFETCH) -> int:
+    """Workers that the CPU quota, half of /dev/shm and a tenth of memory allow this rank."""
+    batch = max((loader.batch_bytes or 0 for loader in facts.loaders), default=0)
+    limits = [per for per in (facts.machine.shm_bytes, (facts.machine.memory_bytes or 0) // 5) if per]
+    most = _common.per_rank(facts.machine.cpu_count, facts)
+    for limit in limits:
+        if batch > 0:
+            most = min(most, int(limit / 2 / max(1, facts.world_size) // (batch * (prefetch + 1))))
+    return most
+
+
+def variants(facts: Facts) -> list[Options]:
+    most = _most_workers(facts)
+    if most < 1:
+        return []
+    if all(loader.num_workers for loader in facts.loaders if not _refusal(loader)):
+        count = max((loader.num_workers for loader in facts.loaders), default=1)
+        return [Options(workers=count, prefetch=2 * PREFETCH), Options(workers=count)]
+    counts = dict.fromkeys([_needed(facts, most), most, max(1, most // 2)])
+    found = [Options(workers=count) for count in counts]
+    if _most_workers(facts, 2 * PREFETCH) >= found[0].workers:
+        found.append(Options(workers=found[0].workers, prefetch=2 * PREFETCH))
+    return found
+
+
+def _needed(facts: Facts, most: int) -> int:
+    """As many as it takes to make a batch in the time that the rest of the step takes."""
+    rest = facts.step_ms - facts.input_wait_ms
+    if not (rest > 0 and facts.input_wait_ms > 0):
+        return most
+    return max(1, min(most, math.ceil(min(facts.input_wait_ms / rest, most))))
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.input_wait_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    count = 0
+    made_persistent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()     # datasets by id
+
+    def rewrite(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+        nonlocal count
+        changes = _changes(dataset, arguments, options, context.torch)
+        if "persistent_workers" in changes:
+            made_persistent[id(dataset)] = dataset
+        if changes:
+            count += 1
+            context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
+        return changes
+
+    context.on_loader(rewrite)
+    _keep_order(context, made_persistent)
+    return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
+
+
+def _keep_order(context: Any, made_persistent: weakref.WeakValueDictionary[int, Any]) -> None:
+    """Draw the per-epoch random number that persistent workers skip, so that samplers shuffle as without workers."""
+    torch = context.torch
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    original = iterator._reset
+
+    @functools.wraps(original)
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter and made_persistent.get(id(loader.dataset)) is loader.dataset:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        original(self, loader, first_iter)
+
+    context.set_attribute(iterator, "_reset", reset)
+
+
+def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: Any) -> dict[str, Any]:
+    """What to change about one DataLoader; nothing when it cannot have workers. An argument that the user gave its
+    default value counts as left alone: frameworks pass all of them."""
+    if isinstance(dataset, torch.utils.data.IterableDataset) or multiprocessing.current_process().daemon:
+        return {}
+    changes: dict[str, Any] = {}
+    workers = arguments.get("num_workers") or 0
+    if not workers:
+        batches = _batches(dataset, arguments)
+        if batches < 2 or _on_device(dataset, torch) or not _can_cross(dataset, arguments):
+            return {}
+        workers = changes["num_workers"] = min(options.workers, batches)
+    referable = type(dataset).__weakrefoffset__ != 0        # a plain list is not; `_keep_order` must know it again
+    if options.persistent and referable and not arguments.get("persistent_workers"):
+        changes["persistent_workers"] = True
+    if options.prefetch != PREFETCH and arguments.get("prefetch_factor") is None:
+        changes["prefetch_factor"] = options.prefetch
+    return changes
+
+
+def _batches(dataset: Any, arguments: dict[str, Any]) -> int:
+    try:
+        if arguments.get("batch_sampler") is not None:
+            return len(arguments["batch_sampler"])
+        return math.ceil(len(dataset) / (arguments.get("batch_size") or 1))
+    except (TypeError, NotImplementedError):        # no length: the user drives it with a sampler of his own
+        return 1 << 30
+
+
+def _on_device(dataset: Any, torch: Any) -> bool:
+    """Whether the dataset, or the one that it is a view of, holds accelerator tensors: they do not survive a fork."""
+    while dataset is not None:
+        values = list(getattr(dataset, "__dict__", {}).values())
+        values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:64]]
+        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
+            return True
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return False
+
+
+def _can_cross(dataset: Any, arguments: dict[str, Any]) -> bool:
+    """Whether workers can receive the dataset: a forked one has it already, any other must unpickle it."""
+    chosen = arguments.get("multiprocessing_context")
+    method = chosen if isinstance(chosen, str) else (chosen or multiprocessing).get_start_method()
+    if method == "fork":
+        return True
+    try:
+        pickle.Pickler(_Sink()).dump((dataset, arguments.get("collate_fn"), arguments.get("worker_init_fn")))
+    except Exception:  # noqa: BLE001 - any object's own __reduce__ may raise anything, and then workers cannot start
+        return False
+    return True
+
+
+class _Sink:
+    """A file that keeps nothing: a dataset may be larger than memory allows to hold twice."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    if not seen:
+        return Proof(False, "no DataLoader was rewritten")
+    if not any(loader.num_workers for loader in evidence.loaders):
+        return Proof(False, "the DataLoader that the training reads from has no workers")
+    if not evidence.live_workers:
+        return Proof(False, "no worker process was seen alive")
+    return Proof(True, f"{seen}, {evidence.live_workers} worker processes alive")
+
+
+def as_code(options: Options) -> str:
+    return (
+        f"loader = DataLoader(dataset, ..., num_workers={options.workers}, "
+        f"persistent_workers={options.persistent}, prefetch_factor={options.prefetch})"
+    )

@@ -1,0 +1,142 @@
+"""Copy batches to the GPU from page-locked memory, without waiting for the copy.
+
+What it does
+------------
+DataLoaders collate into page-locked ("pinned") memory, and copies of pinned tensors to the GPU return at once, so that
+the copy overlaps with what the CPU does next.
+
+When it helps
+-------------
+Large batches on CUDA: copies from pinned memory run at the full rate of the bus and overlap with computation.
+
+When it hurts
+-------------
+Pinning costs a copy on the host. Pinned memory cannot be swapped, so a machine short of memory suffers.
+
+Numerics
+--------
+`exact`: the same bytes arrive. A script that overwrites a host tensor right after copying it would race with the copy;
+batches from a DataLoader are new each time.
+
+How it is applied
+-----------------
+`pin_memory` of each DataLoader that stands at its default is set when it is built. `Tensor.to` and `Tensor.cuda` get
+`non_blocking=True` when a pinned tensor goes to a CUDA device.
+
+References
+----------
+PyTorch tutorials, "A guide on good usage of non_blocking and pin_memory() in PyTorch".
+PyTorch documentation, "CUDA semantics", section "Use pinned memory buffers".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="pin-memory",
+    title="pinned batches, non-blocking copies",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("loader", 20), Touch("pinned-memory"), Touch("tensor-copy")),
+)
+
+#: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
+SLOWEST_COPY = 1e6
+
+
+@dataclass(frozen=True)
+class Options:
+    """`non_blocking` lets copies of pinned tensors return before they are done."""
+
+    non_blocking: bool = True
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device != "cuda":
+        return Ineligible("pinned memory only matters for copies to a CUDA device")
+    if not facts.loaders:
+        return Ineligible("the training does not read from a DataLoader")
+    if all(loader.pin_memory for loader in facts.loaders):
+        return Ineligible("the script already pins its batches")
+    if all(loader.holds_device_tensors for loader in facts.loaders):
+        return Ineligible("the dataset yields tensors that live on the device already")
+    if not facts.host_to_device_bytes:
+        return Ineligible("no bytes are copied from host to device in a step")
+    return Eligible(f"{facts.host_to_device_bytes / 1e6:.1f} MB are copied to the device in each step")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.host_to_device_bytes / SLOWEST_COPY + facts.input_wait_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    def rewrite(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+        return {} if arguments.get("pin_memory") else {"pin_memory": True}
+
+    context.on_loader(rewrite)
+    if options.non_blocking:
+        for name in ("to", "cuda"):
+            context.set_attribute(context.torch.Tensor, name, _copying(context, name))
+    return f"DataLoaders pin their batches, non-blocking copies {options.non_blocking}"
+
+
+def _copying(context: Any, name: str) -> Any:
+    """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for pinned tensors on their way to a CUDA device."""
+    torch = context.torch
+    original = getattr(torch.Tensor, name)
+    pending = [True]
+
+    @functools.wraps(original)
+    def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            "non_blocking" not in kwargs
+            and (name == "cuda" or to_cuda(torch, args, kwargs))
+            and not torch.compiler.is_compiling()
+            and not any(isinstance(argument, bool) for argument in args)        # given by position
+            and self.device.type == "cpu"
+            and self.is_pinned()
+        ):
+            kwargs["non_blocking"] = True
+            if pending:
+                pending.clear()
+                context.note(TECHNIQUE.id, "a pinned tensor was copied without blocking")
+        return original(self, *args, **kwargs)
+
+    return copy
+
+
+def to_cuda(torch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `Tensor.to` name a CUDA device, as text, number, device or another tensor's."""
+    target = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+    if isinstance(target, str):
+        return target.startswith("cuda")
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    if isinstance(target, torch.device):
+        return target.type == "cuda"
+    return isinstance(target, int) and not isinstance(target, bool)
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    if not any(loader.pin_memory for loader in evidence.loaders):
+        return Proof(False, "no DataLoader that the training reads from pins its batches")
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    if options.non_blocking and not seen:
+        return Proof(False, "no pinned tensor was copied to the device")
+    return Proof(True, seen or "the DataLoader pins its batches")
+
+
+def as_code(options: Options) -> str:
+    lines = "loader = DataLoader(dataset, ..., pin_memory=True)"
+    return lines + ("\ninputs = inputs.to(device, non_blocking=True)" if options.non_blocking else "")

@@ -1,0 +1,146 @@
+"""Choose the attention kernel instead of leaving the choice to PyTorch.
+
+What it does
+------------
+Runs the forward of the outermost trained modules with one implementation of `scaled_dot_product_attention` allowed
+(flash, cuDNN, memory-efficient or the plain one), and the plain one as the fallback for calls that it does not support.
+
+When it helps
+-------------
+Attention in half precision on CUDA, where the default order of preference is not always the fastest for a given head
+size and length; short sequences, for which the plain one can win.
+
+When it hurts
+-------------
+A kernel that does not support the call's mask, dtype or head size is not used, and the fallback is slow.
+
+Numerics
+--------
+`stream`: another kernel adds in another order, and draws other random numbers when attention has dropout.
+
+How it is applied
+-----------------
+`torch.nn.attention.sdpa_kernel` is entered around the forward in training mode. The proof is the name of the attention
+node in the autograd graph; where a compiler hides it, the compiler saw the forward with no fallback allowed.
+
+References
+----------
+PyTorch documentation, "torch.nn.attention.sdpa_kernel" and "torch.nn.functional.scaled_dot_product_attention".
+PyTorch tutorials, "(Beta) Implementing High-Performance Transformers with Scaled Dot Product Attention (SDPA)".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+ORDER = 20
+
+TECHNIQUE = Technique(
+    id="sdpa-backend",
+    title="attention kernel choice",
+    numerics="stream",
+    stage="model",
+    touches=(Touch("forward", ORDER), Touch("attention-kernel")),
+)
+
+#: Name in `torch.nn.attention.SDPBackend`, and how its node in an autograd graph is called ("" leaves no single node).
+BACKENDS = {
+    "flash": ("FLASH_ATTENTION", "ScaledDotProductFlashAttention"),
+    "cudnn": ("CUDNN_ATTENTION", "ScaledDotProductCudnnAttention"),
+    "efficient": ("EFFICIENT_ATTENTION", "ScaledDotProductEfficientAttention"),
+    "math": ("MATH", ""),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`backend` is a key of `BACKENDS`."""
+
+    backend: str = "flash"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}, not one of {', '.join(BACKENDS)}")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device != "cuda":
+        return Ineligible("only CUDA devices have several attention kernels to choose from")
+    if facts.sdpa_calls < 1:
+        return Ineligible("scaled_dot_product_attention was not called")
+    if not _common.wrappable(facts):
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    return Eligible(f"{facts.sdpa_calls} attention calls in one step")
+
+
+def variants(facts: Facts) -> list[Options]:
+    names = ["flash", "cudnn", "efficient"]
+    if facts.capability and tuple(facts.capability) >= (9, 0):
+        names = ["cudnn", "flash", "efficient"]
+    return [Options(name) for name in names]
+
+
+def bound(facts: Facts) -> float | None:
+    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    return None if waiting is None else 1.0 - waiting
+
+
+def apply(context: Any, options: Options) -> str:
+    torch = context.torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    name, node = BACKENDS[options.backend]
+    chosen = getattr(SDPBackend, name, None)
+    if chosen is None:
+        raise NotApplied(f"this torch has no attention kernel {options.backend}")
+    allowed = list(dict.fromkeys([chosen, SDPBackend.MATH]))
+
+    # Called for real while a compiler traces, and never again: the graph keeps only the constant.
+    @torch.compiler.assume_constant_result
+    def note_traced() -> bool:
+        context.note(TECHNIQUE.id, f"traced with only {options.backend} attention allowed")
+        return True
+
+    def wrap(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                note_traced()
+                with sdpa_kernel([chosen]):
+                    return inner(self, *args, **kwargs)
+            with sdpa_kernel(allowed):
+                return inner(self, *args, **kwargs)
+
+        return forward
+
+    def look(output: Any) -> None:
+        used = [n.name() for n in _common.graph_nodes(output, torch) if "ScaledDotProduct" in n.name()]
+        if used and node and used[0].startswith(node):
+            context.note(TECHNIQUE.id, f"the autograd graph holds {used[0]}")
+        elif not node and not used:
+            context.note(TECHNIQUE.id, "the autograd graph holds no fused attention")
+
+    def wrap_one(module: Any) -> None:
+        context.wrap_forward(module, ORDER, wrap)
+        _common.observe_first_call(context, module, look)
+
+    count = _common.wrap_all(context, wrap_one)
+    return f"forward of {count} module(s) with {options.backend} attention"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or f"no {options.backend} attention was seen")
+
+
+def as_code(options: Options) -> str:
+    name = BACKENDS[options.backend][0]
+    return (
+        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+        f"with sdpa_kernel(SDPBackend.{name}):\n"
+        "    output = model(inputs)"
+    )

@@ -1,0 +1,120 @@
+"""Drop gradients between steps instead of filling them with zeros.
+
+What it does
+------------
+`zero_grad(set_to_none=False)` writes zeros into every gradient, and the next backward adds to them. Dropping the
+gradients saves both passes over memory.
+
+When it helps
+-------------
+Scripts that still ask for zeros, with large models.
+
+When it hurts
+-------------
+Scripts that read `parameter.grad` between `zero_grad` and backward find None.
+
+Numerics
+--------
+`exact`: a gradient that is written equals one that was added to zero. A parameter whose gradient stays unused in a step
+gets its zeros before the optimizer looks, so momentum and weight decay act on it as before.
+
+How it is applied
+-----------------
+`zero_grad` of each optimizer instance is replaced; a hook before its step fills in what backward left out.
+
+References
+----------
+PyTorch documentation, "torch.optim.Optimizer.zero_grad".
+PyTorch recipes, "Zeroing out gradients in PyTorch".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="zero-grad-none",
+    title="gradients dropped, not zeroed",
+    numerics="exact",
+    stage="model",
+    touches=(Touch("zero-grad"),),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.zero_grad_set_to_none is None:
+        return Ineligible("the script never calls zero_grad")
+    if facts.zero_grad_set_to_none:
+        return Ineligible("gradients are dropped already, the default since PyTorch 2.0")
+    if not facts.optimizers:
+        return Ineligible("no torch optimizer stepped")
+    return Eligible("the script asks zero_grad for zeros")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    if not context.optimizers:
+        raise NotApplied("no optimizer is known")
+    for optimizer in context.optimizers:
+        emptied: list[Any] = []
+        context.on_undo(optimizer.register_step_pre_hook(functools.partial(_fill, context.torch, emptied)).remove)
+        context.set_attribute(optimizer, "zero_grad", _dropping(context, optimizer, emptied))
+    return f"zero_grad of {len(context.optimizers)} optimizer(s) drops gradients"
+
+
+def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
+    original = optimizer.zero_grad
+    pending = [True]
+
+    @functools.wraps(original)
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:     # the user's own None stays None, as it did
+            known = {id(parameter) for parameter in emptied}
+            emptied.extend(
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None and id(parameter) not in known
+            )
+        else:
+            emptied.clear()
+        original(set_to_none=True)
+        dropped = sum(parameter.grad is None for parameter in emptied) if pending else 0
+        if dropped:
+            pending.clear()
+            context.note(TECHNIQUE.id, f"{dropped} gradients dropped instead of zeroed")
+
+    return zero_grad
+
+
+def _fill(torch: Any, emptied: list[Any], optimizer: Any, args: Any, kwargs: Any) -> None:
+    for parameter in emptied:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    emptied.clear()
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no gradient was dropped")
+
+
+def as_code(options: Options) -> str:
+    return "optimizer.zero_grad(set_to_none=True)"

@@ -1,0 +1,223 @@
+"""The step is found in the loops that people really write."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+HEAD = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+x, y = torch.randn(4, 8), torch.randn(4, 1)
+def loss_of(m=None): return (((m or model)(x) - y) ** 2).mean()
+"""
+
+#: name -> (source, tokens of one step, forwards of the outermost modules in one step)
+LOOPS = {
+    "plain": ("""
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    opt.zero_grad(); loss_of().backward(); opt.step()
+""", ["B", "S0"], 1),
+    "accumulation": ("""
+opt = torch.optim.AdamW(model.parameters())
+while True:
+    for _ in range(4): (loss_of() / 4).backward()
+    opt.step(); opt.zero_grad()
+""", ["B", "B", "B", "B", "S0"], 4),
+    "long accumulation": ("""
+opt = torch.optim.AdamW(model.parameters())
+while True:
+    for _ in range(40): (loss_of() / 40).backward()
+    opt.step(); opt.zero_grad()
+""", ["B"] * 40 + ["S0"], 40),
+    "gan": ("""
+critic = nn.Linear(1, 1)
+d = torch.optim.Adam(critic.parameters()); g = torch.optim.Adam(model.parameters())
+while True:
+    d.zero_grad(); critic(y).mean().backward(); (-critic(model(x).detach())).mean().backward(); d.step()
+    g.zero_grad(); critic(model(x)).mean().backward(); g.step()
+""", ["B", "B", "S0", "B", "S1"], None),
+    "five critic steps": ("""
+critic = nn.Linear(1, 1)
+d = torch.optim.Adam(critic.parameters()); g = torch.optim.Adam(model.parameters())
+while True:
+    for _ in range(5):
+        d.zero_grad(); critic(model(x).detach()).mean().backward(); d.step()
+    g.zero_grad(); critic(model(x)).mean().backward(); g.step()
+""", ["B", "S0"] * 5 + ["B", "S1"], None),
+    "lbfgs closure": ("""
+opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
+def closure():
+    opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
+while True: opt.step(closure)
+""", ["S0"], None),
+    "no optimizer": ("""
+while True:
+    model.zero_grad(); loss_of().backward()
+    for p in model.parameters(): p.data.add_(p.grad, alpha=-1e-3)
+""", ["B"], 1),
+    "no optimizer, accumulation": ("""
+while True:
+    model.zero_grad()
+    for _ in range(3): loss_of().backward()
+    with torch.no_grad():
+        for p in model.parameters(): p -= 1e-3 * p.grad
+""", ["B", "B", "B"], 3),
+    "evaluation phases": ("""
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    model.train()
+    for _ in range(7):
+        opt.zero_grad(); loss_of().backward(); opt.step()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(5): loss_of()
+""", ["B", "S0"], 1),
+    "probe batch before training": ("""
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
+model(next(iter(loader))[0]).sum().backward(); model.zero_grad()
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    for (b,) in loader:
+        opt.zero_grad(); model(b).pow(2).mean().backward(); opt.step()
+""", ["B", "S0"], 1),
+    "grad scaler that skips": ("""
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=10**9)
+n = 0
+while True:
+    n += 1
+    opt.zero_grad(); loss = loss_of() * (float("inf") if n % 5 == 0 else 1.0)
+    scaler.scale(loss).backward(); scaler.step(opt); scaler.update()
+""", ["B", "S0"], 1),
+    "two optimizers that step together": ("""
+a = torch.optim.SGD(model[0].parameters(), lr=1e-3); b = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+while True:
+    a.zero_grad(); b.zero_grad(); loss_of().backward(); a.step(); b.step()
+""", ["B", "S0", "S1"], 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_step_is_found(name, script, start):
+    source, tokens, forwards = LOOPS[name]
+    trial = start(str(script(HEAD + source)))
+    hello = trial.wait_ready()
+    assert hello["step"]["tokens"] == tokens
+    if forwards is not None:
+        assert hello["motif"].startswith(f"forward x{forwards}, ")
+    block = trial.run_block(1, 6)
+    # An evaluation is no training step; everything else is timed.
+    assert 1 <= len(block.step_ns) <= 6
+    assert all(ns > 0 for ns in block.step_ns)
+
+
+def test_steps_that_contain_an_evaluation_are_left_out(script, start):
+    trial = start(str(script(HEAD + LOOPS["evaluation phases"][0])))
+    trial.wait_ready()
+    assert len(trial.run_block(0, 14).step_ns) == 12      # one evaluation in seven steps
+
+
+def test_manual_accumulation_counts_from_the_right_backward(script, start):
+    """The boundary must fall between update and next step, not inside a step."""
+    source = HEAD + """
+import time
+while True:
+    model.zero_grad()
+    time.sleep(0.02)
+    for _ in range(3): loss_of().backward()
+    for p in model.parameters(): p.data.add_(p.grad, alpha=-1e-3)
+"""
+    trial = start(str(script(source)))
+    trial.wait_ready()
+    block = trial.run_block(1, 5)
+    assert all(ns > 15e6 for ns in block.step_ns), block
+
+
+def test_ddp_ranks_are_gated_together(script, start):
+    source = """
+    import torch, torch.nn as nn, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    while True:
+        opt.zero_grad(); model(torch.randn(4, 8)).mean().backward(); opt.step()
+    """
+    trial = start(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script(source)))
+    hello = trial.wait_ready()
+    assert hello["world_size"] == 2
+    assert hello["motif"] == "forward x1, backward x1, SGD.step"
+    trial.freeze()
+    trial.thaw()
+    assert len(trial.run_block(1, 4).step_ns) == 4
+    assert trial.ask("facts")["modules"][0]["kind"] == "Linear"     # DDP is unwrapped
+
+
+def test_loader_workers_are_left_alone(script, start):
+    """Spawned workers import torch and the agent; they must never show up at the gate or change their DataLoader."""
+    source = """
+    import torch, torch.nn as nn
+    from torch.utils.data import DataLoader, Dataset
+    class Data(Dataset):
+        def __len__(self): return 64
+        def __getitem__(self, i): return torch.randn(8)
+    if __name__ == "__main__":
+        model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+        while True:
+            for b in DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="spawn", persistent_workers=False):
+                opt.zero_grad(); model(b).mean().backward(); opt.step()
+    """
+    trial = start(str(script(source)), timeout_s=120.0)
+    trial.wait_ready()
+    assert trial.run_block(0, 20).step_ns
+    facts = trial.ask("facts")
+    assert [loader["num_workers"] for loader in facts["loaders"]] == [1]
+    assert len(trial.server.ranks) == 1
+
+
+@pytest.mark.parametrize("package, source", [
+    ("lightning", """
+import torch, lightning as L
+class M(L.LightningModule):
+    def __init__(self):
+        super().__init__(); self.net = torch.nn.Linear(8, 1)
+    def training_step(self, batch, i): return self.net(batch[0]).pow(2).mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=1e-3)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(400, 8)), batch_size=4)
+L.Trainer(max_epochs=10**6, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(M(), data)
+"""),
+    ("accelerate", """
+import torch; from accelerate import Accelerator
+acc = Accelerator(gradient_accumulation_steps=2, cpu=True)
+model = torch.nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(400, 8)), batch_size=4)
+model, opt, data = acc.prepare(model, opt, data)
+while True:
+    for (b,) in data:
+        with acc.accumulate(model):
+            acc.backward(model(b).pow(2).mean()); opt.step(); opt.zero_grad()
+"""),
+    ("transformers", """
+import torch; from transformers import Trainer, TrainingArguments, GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16))
+data = [{"input_ids": list(range(16)), "labels": list(range(16))} for _ in range(64)]
+Trainer(model, TrainingArguments("out", max_steps=10**6, report_to=[], save_strategy="no", use_cpu=True,
+        per_device_train_batch_size=4, disable_tqdm=True, logging_strategy="no"), train_dataset=data).train()
+"""),
+])
+def test_step_is_found_in_frameworks(package, source, script, start):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    trial = start(str(script(source)), timeout_s=180.0)
+    hello = trial.wait_ready()
+    # Lightning runs forward and backward in a closure of its optimizer step.
+    expected = {"lightning": ["S0"], "accelerate": ["B", "B", "S0"], "transformers": ["B", "S0"]}
+    assert hello["step"]["tokens"] == expected[package]
+    facts = trial.ask("facts")
+    assert facts["modules"], "no module to act on was found"
+    assert trial.run_block(1, 5).step_ns

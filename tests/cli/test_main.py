@@ -1,0 +1,147 @@
+"""The command line as a whole: cheap to start, exact about mistakes, quiet about broken pipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from saturate.cli import _output, main
+from saturate.errors import EnvironmentProblem
+
+SATURATE = [sys.executable, "-m", "saturate.cli.main"]
+
+
+def run(*words, **options):
+    return subprocess.run([*SATURATE, *words], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Two verbs: `toy` with options and a sub-option, `cmd` in front of a command. `seen` is what they were given."""
+    seen = []
+    module = types.ModuleType("toy_verb", "A toy.")
+    module.configure = lambda parser: (parser.add_argument("--budget", type=int), parser.add_argument("--json", action="store_true"))
+    module.execute = lambda arguments: seen.append(arguments) or 0
+    command = types.ModuleType("cmd_verb", "A toy in front of a command.")
+    command.configure, command.execute, command.TAKES_COMMAND = module.configure, module.execute, True
+    monkeypatch.setitem(sys.modules, "toy_verb", module)
+    monkeypatch.setitem(sys.modules, "cmd_verb", command)
+    monkeypatch.setattr(main, "VERBS", (("toy", "toy_verb", "a toy"), ("cmd", "cmd_verb", "with a command")))
+    return types.SimpleNamespace(seen=seen, module=module)
+
+
+def test_help_is_cheap():
+    def cpu_seconds():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cpu_seconds() for _ in range(3)) < 0.150
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("tehcniques",)])
+def test_no_heavy_import(words):
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "saturate.cli.main", *words], capture_output=True, text=True)
+    imported = set(re.findall(r"\|\s+(\w+)(?:\.\S+)?$", done.stderr, re.MULTILINE))
+    assert "argparse" in imported, "the pattern no longer reads -X importtime"
+    assert imported.isdisjoint({"torch", "rich", "msgspec", "tomlkit", "numpy", "pynvml", "sqlite3"})
+
+
+def test_every_verb_is_in_the_help_and_has_a_module():
+    text = run("--help").stdout
+    for name, module, line in main.VERBS:
+        assert re.search(rf"^  {name}\s+{re.escape(line)}$", text, re.MULTILINE)
+        assert importlib.util.find_spec(module) is not None, module
+    assert run().stdout == text
+
+
+def test_version():
+    assert re.fullmatch(r"saturate \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["tyo"], ["unknown verb 'tyo'", "did you mean 'toy'?"]),
+    (["--vesion"], ["unknown option '--vesion'", "did you mean '--version'?"]),
+    (["toy", "--budgt", "3"], ["saturate toy: unknown option '--budgt'", "did you mean '--budget'?"]),
+    (["toy", "--bud", "3"], ["unknown option '--bud'"]),
+    (["toy", "--budget", "x"], ["--budget", "invalid int value"]),
+    (["toy", "--budget"], ["--budget", "expected one argument"]),
+    (["toy", "stray"], ["unexpected argument 'stray'"]),
+    (["cmd"], ["needs the command", "saturate cmd -- python train.py"]),
+    (["cmd", "--budget", "3"], ["saturate cmd --budget 3 -- python train.py"]),
+    (["cmd", "--budget", "3", "python", "t.py", "--lr", "1"], ["needs --", "saturate cmd --budget 3 -- python t.py --lr 1"]),
+    (["cmd", "--bugdet", "3", "--", "python"], ["unknown option '--bugdet'", "did you mean '--budget'?"]),
+    (["cmd", "--budget", "3", "--jsno", "--", "python"], ["unknown option '--jsno'", "did you mean '--json'?"]),
+])
+def test_usage_errors(toy, capsys, words, expected):
+    assert main.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error[E200] ")
+    for part in expected:
+        assert part in captured.err
+    assert toy.seen == []
+
+
+def test_the_command_arrives_untouched(toy):
+    command = ["python", "-u", "t.py", "--budget", "9", "--", "--json", "--help", ""]
+    assert main.main(["cmd", "--budget", "3", "--", *command]) == 0
+    assert toy.seen[0].command == command
+    assert toy.seen[0].budget == 3 and toy.seen[0].json is False
+
+
+def test_help_of_a_verb_shows_where_the_command_goes(toy, capsys):
+    assert main.main(["cmd", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: saturate cmd [-h] [--budget BUDGET] [--json] -- COMMAND [ARGUMENT ...]")
+
+
+def test_an_error_becomes_a_card_and_its_exit_code(toy, capsys):
+    def execute(arguments):
+        raise EnvironmentProblem("the folder is read-only", cause="mount option ro", remedy="move")
+
+    toy.module.execute = execute
+    assert main.main(["toy"]) == 3
+    assert capsys.readouterr().err == (
+        "error[E300] the folder is read-only\ncause: mount option ro\nhelp: move\nmore: saturate explain E300\n")
+
+
+def test_an_interrupt_is_one_line(toy, capsys):
+    def execute(arguments):
+        raise KeyboardInterrupt
+
+    toy.module.execute = execute
+    assert main.main(["toy"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_left_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([*SATURATE, "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(("environment", "terminal", "expected"), [
+    ({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False), ({"NO_COLOR": ""}, True, True), ({"TERM": "dumb"}, True, False),
+])
+def test_colour(monkeypatch, environment, terminal, expected):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = types.SimpleNamespace(isatty=lambda: terminal)
+    assert _output.coloured(stream) is expected
+    assert ("\x1b" in _output.paint("x", "bold", stream=stream)) is expected

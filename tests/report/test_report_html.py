@@ -1,0 +1,272 @@
+"""The HTML report as text: size, escaping, self-containment, contents, contrast."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+
+import msgspec
+import pytest
+import studies
+
+from saturate.records.result import StudyRecord
+from saturate.report import style
+from saturate.report.html import MAX_BYTES, render
+from saturate.report.trim import LADDER, redact, trim
+
+VOID = {"meta", "br"}
+
+
+class Page(html.parser.HTMLParser):
+    """Elements, attributes, text, and whether every element was closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words, self.ids = [], [], [], []
+        self.data = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.data += data
+        elif self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.words).replace("\u00a0", " "))
+
+
+@pytest.fixture(scope="module", params=list(studies.ALL))
+def page(request):
+    return Page(render(studies.ALL[request.param]()))
+
+
+def test_every_page_is_well_formed(page):
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    targets = {a["href"][1:] for tag, a in page.elements if tag == "a"}
+    assert targets and targets <= set(page.ids)
+
+
+def test_nothing_is_loaded_and_no_script_runs(page):
+    assert not {tag for tag, _ in page.elements} & {
+        "img",
+        "link",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "image",
+    }
+    assert [a.get("type") for tag, a in page.elements if tag == "script"] == ["application/json"]
+    for _, attributes in page.elements:
+        assert not {"src", "style", "srcset", "xlink:href"} & set(attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#").startswith("#")
+    assert any("default-src 'none'" in (a.get("content") or "") for tag, a in page.elements if tag == "meta")
+
+
+def test_own_text_names_no_address():
+    text = render(studies.big_win())
+    assert "://" not in text
+    assert not re.search(r"url\(|@import", text)
+
+
+def test_every_drawing_has_a_name_or_is_hidden(page):
+    for tag, attributes in page.elements:
+        if tag == "svg" and attributes.get("role") == "img":
+            assert attributes["aria-label"]
+
+
+def test_hostile_strings_stay_text():
+    text = render(studies.hostile())
+    page = Page(text)
+    assert "<img src=x onerror=alert(1)>" in page.text
+    assert text.count("</script>") == 1 and text.count("</style>") == 1
+    assert not re.search("[\x00\x1b\u202e\ud800]", text)
+    text.encode()
+    assert json.loads(page.data)["result"]["run"].startswith("7f3a</script>")
+    for char in "<>&\u2028\u2029":
+        assert char not in page.data
+
+
+def test_no_string_field_adds_an_element_or_an_attribute():
+    def vocabulary(record):
+        return {(tag, name) for tag, attributes in Page(render(record)).elements for name in ("", *attributes)}
+
+    assert vocabulary(studies.hostile()) <= vocabulary(studies.big_win())
+
+
+@pytest.mark.parametrize("name", studies.ALL)
+def test_typical_pages_are_small(name):
+    assert len(render(studies.ALL[name]()).encode()) < (250_000 if name == "hostile" else 150_000)
+
+
+def test_a_page_stays_below_the_limit_whatever_the_record_holds():
+    text = render(studies.giant())
+    assert len(text.encode()) < MAX_BYTES
+    page = Page(text)
+    assert "techniques: " in page.text and " entries are shown" in page.text
+
+
+def test_the_embedded_record_can_be_read_back():
+    record = studies.big_win()
+    again = msgspec.json.decode(Page(render(record)).data, type=StudyRecord)
+    assert again.result.techniques == record.result.techniques
+    assert again.races[0].log_ratios[0] == pytest.approx(record.races[0].log_ratios[0], rel=1e-5)
+    assert again.notes == record.notes
+
+
+def test_argument_values_stand_in_the_reproduce_commands_only():
+    text = render(studies.big_win())
+    before, _, after = text.partition('<section id="reproduce"')
+    assert "s3cret-value" not in before
+    section, _, data = after.partition("</section>")
+    assert "--config small.yaml --api-token s3cret-value" in section
+    assert "s3cret-value" not in data
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            ["python", "-c", "import x", "--lr=1", "--flag", "-n4"],
+            ["python", "-c", "\u2026", "--lr=\u2026", "--flag", "-n\u2026"],
+        ),
+        ([], []),
+    ],
+)
+def test_redaction(command, shown):
+    assert redact(command) == shown
+
+
+def test_the_page_says_what_was_found():
+    text = Page(render(studies.big_win())).text
+    for part in (
+        "1.79\u00d7 faster",
+        "Verified",
+        "Interval [1.77, 1.80]",
+        "after 1,240 steps (about 2 min 27 s)",
+        "AMD EPYC 9B14",
+        "Gains do not add up",
+        "Measured together",
+        "loss outside the allowed band at update 41",
+        "num_workers=2, persistent_workers=true",
+        "A/A",
+        "baseline against baseline",
+        "3 pairs, 30 rounds",
+        "The tune took 9 min 46 s of a budget of 10 min 00 s",
+        "trials/t014/output.log",
+        "recipe show",
+        "Another process used 0.4 cores",
+    ):
+        assert part in text, part
+    for outcome in studies.big_win().result.techniques:
+        assert text.count(outcome.id) >= 1 and outcome.reason in text
+
+
+def test_kept_come_first_then_tried_then_folded():
+    record = studies.big_win()
+    mixed = msgspec.structs.replace(record.result, techniques=record.result.techniques[::-1])
+    text = render(msgspec.structs.replace(record, result=mixed))
+    places = [
+        text.index(mark) for mark in ("<h3>Kept</h3>", "<h3>Tried, not kept</h3>", "1 not tried and 4 not applicable")
+    ]
+    assert places == sorted(places)
+    assert text.index("<b>allocator</b>") < text.index("<b>channels-last</b>") < text.index("<details>")
+
+
+def test_the_final_set_is_the_open_plot():
+    text = render(studies.big_win())
+    numerics = text[text.index('<section id="numerics"') : text.index('<section id="method"')]
+    assert (
+        numerics.index("final set: inside") < numerics.index("<details>") < numerics.index("fp16-autocast: outside")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "nothing_helps",
+            ["Nothing safe helps", "The baseline stays at 212.4 ms/step", "Closest: sdpa-backend +0.8 %"],
+        ),
+        (
+            "cannot_verify",
+            ["Cannot verify, so nothing is claimed", "the loss is constant", "No series were compared"],
+        ),
+        ("unverified", ["no set trains like the baseline", "loss is not finite from update 40"]),
+        ("too_noisy", ["Too noisy to decide", "Differences below 8.4 % cannot be seen here"]),
+        (
+            "failed_baseline",
+            ["the workload trains for 3 steps", "No technique was considered", "No race was finished"],
+        ),
+        ("empty", ["Inconclusive", "not measured"]),
+    ],
+)
+def test_other_outcomes(name, texts):
+    page = Page(render(studies.ALL[name]()))
+    for text in texts:
+        assert text in page.text, text
+    assert ("faster" in page.text.partition("Measured staircase")[0]) is False
+    assert "None" not in page.text and "nan" not in page.text.lower().replace("nano", "")
+
+
+def test_the_same_record_gives_the_same_page():
+    assert render(studies.big_win()) == render(studies.big_win())
+
+
+def test_trim_keeps_what_fits():
+    record = studies.big_win()
+    same = trim(record, LADDER[0])
+    assert same.result == record.result and same.notes == record.notes and same.trials == record.trials
+
+
+def test_trim_says_what_it_cut():
+    record = msgspec.structs.replace(studies.big_win(), notes=["n" * 5000], budget_s=600.0)
+    cut = trim(record, LADDER[-1])
+    assert len(cut.notes[0]) == LADDER[-1].text
+    assert any("notes: texts longer than 40" in note for note in cut.notes)
+    assert any("values of a series" in note for note in cut.notes)
+    assert len(cut.numerics[0].baseline) == LADDER[-1].series
+
+
+def luminance(color):
+    """Relative luminance of `#rrggbb` (WCAG 2.2)."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(a, b):
+    """Contrast ratio of two colours (WCAG 2.2)."""
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("palette", "on"), [(style.LIGHT, style.ON_LIGHT), (style.DARK, style.ON_DARK)])
+def test_contrast_reaches_aa(palette, on):
+    for text in ("ink", "soft", "accent"):
+        for ground in ("page", "panel"):
+            assert contrast(palette[text], palette[ground]) >= 4.5, (text, ground)
+    for mark in ("base", "accent", "whisker"):
+        assert contrast(palette[mark], palette["page"]) >= 3, mark
+    for shade, text in enumerate(on):
+        assert contrast(palette[text], palette[f"shade{shade}"]) >= 4.5, shade
+    assert contrast(palette["accent"], palette["band"]) >= 3

@@ -1,0 +1,155 @@
+"""The terminal summary: length, width, order, colour."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+import studies
+
+from saturate.report import words
+from saturate.report.terminal import summary
+
+WIDTHS = (60, 80, 120)
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Lines that may be longer than the terminal, so that they can be copied whole.
+COPIED = ("recipe ", "report ", "next ")
+
+
+def plain(record, width=80):
+    return summary(record, width=width, color=False)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", studies.ALL)
+def test_fits_in_twelve_lines_of_the_width(name, width):
+    lines = plain(studies.ALL[name](), width).split("\n")
+    assert len(lines) <= 12
+    for line in lines:
+        assert len(line) <= width or line.startswith(COPIED), line
+    assert lines[-1].startswith("next ")
+
+
+def test_counts_wide_characters_as_two_cells():
+    record = msgspec.structs.replace(studies.too_noisy(), notes=["\u6e2c" * 100])
+    note = next(line for line in plain(record, 60).split("\n") if line.startswith("note"))
+    assert note == "note      " + "\u6e2c" * 23 + "..."  # 10 + 46 + 3 cells
+
+
+def test_the_verdict_comes_first_and_the_command_last():
+    lines = plain(studies.big_win()).split("\n")
+    assert lines[0] == "1.79x faster [1.77, 1.80], verified: 212.4 -> 118.9 ms/step"
+    assert lines[-1] == (
+        "next      saturate run .saturate/recipe.toml -- python train.py --config small.yaml --api-token s3cret-value"
+    )
+
+
+def test_kept_techniques_are_listed_by_gain_and_folded():
+    text = plain(studies.big_win())
+    assert re.search(r"^kept +bf16-autocast +\+31\.2 %  \[\+30\.1, \+32\.3\]  precision$", text, re.M)
+    assert "+3 more: compile, fused-optimizer, gc-freeze" in text
+    assert text.index("bf16-autocast") < text.index("loader-workers")
+
+
+def test_a_rejected_technique_outranks_every_other_reason():
+    text = plain(studies.big_win(), 120)
+    assert "1 rejected, 1 failed, 1 not applied, 1 slower" in text
+    assert "fp16-autocast rejected: loss outside the allowed band at update 41" in text
+
+
+def test_break_even():
+    win = studies.big_win()
+    assert "pays back after 1,240 steps (about 2 min 27 s)" in plain(win)
+
+    def steps(number):
+        return msgspec.structs.replace(win, result=msgspec.structs.replace(win.result, break_even_steps=number))
+
+    assert "pays back never" in plain(steps(None))
+    assert "pays back at once" in plain(steps(0))
+    assert "pays back" not in plain(studies.nothing_helps())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        (
+            "nothing_helps",
+            "Nothing safe helps: the baseline stays at 212.4 ms/step",
+            "saturate explain no_difference",
+        ),
+        ("cannot_verify", "Cannot verify, so nothing is claimed", "saturate explain inconclusive"),
+        ("unverified", "Not verified, no set trains like the baseline", "saturate explain rejected_numerics"),
+        ("too_noisy", "Too noisy to decide", "saturate tune -- python train.py"),
+        ("slower", "Nothing helps, the best set is slower", "saturate explain slower"),
+        ("failed_baseline", "Cannot verify, so nothing is claimed", "saturate explain inconclusive"),
+        ("empty", "Inconclusive", "saturate tune --"),
+    ],
+)
+def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
+    lines = plain(studies.ALL[name]()).split("\n")
+    assert lines[0].startswith(first)
+    assert last in lines[-1]
+
+
+def test_a_set_that_was_not_verified_never_reads_as_faster():
+    record = studies.big_win()
+    record = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verified=None))
+    assert "faster" not in plain(record).split("\n")[0]
+
+
+@pytest.mark.parametrize("name", studies.ALL)
+def test_colour_changes_nothing_but_colour(name):
+    record = studies.ALL[name]()
+    assert "\x1b" not in plain(record)
+    assert ANSI.sub("", summary(record, width=80, color=True)) == plain(record)
+
+
+def test_green_only_for_a_verified_gain():
+    for name, build in studies.ALL.items():
+        green = re.search(r"\x1b\[(?:\d+;)*32m", summary(build(), width=80, color=True))
+        assert bool(green) == (name in ("big_win", "hostile")), name
+
+
+def test_control_characters_of_a_workload_never_reach_the_terminal():
+    text = plain(studies.hostile())
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text)
+    assert len(text.split("\n")) <= 12
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "not measured"),
+        (float("nan"), "not finite"),
+        (0.0, "0.0000"),
+        (0.0123, "0.0123"),
+        (0.5, "0.500"),
+        (2.1, "2.10"),
+        (212.44, "212.4"),
+        (12_345.6, "12,346"),
+        (3e-7, "3.0e-07"),
+    ],
+)
+def test_milliseconds(value, text):
+    assert words.ms(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "not measured"),
+        (0.84, "0.8 s"),
+        (12.4, "12 s"),
+        (59.7, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (7800, "2 h 10 min"),
+    ],
+)
+def test_seconds(value, text):
+    assert words.seconds(value) == text
+
+
+def test_small_speedups_get_a_third_decimal():
+    assert words.ratio(1.018, (1.009, 1.027)) == "1.018x [1.009, 1.027]"
+    assert words.ratio(1.786, (1.768, 1.803)) == "1.79x [1.77, 1.80]"

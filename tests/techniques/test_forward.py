@@ -1,0 +1,448 @@
+"""Techniques that wrap the forward: what the user gets back, and proofs that can fail."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
+from saturate.techniques import (  # noqa: E402
+    _common,
+    bf16_autocast,
+    channels_last,
+    compile,
+    fp16_autocast,
+    sdpa_backend,
+)
+from saturate.techniques._api import NotApplied  # noqa: E402
+from saturate.testing import toy  # noqa: E402
+
+
+def context_of(*modules, optimizers=()):
+    context = Context(torch)
+    context.modules, context.optimizers, context.device = modules, optimizers, "cpu"
+    return context
+
+
+def evidence_of(context, **fields):
+    return Evidence(notes=dict(context.notes), **fields)
+
+
+# -- trees of tensors ------------------------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    tensor: object
+    text: str = "kept"
+
+
+class Output(collections.OrderedDict):
+    """Stands for a ModelOutput: a mapping that cannot be built from its items."""
+
+    def __init__(self, first):
+        super().__init__()
+        self["first"] = first
+
+
+def test_map_tensors_keeps_every_container():
+    one = torch.ones(2)
+    tree = {
+        "tuple": (one, 1), "list": [one, None], "pair": Pair(one, "x"), "frozen": Frozen(one), "output": Output(one),
+        "size": one.shape, "text": "abc",
+    }
+    mapped = _common.map_tensors(tree, lambda tensor: tensor + 1, torch)
+    assert [type(value) for value in mapped.values()] == [type(value) for value in tree.values()]
+    assert len(_common.tensors(mapped, torch)) == 5
+    assert all(tensor.eq(2).all() for tensor in _common.tensors(mapped, torch))
+    assert mapped["frozen"].text == "kept" and mapped["size"] == one.shape and mapped["pair"].right == "x"
+
+
+# -- autocast --------------------------------------------------------------------------------------------------------
+
+
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.seen = None
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        self.seen = hidden.dtype
+        return {"hidden": hidden, "more": (hidden, [Frozen(hidden)]), "integers": torch.ones(1, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("technique,dtype", [(bf16_autocast, torch.bfloat16), (fp16_autocast, torch.float16)])
+def test_autocast_computes_low_and_returns_float32(technique, dtype):
+    model = Nested().train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    technique.apply(context, technique.Options())
+    assert not technique.active(evidence_of(context), technique.Options()).active       # not called yet
+    output = model(torch.rand(2, 8))
+    assert model.seen == dtype
+    assert [tensor.dtype for tensor in _common.tensors(output, torch)] == [torch.float32] * 3 + [torch.int64]
+    proof = technique.active(evidence_of(context), technique.Options())
+    assert proof.active and "Addmm" in proof.evidence
+    model.eval()(torch.rand(2, 8))
+    assert model.seen == torch.float32
+    context.undo()
+
+
+def test_autocast_without_low_precision_work_is_not_active():
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return (self.weight * x).to(torch.bfloat16)     # a cast alone proves nothing
+
+    model = Scale().train()
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    assert model(torch.rand(4)).dtype == torch.float32
+    assert not bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+
+
+def test_a_replaced_forward_is_refused_but_does_not_spoil_the_others():
+    ours, theirs = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    theirs.forward = lambda x: x
+    with pytest.raises(NotApplied):
+        bf16_autocast.apply(context_of(theirs), bf16_autocast.Options())
+    assert "1 module(s)" in bf16_autocast.apply(context_of(theirs, ours), bf16_autocast.Options())
+
+
+def usual(**changes):
+    module = ModuleFacts(kind="Net", dtypes=("float32",), linears=2, convolutions=1, attentions=1)
+    return dataclasses.replace(Facts(modules=(module,), machine=MachineFacts(cpu_bf16_native=True, compiler="g++")), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes,allowed",
+    [
+        ({}, True),
+        ({"machine": MachineFacts()}, False),
+        ({"device": "cuda"}, False),
+        ({"device": "cuda", "cuda_bf16_native": True}, True),
+        ({"device": "mps"}, False),
+        ({"autocast": "bfloat16"}, False),
+        ({"grad_scaler": True}, False),
+        ({"modules": (ModuleFacts(dtypes=("bfloat16",), linears=2),)}, False),
+        ({"modules": (ModuleFacts(dtypes=("float32",)),)}, False),
+        ({"modules": (ModuleFacts(dtypes=("float32",), linears=2, forward_overridden=True),)}, False),
+    ],
+)
+def test_bf16_is_offered_where_it_is_native(changes, allowed):
+    assert bool(bf16_autocast.eligible(usual(**changes))) is allowed
+
+
+# -- float16 loss scaling --------------------------------------------------------------------------------------------
+
+
+def scaled(parameters, **options):
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+    model = torch.nn.Linear(1, 1)
+    context = context_of(model, optimizers=(optimizer,))
+    fp16_autocast.apply(context, fp16_autocast.Options(**options))
+    return context, optimizer
+
+
+def test_gradients_are_true_after_backward_also_when_accumulated():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    inside = []
+    weight.register_hook(lambda grad: inside.append(grad.clone()))
+    context, _ = scaled([weight], initial_scale=1024.0)
+    for repeat in (1, 2, 3):
+        (weight * weight).sum().backward()
+        assert torch.equal(weight.grad, repeat * 2 * weight.detach())
+    assert torch.equal(inside[0], 1024 * 2 * weight.detach())       # it really was scaled on the way
+    torch.autograd.backward([weight * 2], [torch.ones(3)])
+    assert torch.equal(weight.grad, 6 * weight.detach() + 2)
+    context.undo()
+    (weight.sum() * 0).backward()
+    assert torch.equal(inside[-1], torch.zeros(3))
+
+
+def test_an_overflow_skips_exactly_one_step_and_halves_the_scale():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    seen = []
+    weight.register_hook(lambda grad: seen.append(grad.item()))
+    context, optimizer = scaled([weight], initial_scale=64.0, growth_steps=2)
+    (weight * float("inf")).sum().backward()
+    optimizer.step()
+    assert weight.item() == 1.0 and not optimizer.state.get(weight)
+    optimizer.zero_grad()
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight.item() < 1.0
+    assert seen[1:] == [32.0, 32.0, 64.0]       # halved, then doubled after two good steps
+    context.undo()
+
+
+def test_nested_backward_is_scaled_once():
+    from torch.utils.checkpoint import checkpoint
+
+    layer = torch.nn.Linear(2, 2)
+    inputs = torch.rand(1, 2, requires_grad=True)
+    layer(inputs).sum().backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    inside = []
+    layer.weight.register_hook(lambda grad: inside.append(grad.clone()))
+    context, _ = scaled(layer.parameters(), initial_scale=1024.0)
+    checkpoint(layer, inputs, use_reentrant=True).sum().backward()
+    assert torch.equal(layer.weight.grad, expected)
+    assert torch.equal(inside[0], 1024 * expected)
+    context.undo()
+
+
+def test_fp16_is_offered_only_without_bf16():
+    from saturate.records.facts import OptimizerFacts
+
+    volta = usual(device="cuda", capability=(7, 0), optimizers=(OptimizerFacts(kind="SGD"),))
+    assert fp16_autocast.eligible(volta)
+    for changes in ({"cuda_bf16_native": True}, {"device": "cpu"}, {"capability": (6, 1)}, {"optimizers": ()},
+                    {"grad_scaler": True}, {"optimizers": (OptimizerFacts(kind="LBFGS"),)}):
+        assert not fp16_autocast.eligible(dataclasses.replace(volta, **changes))
+
+
+# -- channels-last ---------------------------------------------------------------------------------------------------
+
+
+def test_channels_last_converts_weights_state_and_inputs_and_hands_back_the_usual_format():
+    seen = []
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            seen.append(x.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(x)
+
+    model = Net(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    context = context_of(model, optimizers=(optimizer,))
+    channels_last.apply(context, channels_last.Options())
+    output = model(torch.rand(2, 3, 8, 8))
+    assert seen == [False, True] and output.is_contiguous()
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+    assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert channels_last.active(evidence_of(context, channels_last=2), channels_last.Options()).active
+    with pytest.raises(NotApplied, match="would change"):
+        channels_last.apply(context_of(model), channels_last.Options())
+    context.undo()
+    assert model[0].weight.is_contiguous() and state["exp_avg"].is_contiguous()
+
+
+def test_only_one_by_one_kernels_leave_nothing_to_do():
+    with pytest.raises(NotApplied):
+        channels_last.apply(context_of(torch.nn.Conv2d(3, 4, 1)), channels_last.Options())
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def test_the_attention_kernel_is_proved_by_the_graph(monkeypatch):
+    images = torch.rand(2, 3, 8, 8)
+    for backend in ("flash", "math"):
+        context = context_of(toy.Model().train())
+        options = sdpa_backend.Options(backend)
+        sdpa_backend.apply(context, options)
+        context.modules[0](images)
+        assert sdpa_backend.active(evidence_of(context), options).active, backend
+    context = context_of(toy.Model().train())
+    options = sdpa_backend.Options("efficient")         # has no CPU kernel: the plain one ran instead
+    sdpa_backend.apply(context, options)
+    context.modules[0](images)
+    assert not sdpa_backend.active(evidence_of(context), options).active
+    monkeypatch.setitem(sdpa_backend.BACKENDS, "cudnn", ("FLASH_ATTENTION", "ScaledDotProductCudnnAttention"))
+    context = context_of(toy.Model().train())
+    sdpa_backend.apply(context, sdpa_backend.Options("cudnn"))
+    context.modules[0](images)          # a fused kernel ran, but another one
+    assert not sdpa_backend.active(evidence_of(context), sdpa_backend.Options("cudnn")).active
+
+
+# -- what users do with a wrapped model ------------------------------------------------------------------------------
+
+
+def test_a_pickled_model_loads_where_saturate_is_absent(tmp_path):
+    (tmp_path / "user_model.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__(); self.conv = torch.nn.Conv2d(3, 4, 3)\n"
+        "    def forward(self, x):\n        return self.conv(x)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from user_model import Net
+    finally:
+        sys.path.remove(str(tmp_path))
+    paths = []
+    for technique in (bf16_autocast, channels_last, compile, sdpa_backend):
+        model = Net().train()
+        technique.apply(context_of(model), technique.Options())
+        paths.append(tmp_path / f"{technique.TECHNIQUE.id}.pt")
+        torch.save(model, paths[-1])
+    everything = Net().train()
+    context = context_of(everything)
+    for technique in (channels_last, bf16_autocast, sdpa_backend):
+        technique.apply(context, technique.Options())
+    paths.append(tmp_path / "all.pickle")
+    paths[-1].write_bytes(pickle.dumps(everything))
+    probe = f"""
+import sys, pickle
+class Wall:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "saturate":
+            raise ImportError("saturate is not installed here")
+sys.meta_path.insert(0, Wall())
+sys.path.insert(0, {str(tmp_path)!r})
+import torch
+for path in {[str(path) for path in paths]!r}:
+    model = pickle.load(open(path, "rb")) if path.endswith("pickle") else torch.load(path, weights_only=False)
+    assert model(torch.rand(1, 3, 8, 8)).dtype == torch.float32, path
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- compile ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_repeated_block_is_the_outer_one_with_most_parameters():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+    encoder = torch.nn.TransformerEncoder(layer, 4)
+    assert {type(block) for block in compile.repeated_blocks(encoder)} == {torch.nn.TransformerEncoderLayer}
+    assert compile.repeated_blocks(torch.nn.TransformerEncoder(layer, 3)) == []
+    assert len(compile.repeated_blocks(toy.Model())) == 4
+    with pytest.raises(NotApplied, match="repeats at least"):
+        compile.apply(context_of(torch.nn.Linear(1, 1)), compile.Options(scope="blocks"))
+
+
+def test_compile_variants_follow_the_facts():
+    block = ModuleFacts(dtypes=("float32",), repeats=6, repeated_block="Block")
+    machine = MachineFacts(compiler="g++")
+    cpu = Facts(modules=(block,), machine=machine)
+    assert compile.variants(cpu) == [compile.Options(), compile.Options(scope="blocks")]
+    assert {one.dynamic for one in compile.variants(dataclasses.replace(cpu, shapes=5))} == {"yes"}
+    modes = [one.mode for one in compile.variants(dataclasses.replace(cpu, device="cuda"))]
+    assert modes == ["default", "default", "reduce-overhead", "max-autotune"]
+    modes = [one.mode for one in compile.variants(dataclasses.replace(cpu, device="cuda", micro_steps=4))]
+    assert "reduce-overhead" not in modes and "max-autotune" not in modes
+    assert not compile.eligible(dataclasses.replace(cpu, machine=MachineFacts()))
+    assert not compile.eligible(dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True),)))
+
+
+@pytest.fixture
+def fresh_dynamo(monkeypatch):
+    """Counts start at zero, and kernels come from the eager backend: these tests are about capture, not about C++."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode, dynamic: real(function, backend="eager", dynamic=dynamic))
+    yield dynamo
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+
+
+def frames(dynamo):
+    return dynamo.utils.counters["frames"]["ok"]
+
+
+ROOTS = {
+    "Sequential": lambda: (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (torch.rand(2, 4),)),
+    "TransformerEncoder": lambda: (
+        torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 2), (torch.rand(3, 2, 4),)
+    ),
+    "LSTMCell": lambda: (torch.nn.LSTMCell(4, 4), (torch.rand(2, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_compile_captures_roots_that_are_torch_classes(name, fresh_dynamo):
+    model, inputs = ROOTS[name]()
+    model.train()
+    expected = _common.tensors(model(*inputs), torch)
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    got = _common.tensors(model(*inputs), torch)
+    assert all(torch.allclose(a, b) for a, b in zip(expected, got, strict=True))
+    assert frames(fresh_dynamo) >= 1
+    assert compile.active(evidence_of(context, dynamo_frames=frames(fresh_dynamo)), compile.Options()).active
+
+
+def test_repeated_blocks_share_one_compilation(fresh_dynamo):
+    model = toy.Model().train()
+    context = context_of(model)
+    compile.apply(context, compile.Options(scope="blocks"))
+    model(torch.rand(2, 3, 8, 8))
+    assert frames(fresh_dynamo) == 1
+    assert context.notes["compile"].startswith("1 graph")
+
+
+def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):
+    models = [torch.nn.Sequential(torch.nn.Linear(size, 2)).train() for size in range(1, 13)]
+    compile.apply(context_of(*models), compile.Options())
+    for model in models:
+        model(torch.rand(2, model[0].in_features))
+    assert frames(fresh_dynamo) == len(models)
+
+
+def test_nothing_captured_is_not_active(fresh_dynamo):
+    class Eager(torch.nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Eager(2, 2).train()
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    model(torch.rand(1, 2))
+    assert not compile.active(evidence_of(context, dynamo_frames=7), compile.Options()).active
+
+
+@pytest.mark.parametrize("scope", ["module", "blocks"])
+def test_wrappers_inside_a_compiled_forward_are_still_proved(fresh_dynamo, scope):
+    model = toy.Model().train()
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    sdpa_backend.apply(context, sdpa_backend.Options("flash"))
+    channels_last.apply(context, channels_last.Options())
+    compile.apply(context, compile.Options(scope=scope))
+    output = model(torch.rand(2, 3, 8, 8))
+    assert output["logits"].dtype == torch.float32
+    evidence = evidence_of(context, dynamo_frames=frames(fresh_dynamo), channels_last=1)
+    for technique in (bf16_autocast, sdpa_backend, channels_last, compile):
+        assert technique.active(evidence, technique.Options()).active, technique.TECHNIQUE.id
+    assert fresh_dynamo.utils.counters["graph_break"] == {}
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.ones(2, 3, 8, 8))["logits"], model(torch.ones(2, 3, 8, 8))["logits"])
+
+
+def test_a_step_that_the_user_compiles_around_the_model_still_runs(fresh_dynamo):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).train()
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    bf16_autocast.apply(context, bf16_autocast.Options())
+
+    def step(x):
+        return model(x).sum()
+
+    torch.compile(step, None, None)(torch.rand(2, 4)).backward()
+    assert model[0].weight.grad is not None

@@ -1,0 +1,174 @@
+"""Discovery: built-ins and entry points, and loud failures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from saturate.errors import TechniqueError
+from saturate.techniques import _registry
+from saturate.techniques._api import HEADINGS, Technique, Touch
+
+BUILT_IN = [
+    "allocator", "bf16-autocast", "channels-last", "compile", "cpu-threads", "cudnn-benchmark", "ddp-options",
+    "fp16-autocast", "fused-optimizer", "gc-freeze", "loader-workers", "pin-memory", "sdpa-backend", "tf32",
+    "zero-grad-none",
+]
+
+GOOD = '"""T\n\n' + "\n\n".join(f"{heading}\n{'-' * len(heading)}\nText of {heading}." for heading in HEADINGS) + '''
+"""
+from dataclasses import dataclass
+from saturate.techniques._api import Eligible, Proof, Technique, Touch
+TECHNIQUE = Technique(id="third-party", title="t", numerics="exact", stage="model", touches=(Touch("x"),))
+@dataclass(frozen=True)
+class Options:
+    amount: int = 1
+def eligible(facts): return Eligible("yes")
+def variants(facts): return [Options()]
+def bound(facts): return None
+def apply(context, options): return "done"
+def active(evidence, options): return Proof(False, "no")
+def as_code(options): return "pass"
+'''
+
+BROKEN = {
+    "heading": ("Numerics\n--------\n", "Numbers\n-------\n", "no heading 'Numerics'"),
+    "empty_heading": ("Text of References.", "", "no heading 'References'"),
+    "id": ('id="third-party"', 'id="other"', "the file says 'third-party'"),
+    "numerics": ('numerics="exact"', 'numerics="fine"', "TECHNIQUE.numerics is 'fine'"),
+    "stage": ('stage="model"', 'stage="late"', "TECHNIQUE.stage is 'late'"),
+    "title": ('title="t"', 'title=" "', "title is empty"),
+    "touches": ('(Touch("x"),)', "()", "at least one Touch"),
+    "thawed": ("@dataclass(frozen=True)", "@dataclass", "not frozen"),
+    "plain_options": ("@dataclass(frozen=True)\n", "", "not a dataclass"),
+    "no_default": ("amount: int = 1", "amount: int", "has no default"),
+    "none_default": ("amount: int = 1", "amount: int = None", "TOML needs"),
+    "arity": ("def apply(context, options)", "def apply(context)", "apply must take 2"),
+    "missing": ("def bound(facts): return None\n", "", "the function bound is missing"),
+    "environment": ('stage="model"', 'stage="environment"', "the function environment is missing"),
+    "metadata": ("TECHNIQUE = Technique(", "SOMETHING = Technique(", "TECHNIQUE is missing"),
+    "syntax": ("@dataclass(frozen=True)", "@@", "SyntaxError"),
+    "import": ("from dataclasses", "import no_such_module_\nfrom dataclasses", "no_such_module_"),
+}
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch):
+    """Write `third_party.py`, importable and registered as an entry point."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    real = importlib.metadata.entry_points
+
+    def entry_points(**selection):
+        found = list(real(**selection))
+        if selection.get("group") == _registry.GROUP:
+            found.append(importlib.metadata.EntryPoint("anything", "third_party", _registry.GROUP))
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+
+    def write(text):
+        (tmp_path / "third_party.py").write_text(text)
+        return tmp_path / "third_party.py"
+
+    yield write
+    sys.modules.pop("third_party", None)
+
+
+def test_built_ins_load_in_order():
+    assert [name for name in _registry.load() if name in BUILT_IN] == BUILT_IN
+
+
+def test_third_party_is_found(third_party):
+    path = third_party(GOOD)
+    module = _registry.load()["third-party"]
+    assert _registry.origin(module) == ("third_party", str(path))
+    assert _registry.documentation(module) == {heading: f"Text of {heading}." for heading in HEADINGS}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_module_is_loud(third_party, name):
+    old, new, expected = BROKEN[name]
+    assert GOOD.count(old) == 1
+    third_party(GOOD.replace(old, new))
+    with pytest.raises(TechniqueError) as caught:
+        _registry.load()
+    assert "third_party" in caught.value.message
+    assert expected in caught.value.cause
+
+
+def test_two_of_the_same_id_are_refused(third_party, tmp_path):
+    third_party(GOOD.replace("third-party", "tf32"))
+    (tmp_path / "third_party.py").rename(tmp_path / "tf32.py")
+    real = importlib.metadata.entry_points
+    importlib.metadata.entry_points = lambda **selection: [importlib.metadata.EntryPoint("t", "tf32", _registry.GROUP)]
+    try:
+        with pytest.raises(TechniqueError, match="two techniques are called 'tf32'"):
+            _registry.load()
+    finally:
+        importlib.metadata.entry_points = real
+        sys.modules.pop("tf32", None)
+
+
+def test_load_one_from_a_file_where_the_package_is_missing(tmp_path):
+    (tmp_path / "third_party.py").write_text(GOOD)
+    try:
+        module = _registry.load_one("absent_package.third_party", str(tmp_path / "third_party.py"))
+        assert module.Options() == module.Options(1)
+    finally:
+        sys.modules.pop("absent_package.third_party", None)
+    with pytest.raises(TechniqueError, match="absent_package.third_party does not load"):
+        _registry.load_one("absent_package.third_party")
+
+
+def test_a_failed_file_leaves_no_half_module(tmp_path):
+    (tmp_path / "half.py").write_text("x = 1\nraise ValueError('broken')\n")
+    with pytest.raises(TechniqueError, match="half does not load"):
+        _registry.load_one("half", str(tmp_path / "half.py"))
+    assert "half" not in sys.modules
+
+
+def fake(identity, stage, *touches):
+    module = ModuleType(identity)
+    module.TECHNIQUE = Technique(id=identity, title="t", numerics="exact", stage=stage, touches=touches)
+    return module
+
+
+def test_conflicts_need_an_exclusive_claim():
+    stacked = fake("a", "model", Touch("forward", 10))
+    higher = fake("b", "model", Touch("forward", 20))
+    alone = fake("c", "model", Touch("forward"))
+    other = fake("d", "model", Touch("loader"))
+    assert _registry.conflicts([stacked, higher, other]) == []
+    assert _registry.conflicts([stacked, higher, alone]) == [("a", "c", "forward"), ("b", "c", "forward")]
+    assert _registry.conflicts([other, other]) == [("d", "d", "loader")]
+
+
+def test_the_two_autocasts_conflict_and_nothing_else_does():
+    modules = [module for name, module in _registry.load().items() if name in BUILT_IN]
+    assert _registry.conflicts(modules) == [("bf16-autocast", "fp16-autocast", "autocast")]
+
+
+def test_order_is_by_stage_then_by_place_in_the_stack():
+    modules = [
+        fake("z", "model", Touch("forward", 10)), fake("y", "model", Touch("forward", 90)), fake("x", "import", Touch("l")),
+        fake("w", "environment", Touch("e")),
+    ]
+    for arrangement in (modules, modules[::-1]):
+        assert [module.TECHNIQUE.id for module in _registry.ordered(arrangement)] == ["w", "x", "z", "y"]
+
+
+def test_loading_imports_no_torch_and_nothing_but_the_standard_library():
+    probe = """
+import sys
+from saturate.techniques import _registry
+for name, module in _registry.load().items():
+    assert name
+foreign = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names - {"__main__", "saturate"}
+print(sorted(name for name in foreign if not name.startswith(("_", "sitecustomize"))))
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,438 @@
+"""Techniques that act on the loader, the optimizer and the process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from saturate.records.facts import (  # noqa: E402
+    Evidence,
+    Facts,
+    LoaderFacts,
+    MachineFacts,
+    ModuleFacts,
+    OptimizerFacts,
+)
+from saturate.techniques import (  # noqa: E402
+    allocator,
+    cpu_threads,
+    ddp_options,
+    fused_optimizer,
+    gc_freeze,
+    loader_workers,
+    pin_memory,
+    tf32,
+    zero_grad_none,
+)
+from saturate.techniques._api import NotApplied  # noqa: E402
+from saturate.testing import toy  # noqa: E402
+
+
+def context_of(model, optimizer):
+    context = Context(torch)
+    context.modules, context.optimizers, context.device = (model,), (optimizer,), "cpu"
+    return context
+
+
+# -- fused-optimizer -------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def stepped(kind, fuse, steps=3):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 3)
+    optimizer = OPTIMIZERS[kind](layer.parameters())
+    context = context_of(layer, optimizer)
+    for number in range(steps):
+        if fuse and number == 1:
+            fused_optimizer.apply(context, fused_optimizer.Options())
+        layer(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer, optimizer, context
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fused_steps_like_the_user_s_own_and_saves_the_user_s_flags(kind, monkeypatch):
+    called = []
+    name = f"_fused_{kind.lower()}_"
+    real = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *args, **kwargs: called.append(1) or real(*args, **kwargs))
+    plain, plain_optimizer, _ = stepped(kind, fuse=False)
+    fused, optimizer, context = stepped(kind, fuse=True)
+    assert len(called) == 2
+    assert torch.allclose(plain.weight, fused.weight)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"] == plain_optimizer.state_dict()["param_groups"]
+    assert optimizer.param_groups[0]["fused"] is True
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert optimizer.param_groups[0]["fused"] is True and optimizer.param_groups[0]["foreach"] is False
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert optimizer.param_groups[1]["fused"] is True
+    assert optimizer.state_dict()["param_groups"][1].get("fused") is None
+    context.undo()
+    flags = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    assert flags == {key: value for key, value in plain_optimizer.param_groups[0].items() if key != "params"}
+
+
+def test_an_optimizer_is_fused_as_a_whole_or_not_at_all():
+    good = torch.nn.Parameter(torch.ones(2))
+    complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([{"params": [good]}, {"params": [complex_one]}], lr=0.1)
+    with pytest.raises(NotApplied):
+        fused_optimizer.apply(context_of(None, optimizer), fused_optimizer.Options())
+
+    class Mine(torch.optim.SGD):
+        pass        # may override anything, so it is not known to behave like SGD
+
+    with pytest.raises(NotApplied):
+        fused_optimizer.apply(context_of(None, Mine([good], lr=0.1)), fused_optimizer.Options())
+
+
+def test_fused_eligibility():
+    adam = OptimizerFacts(kind="AdamW", module="torch.optim.adamw", dtypes=("float32",))
+    assert fused_optimizer.eligible(Facts(optimizers=(adam,)))
+    for bad in ({"kind": "Lion"}, {"module": "mine"}, {"fused": True}, {"sparse": True}, {"differentiable": True},
+                {"dtypes": ("complex64",)}):
+        assert not fused_optimizer.eligible(Facts(optimizers=(dataclasses.replace(adam, **bad),)))
+    assert not fused_optimizer.eligible(Facts())
+    assert fused_optimizer.bound(Facts(optimizer_ms=25.0, step_ms=100.0)) == 0.25
+
+
+# -- zero-grad-none --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_momentum_still_acts_on_a_parameter_that_a_step_does_not_use(drop):
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    never = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([used, unused, never], lr=0.1, momentum=0.9, weight_decay=0.1)
+    context = context_of(None, optimizer)
+    if drop:
+        zero_grad_none.apply(context, zero_grad_none.Options())
+    (used.sum() + unused.sum()).backward()
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        assert (used.grad is None) is drop
+        used.sum().backward()
+        optimizer.step()
+    assert unused.tolist() == pytest.approx([0.677169, 0.677169], abs=1e-6)     # the value without saturate
+    assert zero_grad_none.active(Evidence(notes=dict(context.notes)), zero_grad_none.Options()).active is drop
+    assert never.grad is None and never.tolist() == [1.0, 1.0]
+    context.undo()
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(used.grad, torch.zeros(2))
+
+
+def test_zero_grad_eligibility():
+    some = (OptimizerFacts(),)
+    assert zero_grad_none.eligible(Facts(zero_grad_set_to_none=False, optimizers=some))
+    assert not zero_grad_none.eligible(Facts(zero_grad_set_to_none=True, optimizers=some))
+    assert not zero_grad_none.eligible(Facts(zero_grad_set_to_none=None, optimizers=some))
+
+
+# -- gc-freeze -------------------------------------------------------------------------------------------------------
+
+
+def test_gc_freezes_after_some_steps_stays_on_and_is_undone():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    context = context_of(None, optimizer)
+    options = gc_freeze.Options(after_steps=2)
+    threshold = gc.get_threshold()
+    gc_freeze.apply(context, options)
+    try:
+        for expected in (False, True, True):
+            optimizer.step()
+            evidence = Evidence(gc_frozen=gc.get_freeze_count(), notes=dict(context.notes))
+            assert gc_freeze.active(evidence, options).active is expected
+        assert gc.isenabled() and gc.get_threshold()[0] == options.threshold
+        assert not optimizer._optimizer_step_post_hooks
+    finally:
+        context.undo()
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == threshold
+
+
+# -- loader-workers --------------------------------------------------------------------------------------------------
+
+
+class Dataset(torch.utils.data.Dataset):
+    def __init__(self, length=100):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def rewritten(dataset, options=None, **arguments):
+    context = Context(torch)
+    loader_workers.apply(context, options or loader_workers.Options(workers=2))
+    try:
+        defaults = {"batch_size": 10, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+        return context.loader_rewrites[0](dataset, {**defaults, **arguments}, frozenset(arguments))
+    finally:
+        context.undo()
+
+
+def test_what_is_rewritten():
+    assert rewritten(Dataset()) == {"num_workers": 2, "persistent_workers": True}
+    assert rewritten(Dataset(), num_workers=4) == {"persistent_workers": True}
+    assert rewritten(Dataset(), num_workers=4, persistent_workers=True) == {}
+    more = loader_workers.Options(workers=2, persistent=False, prefetch=4)
+    assert rewritten(Dataset(), more) == {"num_workers": 2, "prefetch_factor": 4}
+    assert rewritten(Dataset(), more, num_workers=4, prefetch_factor=3) == {}
+    assert rewritten([1] * 100) == {"num_workers": 2}       # a list cannot be known again
+    assert rewritten(Dataset(11), loader_workers.Options(workers=8))["num_workers"] == 2
+    assert rewritten(Dataset(10)) == {}                     # one batch
+    assert rewritten(Stream()) == {}
+
+
+def test_what_cannot_cross_to_a_spawned_worker_is_left_alone():
+    def local(batch):
+        return batch
+
+    assert rewritten(Dataset(), multiprocessing_context="fork", collate_fn=local)
+    assert rewritten(Dataset(), multiprocessing_context="spawn")
+    assert rewritten(Dataset(), multiprocessing_context="spawn", collate_fn=local) == {}
+
+
+def test_datasets_with_device_tensors_are_left_alone():
+    data = torch.utils.data.TensorDataset(torch.ones(100, device="meta"))
+    assert rewritten(data) == {}
+    assert rewritten(torch.utils.data.Subset(data, range(50))) == {}
+    assert rewritten(torch.utils.data.TensorDataset(torch.ones(100)))
+
+
+def test_shuffled_order_is_the_same_in_every_epoch_with_persistent_workers():
+    orders = []
+    for workers in (0, 2):
+        context = Context(torch)
+        changes = {}
+        dataset = Dataset(24)
+        if workers:
+            loader_workers.apply(context, loader_workers.Options(workers=workers))
+            arguments = {"batch_size": 4, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+            changes = context.loader_rewrites[0](dataset, arguments, frozenset())
+            assert changes["persistent_workers"]
+        torch.manual_seed(5)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, **changes)
+        orders.append([batch.tolist() for _ in range(3) for batch in loader] + [torch.rand(1).item()])
+        context.undo()
+    assert orders[0] == orders[1]
+
+
+def loading(**changes):
+    loader = LoaderFacts(batch_size=8, dataset_length=1000, batch_bytes=1 << 20)
+    machine = MachineFacts(cpu_count=8.0, memory_bytes=1 << 34, shm_bytes=1 << 30)
+    facts = Facts(step_ms=100.0, input_wait_ms=60.0, loaders=(loader,), machine=machine)
+    return dataclasses.replace(facts, **changes)
+
+
+def test_worker_counts_follow_need_quota_memory_and_ranks():
+    def counts(facts):
+        return [options.workers for options in loader_workers.variants(facts)]
+
+    assert counts(loading()) == [2, 8, 4, 2]        # 60 ms of loading beside 40 ms of computing, then all cores
+    assert counts(loading(input_wait_ms=90.0))[0] == 8
+    assert counts(loading(world_size=4))[:2] == [2, 1]
+    assert max(counts(loading(machine=MachineFacts(cpu_count=1.5)))) == 1
+    small = MachineFacts(cpu_count=8.0, shm_bytes=14 << 20)
+    assert max(counts(loading(machine=small))) == 2
+    tiny = MachineFacts(cpu_count=8.0, shm_bytes=1 << 20)
+    assert not loader_workers.eligible(loading(machine=tiny))
+    for bad in ({"iterable": True}, {"holds_device_tensors": True}):
+        assert not loader_workers.eligible(loading(loaders=(LoaderFacts(**bad),)))
+    assert not loader_workers.eligible(loading(input_wait_ms=1.0))
+    assert loader_workers.bound(loading()) == 0.6
+
+
+def test_workers_are_proved_by_living_processes():
+    options = loader_workers.Options(workers=1)
+    workload = toy.start(loader_workers, options)
+    workload.train(3)
+    evidence = workload.evidence()
+    workload.context.undo()
+    assert loader_workers.active(evidence, options).active
+    for lacking in ({"live_workers": 0}, {"notes": {}}, {"loaders": (LoaderFacts(),)}):
+        assert not loader_workers.active(dataclasses.replace(evidence, **lacking), options).active
+
+
+# -- pin-memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args,kwargs,expected",
+    [
+        (("cuda",), {}, True), (("cuda:1",), {}, True), ((0,), {}, True), ((torch.device("cuda"),), {}, True),
+        ((), {"device": "cuda"}, True), (("cpu",), {}, False), ((torch.float16,), {}, False), ((), {}, False),
+        ((torch.ones(1),), {}, False), ((), {"other": torch.ones(1)}, False), ((True,), {}, False),
+    ],
+)
+def test_where_a_copy_goes(args, kwargs, expected):
+    assert pin_memory.to_cuda(torch, args, kwargs) is expected
+
+
+def test_only_pinned_copies_to_cuda_become_non_blocking(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append(kwargs), raising=False)
+    context = Context(torch)
+    pin_memory.apply(context, pin_memory.Options())
+    pinned, plain = torch.ones(1), torch.zeros(1)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
+    for tensor, args, kwargs in (
+        (pinned, ("cuda",), {}), (plain, ("cuda",), {}), (pinned, ("cpu",), {}), (pinned, ("cuda",), {"non_blocking": False}),
+        (pinned, ("cuda", torch.float32, False), {}),
+    ):
+        tensor.to(*args, **kwargs)
+    assert calls == [{"non_blocking": True}, {}, {}, {"non_blocking": False}, {}]
+    assert pin_memory.TECHNIQUE.id in context.notes
+    assert context.loader_rewrites[0](None, {"pin_memory": False}, frozenset()) == {"pin_memory": True}
+    assert context.loader_rewrites[0](None, {"pin_memory": True}, frozenset()) == {}
+    context.undo()
+
+
+# -- process-wide settings -------------------------------------------------------------------------------------------
+
+
+def test_tf32_is_set_and_restored():
+    context = Context(torch)
+    before = torch.backends.cuda.matmul.allow_tf32
+    tf32.apply(context, tf32.Options())
+    assert torch.backends.cuda.matmul.allow_tf32 is True
+    context.undo()
+    assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+def test_tf32_beside_a_script_that_uses_the_newer_setting():
+    probe = """
+import torch
+from saturate.agent.context import Context
+from saturate.techniques import tf32
+torch.backends.cuda.matmul.fp32_precision = "ieee"
+context = Context(torch)
+tf32.apply(context, tf32.Options())
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+context.undo()
+assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_allocator_joins_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
+    assert allocator.environment(allocator.Options()) == {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    jemalloc = allocator.Options("jemalloc", "/lib/libjemalloc.so.2")
+    assert allocator.environment(jemalloc)["LD_PRELOAD"] == "/lib/libjemalloc.so.2:/lib/other.so"
+    with pytest.raises(NotApplied, match="not loaded"):
+        allocator.apply(Context(torch), jemalloc)
+    for bad in (("jemalloc", ""), ("expandable_segments", "/x"), ("glibc", "/x")):
+        with pytest.raises(ValueError):
+            allocator.Options(*bad)
+
+
+def test_a_preloaded_library_is_recognised():
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        library = next(line.split()[-1] for line in maps if "libc.so" in line or "libc-" in line)
+    context = Context(torch)
+    options = allocator.Options("tcmalloc", library)
+    allocator.apply(context, options)
+    evidence = Evidence(notes=dict(context.notes), environment={"LD_PRELOAD": library})
+    assert allocator.active(evidence, options).active
+    assert not allocator.active(dataclasses.replace(evidence, notes={}), options).active
+
+
+def test_thread_variants_and_proof():
+    facts = Facts(threads=8, machine=MachineFacts(cpu_count=8.0, physical_cores=4))
+    assert [options.threads for options in cpu_threads.variants(facts)] == [4, 1, 4, 4]
+    assert [options.bind for options in cpu_threads.variants(facts)] == [False, False, True, False]
+    beside_workers = dataclasses.replace(facts, loaders=(LoaderFacts(num_workers=2),))
+    assert not any(options.bind for options in cpu_threads.variants(beside_workers))
+    assert not cpu_threads.eligible(Facts(threads=1))
+    assert cpu_threads.eligible(Facts(device="cuda", threads=64, machine=MachineFacts(cpu_count=4.0)))
+    assert not cpu_threads.eligible(Facts(device="cuda", threads=4, machine=MachineFacts(cpu_count=4.0)))
+    options = cpu_threads.Options(threads=2, passive=True)
+    evidence = Evidence(threads=2, environment=cpu_threads.environment(options))
+    assert cpu_threads.active(evidence, options).active
+    assert not cpu_threads.active(dataclasses.replace(evidence, threads=8), options).active
+    assert not cpu_threads.active(dataclasses.replace(evidence, environment={}), options).active
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no thread affinity")
+def test_forked_children_of_a_bound_process_get_all_cores_back():
+    probe = """
+import os, sys
+from saturate.techniques import cpu_threads
+class Notes:
+    def note(self, key, value): pass
+everything = os.sched_getaffinity(0)
+cpu_threads.apply(Notes(), cpu_threads.Options(threads=1, bind=True))
+os.sched_setaffinity(0, {min(everything)})     # what OpenMP does to the main thread
+child = os.fork()
+if not child:
+    os._exit(0 if os.sched_getaffinity(0) == everything else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+# -- ddp-options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed training")
+def test_ddp_is_constructed_with_the_options_that_the_user_left_alone():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        context = Context(torch)
+        options = ddp_options.Options(static_graph=True, bucket_mib=7)
+        ddp_options.apply(context, options)
+        assert not ddp_options.active(Evidence(notes=dict(context.notes)), options).active
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert model.gradient_as_bucket_view and model.static_graph and model.bucket_bytes_cap == 7 << 20
+        assert ddp_options.active(Evidence(notes=dict(context.notes)), options).active
+        own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=3)
+        assert own.bucket_bytes_cap == 3 << 20
+        context.undo()
+        assert not torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)).gradient_as_bucket_view
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp_eligibility():
+    facts = Facts(world_size=2, modules=(ModuleFacts(distributed=True),))
+    assert ddp_options.eligible(facts)
+    assert not ddp_options.eligible(dataclasses.replace(facts, world_size=1))
+    assert not ddp_options.eligible(dataclasses.replace(facts, modules=(ModuleFacts(),)))
