@@ -55,6 +55,7 @@ def start(plan: dict[str, Any]) -> None:
         from saturate.agent import redirect
 
         redirect.install_from_plan(plan["redirect"])
+        callbacks.update(redirect.callbacks())
     if plan["mode"] != "run":
         from saturate.agent import trackers
 
@@ -74,6 +75,10 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
     from saturate.agent import seams
     from saturate.agent.session import Session
 
+    if plan.get("redirect"):
+        from saturate.agent import redirect
+
+        redirect.on_torch(torch)
     capture = plan.get("capture")
     if capture:
         from saturate.agent import randomness

@@ -67,7 +67,9 @@ class Bench:
         self._count += 1
         identity = f"t{self._count:03d}"
         run_dir = self.folder / identity
-        shutil.rmtree(run_dir, ignore_errors=True)      # left by a study that was killed here
+        if run_dir.exists():            # left by a study that was killed here
+            discard(run_dir)
+            shutil.rmtree(run_dir)
         plan = planning.plan(self.workload.cwd, run_dir, self.workload.argv, self.workload.environment,
                              self.caches, self.study_dir)
         if self.intercept is not None and plan.mode != "intercept":

@@ -43,10 +43,7 @@ def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> di
     environment["PYTHONPATH"] = os.pathsep.join([str(INJECT), *rest])
     environment["SATURATE_PLAN"] = plan
     for chosen in techniques:
-        for name, value in chosen.environment.items():
-            if name == "LD_PRELOAD" and environment.get(name):
-                value = f"{environment[name]}:{value}"
-            environment[name] = value
+        environment.update(chosen.environment)
     return environment
 
 

@@ -1,0 +1,110 @@
+"""When warm-up is over, and how many steps a timed block needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, sqrt
+from statistics import fmean, median
+
+from saturate.measure.stats import quantile
+
+#: A verdict on stationarity wants this much time after warm-up, inside the limits on the number of steps below.
+SPAN_NS = 400_000_000
+LEAST_STEPS, MOST_STEPS = 8, 64
+
+#: Steps this many times longer than nearly all others are events (a compilation, an evaluation), not the step.
+EVENT = 3.0
+
+#: Thirds that differ by less than this share are the same speed: a race resolves a drift of this size anyway.
+DRIFT = 0.03
+
+#: Thirds may differ by this many standard errors of their difference; beyond it the step time still moves.
+ERRORS = 3.0
+
+#: ... as long as that error is below this share of the step, or the tail is long enough to stop asking.
+RESOLUTION = 0.10
+
+
+def _event_level(times: Sequence[float]) -> float:
+    """Above this a step is an event: relative to the slowest steps that are common, so that every n-th step may be
+    slow (two loader workers alternate between 0.4 and 40 ms) and still belong to the step."""
+    return EVENT * quantile(times, 0.9)
+
+
+def _steady(times: Sequence[float]) -> bool:
+    """Whether all thirds run at the same speed, events cut off. The noise is that of successive
+    differences (von Neumann), which a trend does not inflate."""
+    level = _event_level(times)
+    cut = [min(t, level) for t in times]
+    third = len(cut) // 3
+    mean = fmean(cut)
+    noise = fmean((b - a) ** 2 for a, b in zip(cut, cut[1:])) / 2
+    error = sqrt(2 * noise / third)
+    speeds = [fmean(part) for part in (cut[:third], cut[third:-third], cut[-third:])]
+    difference = max(speeds) - min(speeds)
+    if difference <= DRIFT * mean:
+        return True
+    resolved = error <= RESOLUTION * mean or len(times) >= MOST_STEPS
+    return resolved and difference <= ERRORS * error
+
+
+def _needed(times: Sequence[float]) -> int:
+    """Steps that must follow the end of warm-up before it can be called over."""
+    typical = max(1.0, fmean([min(t, _event_level(times)) for t in times]))
+    return min(MOST_STEPS, max(LEAST_STEPS, ceil(SPAN_NS / typical)))
+
+
+def warmed_up(step_ns: Sequence[int]) -> int | None:
+    """Index of the first step of the steady state, or None while the step time still moves.
+
+    The answer is the earliest start after which the remaining steps are long enough (0.4 s, 8 to 64 steps) and run
+    at one speed in all its thirds. Rare events inside the tail (an evaluation, one late recompilation) do not reset
+    it; a run of slow steps does, because then the thirds differ. Call it again with more steps when it says None.
+    """
+    times = [float(t) for t in step_ns]
+    n = len(times)
+    if n < LEAST_STEPS:
+        return None
+    needed = _needed(times[-MOST_STEPS:])
+    level = _event_level(times[-needed:])
+    start = 0
+    while n - start >= needed:
+        if times[start] <= level and _steady(times[start:]):
+            return start
+        # finer at the beginning, where warm-up ends most often; coarser later, to stay linear in practice
+        start += max(1, start // 8)
+    return None
+
+
+def block_steps(
+    step_ms: float,
+    workers: int = 0,
+    prefetch: int = 2,
+    *,
+    loader_bound: bool = True,
+    min_block_ms: float = 300.0,
+) -> tuple[int, int]:
+    """How many steps to discard after a thaw, and how many to time then: `(skip, steps)`.
+
+    A frozen process continues with a cold cache, so its first step is 4-9 % slow and never counts. When the loop
+    waits for loader workers, batches that were finished before the freeze are free afterwards: those (workers x
+    prefetch) are discarded, and the block spans at least twice that queue and whole turns of the workers, because
+    their steps alternate. Otherwise the block is as long as `min_block_ms`, at least two steps.
+    Raises ValueError for a step time that is not positive.
+    """
+    if not step_ms > 0:
+        raise ValueError(f"a step takes a positive time, not {step_ms} ms")
+    steps = max(2, ceil(min_block_ms / step_ms))
+    if workers <= 0 or not loader_bound:
+        return 1, steps
+    queue = workers * max(1, prefetch)
+    steps = max(steps, 2 * queue)
+    return queue, ceil(steps / workers) * workers
+
+
+def typical_ms(step_ns: Sequence[int]) -> float:
+    """Typical step time, milliseconds: the mean with events cut off, because a median misreads alternating steps.
+    Raises ValueError when there are no steps."""
+    level = _event_level(step_ns)
+    usual = [t for t in step_ns if t <= level]
+    return fmean(usual or [median(step_ns)]) / 1e6

@@ -1,0 +1,98 @@
+"""After a trial: hand its caches on to later trials, and throw its other writes away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from saturate.trial.cage import INDEX, LAYERS, SHADOW, CagePlan
+
+_SOCKET_PATH_BYTES = 107        # sun_path, less the final zero
+_SOCKET_NAME_BYTES = 36         # "/pymp-xxxxxxxx/listener-xxxxxxxx" and torch's "/torch-shm-dir-XXXXXX/manager.sock"
+
+
+def collect_caches(run_dir: Path, study_dir: Path, plan: CagePlan) -> Path:
+    """Move what an ended trial added to the user's cache folders into the study, and return the folder to give to
+    later plans as `lower_caches`. Nothing else that the trial wrote is in it. In mode "intercept" there is nothing to
+    move: caches are really written there.
+    """
+    handed = study_dir / "caches"
+    handed.mkdir(exist_ok=True)
+    index = run_dir / INDEX
+    if index.exists():
+        for layer in json.loads(index.read_text()):
+            if layer["at"] in plan.caches:
+                target = Path(f"{handed}{layer['at']}")
+                _like(layer["at"], target, handed)
+                _merge(run_dir / layer["upper"], target)
+    return handed
+
+
+def _like(path: str, target: Path, top: Path) -> None:
+    """Make `target`, the mirror of `path` below `top`, with the mode and owner of the original's last folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        seen = os.stat(path)
+    except FileNotFoundError:
+        return
+    target.chmod(stat.S_IMODE(seen.st_mode) | 0o700)
+    if os.geteuid() == 0:
+        os.chown(target, seen.st_uid, seen.st_gid)
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Move everything in `source` into `target`; folders that both have are merged, files of `source` win."""
+    for entry in os.scandir(source):
+        there = target / entry.name
+        if entry.is_dir(follow_symlinks=False) and there.is_dir() and not there.is_symlink():
+            _merge(Path(entry.path), there)
+        else:
+            if there.is_dir() and not there.is_symlink():
+                shutil.rmtree(there)
+            os.replace(entry.path, there)
+
+
+def scratch_folder(run_dir: Path) -> Path:
+    """The TMPDIR of an intercepted trial: in the run folder, or, where the path of a socket there would be too long, a
+    folder under /tmp whose name follows from the run folder's."""
+    inside = run_dir / "tmp"
+    if len(os.fsencode(inside)) <= _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES:
+        return inside
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:10]
+    return Path(f"/tmp/saturate-{os.geteuid()}-{digest}")
+
+
+def make_scratch(run_dir: Path) -> Path:
+    """Raises PermissionError when the folder under /tmp belongs to someone else."""
+    folder = scratch_folder(run_dir)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
+    """Delete what a trial wrote outside its run folder in its own view. The rest of the run folder (logs, results) stays.
+
+    Works on what a killed trial left: folders of mode 000 (overlayfs makes one) are opened first.
+    """
+    scratch = Path(plan.scratch) if plan and plan.scratch else scratch_folder(run_dir.resolve())
+    for folder in (run_dir / LAYERS, run_dir / SHADOW, scratch):
+        _remove(folder)
+    (run_dir / INDEX).unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or not folder.exists():
+        return
+    os.chmod(folder, 0o700)
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            _remove(Path(entry.path))
+        else:
+            os.unlink(entry.path)
+    os.rmdir(folder)

@@ -1,0 +1,35 @@
+"""Variables that keep experiment trackers and model hubs from the network during a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Set for every trial. What a tracker still writes goes to `run_dir/trackers`. Values that a script passes as
+    arguments are dealt with by `agent/trackers.py`.
+
+    A tracker that the user switched off in `environ` stays off. Hugging Face downloads stay possible: a first trial may have to fetch what the user's own run would fetch.
+    """
+    folder = run_dir / "trackers"
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {
+        "SATURATE_TRACKERS": str(folder),
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": folder.as_uri() + "/mlruns",
+        "MLFLOW_REGISTRY_URI": folder.as_uri() + "/mlruns",
+        "COMET_OFFLINE_DIRECTORY": str(folder),
+        "COMET_START_ONLINE": "0",
+        "NEPTUNE_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "SWANLAB_MODE": "local",
+        "SWANLAB_LOG_DIR": str(folder),
+        "AIM_REPO": str(folder),
+        "DVCLIVE_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    return {name: value for name, value in variables.items() if environ.get(name, "").lower() not in ("disabled", "dryrun")}

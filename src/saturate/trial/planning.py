@@ -1,0 +1,250 @@
+"""Which cage a trial gets: the folders to cover, the caches to share, and whether the kernel allows it.
+
+`plan` asks the kernel instead of guessing: it rehearses the cage in a short-lived process and falls back to interception
+with the reason the kernel gave.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from saturate.trial import landlock
+from saturate.trial.cage import CagePlan
+from saturate.trial.layers import discard, make_scratch
+from saturate.trial.offline import environment_offline
+
+#: Environment variable that decides the mode: "overlay", "intercept" or empty.
+OVERRIDE = "SATURATE_ISOLATION"
+
+#: Caches of libraries that training scripts use, by the variable that moves them.
+CACHE_VARIABLES = (
+    "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE",
+    "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR", "MPLCONFIGDIR", "TIKTOKEN_CACHE_DIR", "NLTK_DATA", "KERAS_HOME",
+)
+
+#: Compiled kernels go to the study, unless the user chose a place: one trial compiles, the others reuse.
+_SHARED = (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton"))
+
+_decisions: dict[tuple[object, ...], tuple[bool, str]] = {}
+
+
+def plan(
+    cwd: Path,
+    run_dir: Path,
+    argv: list[str],
+    environ: Mapping[str, str],
+    lower_caches: Path | None = None,
+    study_dir: Path | None = None,
+) -> CagePlan:
+    """The cage of one trial that runs `argv` in `cwd` with `environ`. Creates `run_dir` and the shared cache.
+
+    `study_dir` is the folder that holds run folders (default: the nearest parent of `run_dir` named `.saturate`).
+    `lower_caches` is what `collect_caches` returned for the baseline.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    discard(run_dir)    # layers of a trial with this name that was killed
+    cwd, run_dir = cwd.resolve(), run_dir.resolve()
+    study_dir = study_dir.resolve() if study_dir else _study_of(run_dir)
+    shared = study_dir / "cache"
+    shared.mkdir(parents=True, exist_ok=True)
+    environment = environment_offline(run_dir, environ)
+    environment |= {name: str(shared / folder) for name, folder in _SHARED if not environ.get(name)}
+    layout = "root" if os.geteuid() == 0 else "user"
+    made = CagePlan(
+        mode="overlay",
+        reason="",
+        layout=layout,
+        cwd=str(cwd),
+        run_dir=str(run_dir),
+        study_dir=str(study_dir),
+        shared_cache=str(shared),
+        overlays=() if layout == "root" else _user_overlays(cwd, argv, environ, study_dir),
+        caches=_caches(environ, study_dir),
+        lower_caches=str(lower_caches.resolve()) if lower_caches else None,
+        passthrough=_sockets(environ),
+        environment=environment,
+    )
+    wanted = environ.get(OVERRIDE) or os.environ.get(OVERRIDE, "")
+    if wanted == "intercept":
+        return as_intercept(made, f"{OVERRIDE}=intercept")
+    allowed, reason = _rehearsed(made, argv)
+    if not allowed:
+        return as_intercept(made, reason)
+    return made._replace(reason=reason)
+
+
+def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
+    """The same trial in the other mode, with a TMPDIR of its own that `layers.discard` deletes."""
+    guarded = landlock.abi() > 0
+    scratch = str(make_scratch(Path(plan.run_dir)))
+    guard = "Landlock blocks other writes" if guarded else "no Landlock here: writes by C libraries are not covered"
+    return plan._replace(
+        mode="intercept", reason=f"writes are intercepted: {reason}; {guard}", guarded=guarded, scratch=scratch,
+        environment=plan.environment | {"TMPDIR": scratch},
+    )
+
+
+def probe(folder: Path | None = None) -> tuple[bool, str]:
+    """Whether this machine allows mode "overlay" for studies kept below `folder` (default: a temporary folder), and why
+    or why not."""
+    with tempfile.TemporaryDirectory(prefix="saturate-probe-", dir=folder) as top:
+        cwd = Path(top).resolve() / "cwd"
+        cwd.mkdir()
+        run_dir = Path(top).resolve() / "study" / "run"
+        run_dir.mkdir(parents=True)
+        shared = run_dir.parent / "cache"
+        shared.mkdir()
+        layout = "root" if os.geteuid() == 0 else "user"
+        trial = CagePlan(
+            mode="overlay", reason="", layout=layout, cwd=str(cwd), run_dir=str(run_dir), study_dir=str(run_dir.parent),
+            shared_cache=str(shared), overlays=() if layout == "root" else (str(cwd),),
+        )
+        return _rehearse(trial, [str(cwd)])
+
+
+def _study_of(run_dir: Path) -> Path:
+    return next((parent for parent in run_dir.parents if parent.name == ".saturate"), run_dir.parent)
+
+
+def _named_folders(argv: list[str], cwd: Path) -> list[Path]:
+    """Every path that the command names, also as `--option=PATH`."""
+    named = []
+    for word in argv:
+        _, _, value = word.partition("=")
+        for text in {word, value}:
+            if "/" in text or text == "..":
+                named.append(cwd / os.path.expanduser(text))
+    return named
+
+
+def _nearest_folder(path: Path) -> Path | None:
+    """The deepest existing folder on the way to `path`."""
+    try:
+        path = path.resolve()
+        for folder in (path, *path.parents):
+            if folder.is_dir():
+                return folder
+    except (OSError, RuntimeError, ValueError):
+        return None     # not a path after all: too long, a loop of links, a zero byte
+    return None
+
+
+def _user_overlays(cwd: Path, argv: list[str], environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
+    """Layout "user": what this user can write and a script may want to, none inside another, no parent of them all."""
+    home = environ.get("HOME") or os.path.expanduser("~")
+    named = [environ[name] for name in (*CACHE_VARIABLES, "TMPDIR", "WANDB_DIR") if environ.get(name)]
+    wanted = [Path(text) for text in (home, "/tmp", "/var/tmp", *named)]
+    wanted += [cwd, *_named_folders(argv, cwd)]
+    if not os.access(cwd, os.W_OK):
+        wanted += [path for path in cwd.glob("*/") if os.access(path, os.W_OK)]
+    found = set()
+    for path in wanted:
+        folder = _nearest_folder(path)
+        if folder and str(folder) != "/" and os.access(folder, os.W_OK) and not _below(folder, study_dir):
+            found.add(folder)
+    return tuple(sorted(str(path) for path in found if not any(path != other and _below(path, other) for other in found)))
+
+
+def _below(path: Path, folder: Path) -> bool:
+    return path == folder or folder in path.parents
+
+
+def _caches(environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))
+    wanted = [home / ".cache", home / ".triton", home / ".nv", Path("/tmp") / f"torchinductor_{_user()}"]
+    wanted += [Path(environ[name]) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))]
+    found = {path.resolve() for path in wanted}
+    return tuple(sorted(
+        str(path) for path in found
+        if not any(path != other and _below(path, other) for other in found) and not _below(path, study_dir)
+        and not _below(study_dir, path)     # a study inside a cache folder: it cannot be a layer of itself
+    ))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.geteuid())    # an id without a name, usual in containers
+
+
+def _sockets(environ: Mapping[str, str]) -> tuple[str, ...]:
+    wanted = (environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "/tmp/.X11-unix")
+    return tuple(path for path in wanted if os.path.isdir(path))
+
+
+def _rehearsed(plan: CagePlan, argv: list[str]) -> tuple[bool, str]:
+    """`_rehearse`, once per set of folders: the answer does not depend on the trial."""
+    key = (plan.cwd, plan.study_dir, plan.overlays, plan.caches, plan.passthrough, tuple(argv))
+    if key not in _decisions:
+        trial_run = Path(plan.run_dir) / "rehearsal"
+        trial_run.mkdir()
+        try:
+            places = {plan.cwd} | {str(folder) for path in _named_folders(argv, Path(plan.cwd))
+                                   if (folder := _nearest_folder(path))}
+            if foreign := _foreign(plan):
+                _decisions[key] = (False, foreign)
+            else:
+                _decisions[key] = _rehearse(plan._replace(run_dir=str(trial_run)), sorted(places))
+        finally:
+            discard(trial_run)
+            shutil.rmtree(trial_run)
+    return _decisions[key]
+
+
+def _foreign(plan: CagePlan) -> str:
+    """Layout "user": why overlays would break. Files of another owner or group that this user may write (shared
+    folders) fail with EOVERFLOW under an overlay in a user namespace; the rehearsal would not meet all of them."""
+    if plan.layout != "user":
+        return ""
+    with os.scandir(plan.cwd) as entries:
+        inside = [entry.path for entry in entries if not entry.is_symlink()]
+    for path in (*plan.overlays, *plan.caches, *inside):
+        try:
+            seen = os.stat(path)
+        except (FileNotFoundError, PermissionError):
+            continue    # a cache that does not exist yet; an entry that was removed while we looked
+        shared_by_design = seen.st_mode & stat.S_ISVTX      # /tmp: everybody owns what lies in it
+        if (seen.st_uid, seen.st_gid) != (os.geteuid(), os.getegid()) and not shared_by_design and os.access(path, os.W_OK):
+            return f"{path} can be written but belongs to another user or group"
+    return ""
+
+
+_REHEARSAL = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from saturate.trial.cage import CagePlan, CageRefused, enter
+before = [os.access(place, os.W_OK) for place in sys.argv[2:]]
+try:
+    enter(CagePlan.from_json(sys.stdin.read()))
+    for place, writable in zip(sys.argv[2:], before):
+        if writable:
+            mark = os.path.join(place, ".saturate-rehearsal")
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT))
+            os.unlink(mark)
+except CageRefused as refused:
+    sys.exit(str(refused))
+except OSError as error:
+    sys.exit(f"{error.filename}: {error.strerror}")
+"""
+
+
+def _rehearse(plan: CagePlan, places: list[str]) -> tuple[bool, str]:
+    """Enter the cage in a process of its own and create a file in each of `places` that can be written outside."""
+    package = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _REHEARSAL, package, *places],
+        input=plan.to_json(), capture_output=True, text=True, timeout=60, check=False,
+    )
+    if done.returncode == 0:
+        return True, f"overlays in a mount namespace ({plan.layout} layout)"
+    return False, done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"

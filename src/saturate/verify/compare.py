@@ -1,0 +1,151 @@
+"""Is the candidate still the same training?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from saturate.records.result import NumericsCurve
+from saturate.verify.deviation import FIRST_ACTING, METRICS, QUANTUM, Deviation, deviation, norm, update_of
+from saturate.verify.series import Series
+from saturate.verify.tolerance import Tolerance
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason` says why it did not pass, or how close it came. The caller fills in the subject of the `curves`."""
+
+    passed: bool
+    reason: str
+    curves: list[NumericsCurve] = field(default_factory=list)
+
+
+def bitwise(baseline: Series, candidate: Series) -> bool:
+    """Whether every loss, gradient norm and parameter sample is identical (class `exact`); nan equals nan."""
+
+    def same(a: float, b: float) -> bool:
+        return a == b or (a != a and b != b)
+
+    def equal(left: list, right: list) -> bool:
+        return len(left) == len(right) and all(
+            len(a) == len(b) and all(map(same, a, b)) for a, b in zip(left, right))
+
+    return (equal(baseline.losses, candidate.losses) and equal([baseline.grad_norms], [candidate.grad_norms])
+            and equal(baseline.samples, candidate.samples))
+
+
+def _other_training(baseline: Series, candidate: Series) -> str | None:
+    """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off."""
+    if baseline.motif and candidate.motif and baseline.motif != candidate.motif:
+        return f"the step changed: {candidate.motif!r} instead of {baseline.motif!r}"
+    if len(candidate) < len(baseline) - 1:      # one record may be cut short when a run is ended
+        return f"it stopped after {len(candidate)} of {len(baseline)} updates"
+    for k, (expected, found) in enumerate(zip(baseline.losses, candidate.losses)):
+        if len(expected) != len(found):
+            return f"update {k} has {len(found)} micro-steps instead of {len(expected)}"
+    for k, (expected, found) in enumerate(zip(baseline.digests, candidate.digests)):
+        if expected and found and expected != found:
+            return f"update {k} was computed from other data"
+    for k, (expected, found) in enumerate(zip(baseline.samples, candidate.samples)):
+        if len(expected) != len(found):
+            return f"update {k} has {len(found)} sampled parameters instead of {len(expected)}"
+    return None
+
+
+def _broken(baseline: Series, candidate: Series, k: int) -> str | None:
+    """Update k yields no usable number, or does not move what the baseline moves."""
+    for expected, found in zip(baseline.losses[k], candidate.losses[k]):
+        if math.isfinite(expected) and not math.isfinite(found):
+            return f"loss is {found} in update {k}, the baseline's is {expected:.6g}"
+    expected, found = baseline.grad_norms[k], candidate.grad_norms[k]
+    if math.isfinite(expected) and not math.isfinite(found):
+        return f"gradient norm is {found} in update {k}, the baseline's is {expected:.6g}"
+    if not all(map(math.isfinite, candidate.samples[k])) and all(map(math.isfinite, baseline.samples[k])):
+        return f"parameters are not finite after update {k}"
+    if k < FIRST_ACTING:
+        return None
+    moved, other = update_of(baseline, k), update_of(candidate, k)
+    if norm(moved) > QUANTUM * norm(baseline.samples[k]) and not any(other):
+        return f"update {k} is missing: no parameter moved, the baseline's did"
+    for part, (begin, end) in enumerate(baseline.parts()):
+        level = 16 * QUANTUM * norm(baseline.samples[k][begin:end])
+        if norm(moved[begin:end]) > level and not any(other[begin:end]):
+            return f"tensor {part} did not move in update {k}, the baseline's did"
+    return None
+
+
+def _percent(log_ratio: float) -> str:
+    """Two digits that count, for ratios near one and far from it."""
+    return f"{100 * math.expm1(log_ratio):.3g} %"
+
+
+def _excess(found: Deviation, allowed: Tolerance, k: int) -> str | None:
+    """The first metric of update k outside its tolerance."""
+    for metric, values, limits in zip(METRICS, found.series(), allowed.series()):
+        value, limit = values[k], limits[k]
+        if math.isnan(value) or value <= limit:
+            continue
+        if metric == "update cosine":
+            cosine, least = 1 - value * value / 2, 1 - limit * limit / 2
+            return f"update cosine is {cosine:.4f} in update {k}, at least {least:.4f} wanted"
+        if metric == "loss":
+            return f"loss deviates by {value:.3g} in update {k}, {limit:.3g} allowed"
+        return f"{metric} deviates by {_percent(value)} in update {k}, {_percent(limit)} allowed"
+    return None
+
+
+def _closest(found: Deviation, allowed: Tolerance) -> str:
+    """How much of its tolerance the worst metric used."""
+    used = [(value / limit, metric, k)
+            for metric, values, limits in zip(METRICS, found.series(), allowed.series())
+            for k, (value, limit) in enumerate(zip(values, limits)) if not math.isnan(value)]
+    if not used:
+        return "nothing deviates"
+    share, metric, k = max(used)
+    closest = f"{metric} in update {k}, {share:.0%} of what is allowed"
+    return f"within tolerance for {len(found.loss)} updates; closest: {closest}"
+
+
+def _curves(
+    baseline: Series, candidate: Series, found: Deviation, allowed: Tolerance, reason: str, failed: str
+) -> list[NumericsCurve]:
+    """Plots of loss, gradient norm and update cosine, each up to its first value that is not finite."""
+    n = len(found.loss)
+    cosine = [math.nan if math.isnan(turn) else max(-1.0, 1 - turn * turn / 2) for turn in found.turn]
+    columns = {
+        "loss": ([baseline.loss(k) for k in range(n)], [candidate.loss(k) for k in range(n)], allowed.loss),
+        "gradient norm": (baseline.grad_norms, candidate.grad_norms,
+                          [b * math.expm1(limit) for b, limit in zip(baseline.grad_norms, allowed.gradient)]),
+        "update cosine": ([1.0] * (n - 1), cosine[1:], allowed.least_cosine[1:]),
+    }
+    curves = []
+    for metric, triple in columns.items():
+        rows = list(takewhile(lambda row: all(map(math.isfinite, row)), zip(*triple)))
+        base, other, limits = [list(column) for column in zip(*rows)] or ([], [], [])
+        curves.append(NumericsCurve(
+            subject="", metric=metric, baseline=base, candidate=other, tolerance=limits,
+            passed=metric != failed, reason=reason if metric == failed else ""))
+    return curves
+
+
+def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdict:
+    """Whether `candidate` trains like `baseline` within `tolerance`, update by update.
+
+    The reason names the first violated metric with its update, what was observed, and what is allowed. Ask
+    `informative(baseline)` first: a baseline that shows nothing would let everything pass.
+    """
+    other = _other_training(baseline, candidate)
+    if other is not None:
+        return Verdict(False, other)
+    found = deviation(baseline, candidate)
+    reason = None
+    for k in range(len(found.loss)):
+        reason = _broken(baseline, candidate, k) or _excess(found, tolerance, k)
+        if reason is not None:
+            break
+    if reason is None and found.slowest > tolerance.slowest:
+        reason = f"a tensor travels only {math.exp(-found.slowest):.1%} of its way in the baseline"
+    failed = next((metric for metric in METRICS if reason and reason.startswith(metric)), "")
+    curves = _curves(baseline, candidate, found, tolerance, reason or "", failed)
+    return Verdict(reason is None, reason or _closest(found, tolerance), curves)

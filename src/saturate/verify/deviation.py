@@ -1,0 +1,142 @@
+"""How far one training is from another, update by update, in numbers that a tolerance can be set on.
+
+Each number is linear in a small perturbation, so that a tolerance is a multiple of what a known perturbation does:
+
+    loss        |mean loss - baseline's|, in the loss's unit
+    gradient    |ln(gradient norm / baseline's)|
+    turn        sqrt(2 - 2 cos) between the updates of a tensor: their angle in radians, while it is small
+    stretch     |ln(length of the update / baseline's)|
+    drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
+                decay does, too small to see in any one update but always of the same sign
+
+The last three are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
+key bias of attention): an Adam-like rule divides their rounding noise by its own size and moves them a full step in a
+random direction, without any effect on the model. Measured: with them, bf16 autocast turns a small transformer's
+whole update by 0.17 rad, its median tensor by less than 0.02.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul, sub
+from statistics import median
+
+from saturate.verify.series import Series
+
+#: Techniques act from this update on; updates 0 and 1 find the step and are the baseline's own.
+FIRST_ACTING = 2
+
+#: An update shorter than this share of the parameters is mostly the rounding of float32 (2^-24 each), no direction.
+QUANTUM = 2.0**-20
+
+METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter drift")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The five series, one entry per common update; nan where the baseline itself gives no number to compare with,
+    inf where the candidate has none. `slowest` is ln(path of a tensor in the baseline / in the other), the
+    largest."""
+
+    loss: list[float]
+    gradient: list[float]
+    turn: list[float]
+    stretch: list[float]
+    drift: list[float]
+    slowest: float
+
+    def series(self) -> tuple[list[float], ...]:
+        """In the order of `METRICS`."""
+        return self.loss, self.gradient, self.turn, self.stretch, self.drift
+
+
+def norm(vector: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(map(mul, vector, vector)))
+
+
+def update_of(series: Series, k: int) -> list[float]:
+    """The sampled change of the parameters in update k >= 1."""
+    return list(map(sub, series.samples[k], series.samples[k - 1]))
+
+
+def _ratio(other: float, base: float) -> float:
+    """|ln(other / base)|; nan when the baseline is not a positive number, inf when only the other is not."""
+    if not (math.isfinite(base) and base > 0):
+        return math.nan
+    return abs(math.log(other / base)) if math.isfinite(other) and other > 0 else math.inf
+
+
+def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
+    """(turn, stretch) of update k: medians over the tensors that move in the baseline."""
+    ours, theirs = update_of(base, k), update_of(other, k)
+    turns, stretches = [], []
+    for begin, end in base.parts():
+        a, b = ours[begin:end], theirs[begin:end]
+        length_a, length_b = norm(a), norm(b)
+        if not length_a > QUANTUM * norm(base.samples[k][begin:end]):
+            continue
+        if math.isfinite(length_b) and length_b > 0:
+            cosine = math.fsum(map(mul, a, b)) / (length_a * length_b)
+            turns.append(math.sqrt(max(0.0, 2 - 2 * cosine)))
+            stretches.append(math.log(length_b / length_a))
+        else:
+            turns.append(math.inf)
+            stretches.append(math.inf)
+    return (median(turns), abs(median(stretches))) if turns else (math.nan, math.nan)
+
+
+def _growth(series: Series, begin: int, end: int, since: int, k: int) -> float:
+    before, now = norm(series.samples[since][begin:end]), norm(series.samples[k][begin:end])
+    return math.log(now / before) if before > 0 and now > 0 and math.isfinite(now) else math.inf
+
+
+def _drift(base: Series, other: Series, since: int, k: int) -> float:
+    """Tensors that start near zero (biases) grow by whole factors and say nothing; they are left out."""
+    excess = []
+    for begin, end in base.parts():
+        expected = _growth(base, begin, end, since, k)
+        if abs(expected) < 0.5:
+            excess.append(_growth(other, begin, end, since, k) - expected)
+    return abs(median(excess)) if excess else math.nan
+
+
+def paths(series: Series, first: int, count: int) -> list[float]:
+    """How far each tensor's sample travelled in the updates `first` to `count` - 1."""
+    total = [0.0] * len(series.parts())
+    for k in range(max(1, first), count):
+        change = update_of(series, k)
+        for p, (begin, end) in enumerate(series.parts()):
+            total[p] += norm(change[begin:end])
+    return total
+
+
+def _slowest(base: Series, other: Series, first: int, count: int) -> float:
+    """Largest |ln| by which a tensor lags behind; tensors that hardly move in the baseline (a bias in front of a
+    normalisation has no true gradient) are left out."""
+    travelled = list(zip(paths(base, first, count), paths(other, first, count)))
+    usual = math.fsum(a for a, _ in travelled) / max(1, len(travelled))
+    lags = [math.log(a / b) if b > 0 else math.inf for a, b in travelled if a > 1e-3 * usual]
+    return max([0.0, *lags])
+
+
+def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviation:
+    """Compare two trainings of the same parameters; what accumulates is counted from update `acting` on.
+
+    Raises ValueError when their samples differ in size: those are not the same parameters.
+    """
+    n = min(len(base), len(other))
+    if any(len(base.samples[k]) != len(other.samples[k]) for k in range(n)):
+        raise ValueError("the samples are of different parameters")
+    loss, gradient, turn, stretch, drift = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), []
+    for k in range(n):
+        expected, found = base.loss(k), other.loss(k)
+        loss.append(math.nan if math.isnan(expected) else abs(found - expected) if math.isfinite(found) else math.inf)
+        gradient.append(_ratio(other.grad_norms[k], base.grad_norms[k]))
+        drift.append(math.nan if k < acting else _drift(base, other, acting - 1, k))
+        if k:
+            angle, length = _direction(base, other, k)
+            turn.append(angle)
+            stretch.append(length)
+    return Deviation(loss, gradient, turn, stretch, drift, _slowest(base, other, acting, n))

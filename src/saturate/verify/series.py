@@ -1,0 +1,138 @@
+"""What one verification run recorded, and its files.
+
+A folder holds `capture.jsonl` and `samples.f32`. The first line of the former is a header
+
+    {"schema": 1, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...]}
+
+and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "..."}. The latter
+holds, after each update, `dims` float32 numbers, little-endian: the same strided sample of all trained parameters,
+tensor after tensor; `segments` says how many of them belong to each tensor. `grad_norm` may be null and `digest`
+absent. A run may be killed at any moment, so a last record that is cut short is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCHEMA = 1
+CAPTURE = "capture.jsonl"
+SAMPLES = "samples.f32"
+
+
+class CaptureDamaged(ValueError):
+    """A capture cannot be read; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One training, update by update. All lists have one entry per update.
+
+    losses: the loss of each micro-step, in order, as the script computed it. grad_norms: 2-norm of all gradients at
+    the update; nan where it could not be read. samples: the strided parameter sample *after* the update.
+    digests: a hash of the update's input data, or "" where none was seen.
+    """
+
+    losses: list[list[float]]
+    grad_norms: list[float]
+    samples: list[Sequence[float]]
+    motif: str = ""
+    digests: list[str] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def loss(self, update: int) -> float:
+        """Mean loss of the update's micro-steps; nan when there was none."""
+        losses = self.losses[update]
+        return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(begin, end) of each tensor inside a sample; one part when the capture does not say."""
+        bounds, begin = [], 0
+        for length in self.segments:
+            bounds.append((begin, begin + length))
+            begin += length
+        dims = len(self.samples[0]) if self.samples else 0
+        return bounds if bounds and begin == dims else [(0, dims)]
+
+
+def _header(line: bytes, path: Path) -> dict:
+    try:
+        header = json.loads(line)
+    except ValueError as error:
+        raise CaptureDamaged(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict) or header.get("schema", SCHEMA) != SCHEMA:
+        raise CaptureDamaged(f"{path}: not a capture of schema {SCHEMA}")
+    if not isinstance(header.get("dims"), int) or header["dims"] < 0:
+        raise CaptureDamaged(f"{path}: the header has no valid dims")
+    return header
+
+
+def _number(value: object) -> float:
+    return math.nan if value is None else float(value)  # type: ignore[arg-type]
+
+
+def _updates(lines: list[bytes], path: Path) -> list[tuple[list[float], float, str]]:
+    found = []
+    for position, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            update = record["update"]
+            found.append(([_number(v) for v in record["losses"]], _number(record.get("grad_norm")),
+                          str(record.get("digest") or "")))
+        except (ValueError, TypeError, KeyError) as error:
+            if position == len(lines) - 1:
+                break               # the process was killed inside its last write
+            raise CaptureDamaged(f"{path}: line {position + 2} is not an update: {error!r}") from error
+        if update != position:
+            raise CaptureDamaged(f"{path}: update {position} is missing, line {position + 2} is update {update}")
+    return found
+
+
+def read(folder: Path) -> Series:
+    """Read a capture; updates without their samples (or the reverse) at the end are dropped.
+
+    Raises FileNotFoundError when there is no capture, CaptureDamaged when it is not one.
+    """
+    path = folder / CAPTURE
+    lines = path.read_bytes().splitlines()
+    if not lines:
+        raise CaptureDamaged(f"{path}: empty")
+    header = _header(lines[0], path)
+    updates = _updates(lines[1:], path)
+    dims = header["dims"]
+    samples: list[Sequence[float]] = [array("f") for _ in updates]
+    if dims:
+        raw = (folder / SAMPLES).read_bytes()
+        row = 4 * dims
+        samples = [array("f", raw[k : k + row]) for k in range(0, len(raw) - row + 1, row)]
+        if sys.byteorder == "big":
+            for sample in samples:
+                sample.byteswap()   # type: ignore[attr-defined]
+    n = min(len(updates), len(samples))
+    losses, norms, digests = [list(column) for column in zip(*updates[:n])] or ([], [], [])
+    segments = list(header.get("segments") or [])
+    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments)
+
+
+def write(series: Series, folder: Path) -> None:
+    """Write a capture that `read` returns equal (samples as float32)."""
+    dims = len(series.samples[0]) if series.samples else 0
+    records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments}]
+    for k, (losses, norm) in enumerate(zip(series.losses, series.grad_norms)):
+        digest = series.digests[k] if series.digests else ""
+        records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest})
+    (folder / CAPTURE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (folder / SAMPLES).open("wb") as file:
+        for sample in series.samples:
+            row = array("f", sample)
+            if sys.byteorder == "big":
+                row.byteswap()
+            row.tofile(file)

@@ -1,0 +1,158 @@
+"""What may differ: a tolerance that comes from the workload itself.
+
+Two sources. A/A runs show what the same program does twice (zero on a CPU, more with atomics on an accelerator).
+Twins are baseline runs whose parameters were once perturbed by a relative rounding of the candidate's number format:
+they show what this training makes of an error of that size, step by step. A trajectory that amplifies errors does so
+in the twin as well, so late updates get a wide tolerance and the early ones, where nothing has been amplified yet,
+carry the power of the test.
+
+    allowed[k] = max(floor, SAFETY * largest deviation of any A/A run or twin in the updates up to k + k/2 + 2)
+
+It looks ahead because a candidate rounds again in every update and so is further along the same exponential than a
+twin that was perturbed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from saturate.verify.deviation import FIRST_ACTING, Deviation, deviation, norm, update_of
+from saturate.verify.series import Series
+
+#: Fewer updates than this prove too little.
+LEAST_UPDATES = 50
+
+#: A candidate rounds in every operation of every step, a twin only once. Drift adds up over the run, so its errors do
+#: so in the candidate and not in the twin: it gets more. Measured on the trainings of the tests (65 of them), bf16
+#: autocast needs at most 0.83 of what is allowed for the loss, 0.76 for the drift, and 0.55 for the rest.
+SAFETY = 4.0
+DRIFT_SAFETY = 12.0
+
+#: Rounding of float32 (the format of most baselines): half a unit in the last place.
+FLOAT32_ROUNDING = 2.0**-24
+
+#: No tolerance on lengths exceeds this factor, so that an exploding gradient always shows.
+WIDEST_RATIO = math.log(100.0)
+
+#: Once updates may turn by a radian, the trajectories have separated: loss and lengths are then only held to their
+#: range, and what is broken outright (not finite, not moving) still fails.
+SEPARATED = 1.0
+
+#: A tensor may always travel this much less than in the baseline (a factor of two): noise of few sampled entries.
+LEAST_LAG = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed deviation per update (units as in `deviation`), and the least allowed update cosine."""
+
+    loss: list[float]
+    gradient: list[float]
+    turn: list[float]
+    stretch: list[float]
+    drift: list[float]
+    slowest: float
+
+    def series(self) -> tuple[list[float], ...]:
+        return self.loss, self.gradient, self.turn, self.stretch, self.drift
+
+    @property
+    def least_cosine(self) -> list[float]:
+        return [max(-1.0, 1 - turn * turn / 2) for turn in self.turn]
+
+
+def _running(found: Sequence[list[float]], floor: Sequence[float], widest: float, safety: float) -> list[float]:
+    """Running maximum over updates (looking ahead) and over runs, times the safety factor, between floor and cap."""
+    allowed = []
+    for k, least in enumerate(floor):
+        horizon = max(k, FIRST_ACTING) * 3 // 2 + 2
+        seen = [value for run in found for value in run[: horizon + 1] if math.isfinite(value)]
+        allowed.append(min(widest, max(least, safety * max(seen, default=0.0))))
+    return allowed
+
+
+def _of_twin(baseline: Series, twin: Series) -> Deviation:
+    """A twin's deviation, without the update whose sampled difference holds the perturbation itself."""
+    found = deviation(baseline, twin, FIRST_ACTING + 1)
+    nothing = [math.nan] * (FIRST_ACTING + 1)
+    later = slice(FIRST_ACTING + 1, None)
+    return replace(found, turn=nothing + found.turn[later], stretch=nothing + found.stretch[later])
+
+
+def tolerance(
+    baseline: Series,
+    aa: Sequence[Series] = (),
+    twins: Sequence[Series] = (),
+    rounding: float = FLOAT32_ROUNDING,
+) -> Tolerance:
+    """What a candidate may deviate from `baseline`, per update.
+
+    `aa` are unchanged repetitions; `twins` were perturbed after update 1, by `rounding` (relative; 2^-9 for bf16,
+    2^-12 for fp16, 2^-11 for TF32, 2^-24 for a change of summation order). Floors, for the first acting update (they
+    grow with the square root of the updates, as independent errors do):
+
+    loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero)
+    gradient    four roundings, at least 1e-4: sums of many terms in another order
+    turn        1e-3 rad, or the square root of the rounding when more: Adam-like rules divide small gradients by
+                their own size, so relative errors of single entries are far above the rounding
+    stretch     1e-3, or four roundings
+    drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
+    """
+    n = len(baseline)
+    runs = [*(deviation(baseline, run) for run in aa), *(_of_twin(baseline, twin) for twin in twins)]
+    sizes = [baseline.loss(k) for k in range(n)]
+    finite = [size for size in sizes if math.isfinite(size)]
+    typical = median(map(abs, finite)) if finite else 0.0
+    # errors of independent updates add up like a random walk
+    walk = [math.sqrt(max(1, k - FIRST_ACTING + 1)) for k in range(n)]
+    scale = [max(abs(size), 0.1 * typical) if math.isfinite(size) else typical for size in sizes]
+    floors = ([max(1e-5, rounding) * size * w for size, w in zip(scale, walk)],
+              [max(1e-4, 4 * rounding) * w for w in walk],
+              [max(1e-3, math.sqrt(rounding)) * w for w in walk],
+              [max(1e-3, 4 * rounding) * w for w in walk],
+              [max(1e-6, rounding / 50) * w for w in walk])
+    widest = (math.inf, WIDEST_RATIO, 2.0, WIDEST_RATIO, math.inf)
+    safety = (SAFETY, SAFETY, SAFETY, SAFETY, DRIFT_SAFETY)
+    columns = zip(*(run.series() for run in runs)) if runs else ((),) * len(floors)
+    loss, gradient, turn, stretch, drift = (
+        _running(*column) for column in zip(columns, floors, widest, safety))
+    for k in range(n):
+        if turn[k] >= SEPARATED:
+            loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
+            gradient[k] = stretch[k] = WIDEST_RATIO
+    lag = max([LEAST_LAG, *(SAFETY * run.slowest for run in runs if math.isfinite(run.slowest))])
+    return Tolerance(loss, gradient, turn, stretch, drift, min(lag, WIDEST_RATIO))
+
+
+def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | None:
+    """Why nothing can be verified with this baseline, in words for the user; None when it can.
+
+    A comparison that would pass whatever the candidate did is refused instead.
+    """
+    n = len(baseline)
+    if n < least_updates:
+        return f"only {n} updates were recorded, {least_updates} are needed"
+    losses = [baseline.loss(k) for k in range(n) if baseline.losses[k]]
+    if not losses:
+        return "no loss was seen: the script does not call backward() on one"
+    for k, value in enumerate(losses):
+        if not math.isfinite(value):
+            return f"the baseline's own loss is not finite (update {k})"
+    if not all(map(math.isfinite, baseline.samples[-1])):
+        return "the baseline's own parameters are not finite at the end"
+    if not any(losses):
+        return "the loss is zero in every update"
+    if len(set(losses)) == 1:
+        return f"the loss is the same in every update ({losses[0]:g})"
+    known = [value for value in baseline.grad_norms if math.isfinite(value)]
+    if known and not any(known):
+        return "all gradients are zero"
+    if not any(baseline.samples[0]) and not any(baseline.samples[-1]):
+        return "no parameters were sampled, or all of them are zero"
+    moving = sum(norm(update_of(baseline, k)) > 0 for k in range(FIRST_ACTING, n))
+    if moving < (n - FIRST_ACTING) / 2:
+        return f"the parameters move in only {moving} of {n - FIRST_ACTING} updates (learning rate 0, or all frozen)"
+    return None

@@ -1,0 +1,148 @@
+"""The shadow view against the real file system: the same random operations on both must agree, errors included."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from isolation_kit import snapshot
+
+from saturate.agent import redirect
+
+OPERATIONS = ("write", "append", "read", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "listdir", "stat",
+              "rmtree", "makedirs", "exclusive", "update", "truncate", "copytree", "move")
+NAMES = [f"{x}{y}{z}" for x in ("", "a/", "b/") for y in ("", "d/") for z in "abdf"]
+
+
+def _tree(root: Path) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for top, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            path = os.path.join(top, name)
+            key = os.path.relpath(path, root)
+            if os.path.islink(path):
+                found[key] = os.readlink(path)
+            else:
+                found[key] = None if os.path.isdir(path) else Path(path).read_bytes()
+    return found
+
+
+def _step(root: Path, seed: int) -> object:
+    """One random operation; its result or its error number."""
+    rng = random.Random(seed)
+    name, one, two = rng.choice(OPERATIONS), root / rng.choice(NAMES), root / rng.choice(NAMES)
+    data = rng.randbytes(3)
+    modes = {"write": "wb", "append": "ab", "exclusive": "xb", "update": "r+b"}
+    try:
+        if name in modes:
+            with open(one, modes[name]) as file:
+                file.write(data)
+        elif name == "read":
+            return one.read_bytes()
+        elif name == "listdir":
+            return sorted(os.listdir(one)), sorted(entry.name for entry in os.scandir(one))
+        elif name == "stat":
+            return one.stat().st_mode
+        elif name in ("mkdir", "rmdir", "unlink", "makedirs"):
+            getattr(os, name)(one)
+        elif name in ("rename", "link"):
+            getattr(os, name)(one, two)
+        elif name == "symlink":
+            os.symlink(os.path.relpath(one, two.parent), two)
+        elif name == "rmtree":
+            shutil.rmtree(one)
+        elif name == "truncate":
+            os.truncate(one, 1)
+        elif name == "move":
+            shutil.move(one, two)
+        elif not os.path.realpath(two).startswith(os.path.realpath(one)):
+            shutil.copytree(one, two, symlinks=True)
+    except shutil.Error:
+        return "shutil.Error"
+    except OSError as error:
+        return name, error.errno
+    return name
+
+
+def _fill(root: Path, rng: random.Random) -> None:
+    for _ in range(8):
+        path = root / rng.choice(NAMES)
+        if not any(parent.is_file() for parent in path.parents) and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(rng.randbytes(4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shadow_behaves_like_a_file_system(tmp_path, seed):
+    real, user = tmp_path / "real" / "x", tmp_path / "user" / "x"
+    for root in (real, user):
+        root.mkdir(parents=True)
+        _fill(root, random.Random(seed))
+    before = snapshot(user)
+    undo = redirect.install(tmp_path / "shadow", [tmp_path / "real"])
+    try:
+        for number in range(40):
+            expected, found = _step(real, seed * 1000 + number), _step(user, seed * 1000 + number)
+            assert found == expected, f"step {number}"
+            assert _tree(user) == _tree(real), f"step {number}: {expected}"
+    finally:
+        undo()
+    assert snapshot(user) == before
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    (tmp_path / "user").mkdir()
+    monkeypatch.chdir(tmp_path / "user")
+    (tmp_path / "user" / "x.txt").write_text("x")
+    undo = redirect.install(tmp_path / "shadow", [tmp_path / "allowed"])
+    yield tmp_path
+    undo()
+
+
+def test_a_folder_made_in_the_trial_can_be_entered(installed):
+    os.makedirs("outputs/run")
+    os.chdir("outputs/run")
+    assert os.getcwd() == str(installed / "user" / "outputs" / "run")
+    Path("log.txt").write_text("here")
+    os.chdir(installed)
+    assert (installed / "user" / "outputs" / "run" / "log.txt").read_text() == "here"
+
+
+def test_names_stay_as_the_script_gave_them(installed):
+    with open("x.txt", "a") as file:
+        assert file.name == "x.txt"
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("missing/y.txt").write_text("y")
+    assert "shadow" not in str(caught.value)
+
+
+def test_a_link_to_a_folder_made_in_the_trial(installed):
+    os.mkdir("ckpt-10")
+    os.symlink(os.path.abspath("ckpt-10"), "latest")
+    Path("latest/w.pt").write_text("w")
+    assert os.listdir("ckpt-10") == ["w.pt"]
+    assert os.path.realpath("latest") == str(installed / "user" / "ckpt-10")
+
+
+def test_sqlite_uri_and_safetensors(installed):
+    import sqlite3
+    import types
+
+    connect = sqlite3.connect
+    redirect.on_sqlite3(sqlite3)
+    try:
+        sqlite3.connect("file:a.db?mode=rwc", uri=True).execute("create table t (x)").connection.commit()
+        assert sqlite3.connect(":memory:").execute("select 1").fetchone() == (1,)
+        assert os.path.exists("a.db")
+    finally:
+        sqlite3.connect = sqlite3.dbapi2.connect = connect
+    written = []
+    fake = types.SimpleNamespace(serialize_file=lambda tensors, path: written.append(path), safe_open=lambda path: path)
+    redirect.on_safetensors(fake)
+    fake.serialize_file({}, "m.safetensors")
+    assert written == [str(installed / "shadow") + str(installed / "user" / "m.safetensors")]
+    assert fake.safe_open("x.txt") == str(installed / "user" / "x.txt")

@@ -1,0 +1,164 @@
+"""Verdicts on made-up series: what each check sees, without any training."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from saturate.verify.compare import bitwise, compare
+from saturate.verify.deviation import deviation
+from saturate.verify.series import Series
+from saturate.verify.tolerance import informative, tolerance
+
+N, SEGMENTS = 60, [4, 8, 8]
+
+
+def made(seed=0, *, jitter=0.0, tamper=None):
+    """A falling loss, and 20 parameters in three tensors that walk; `jitter` is relative noise on everything."""
+    path, noise = random.Random(0), random.Random(seed)
+
+    def near(value):
+        return value * (1 + jitter * noise.uniform(-1, 1))
+
+    position = [path.uniform(0.5, 1) for _ in range(sum(SEGMENTS))]
+    losses, norms, samples = [], [], []
+    for k in range(N):
+        step = [near(0.01 * path.gauss(0, 1)) for _ in position]
+        if tamper:
+            step = tamper(k, step)
+        position = [p + s for p, s in zip(position, step)]
+        losses.append([near(2.0 * 0.98**k + 0.1 * path.random()), near(2.0 * 0.98**k)])
+        norms.append(near(1 + path.random()))
+        samples.append(array("d", position))
+    return Series(losses, norms, samples, "F B F B S", [f"batch {k}" for k in range(N)], SEGMENTS)
+
+
+BASE = made()
+TIGHT = tolerance(BASE)
+
+
+def changed(column, k, value):
+    """BASE with one entry of one column replaced."""
+    entries = list(getattr(BASE, column))
+    entries[k] = value
+    return replace(BASE, **{column: entries})
+
+
+def test_the_same_series_passes_and_is_bitwise_equal():
+    assert compare(BASE, made(), TIGHT).passed and bitwise(BASE, made())
+    assert informative(BASE) is None
+
+
+@pytest.mark.parametrize("candidate, reason", [
+    (changed("losses", 40, [math.nan, 1.0]), "loss is nan in update 40"),
+    (changed("losses", 40, [1.0, math.inf]), "loss is inf in update 40"),
+    (changed("grad_norms", 7, math.nan), "gradient norm is nan in update 7"),
+    (changed("grad_norms", 7, 0.0), "gradient norm deviates by inf % in update 7"),
+    (changed("samples", 9, array("d", [math.nan] * 20)), "parameters are not finite after update 9"),
+    (changed("samples", 9, array("d", [0.0] * 19)), "update 9 has 19 sampled parameters instead of 20"),
+    (changed("samples", 9, BASE.samples[8]), "update 9 is missing"),
+    (changed("losses", 5, [1.0]), "update 5 has 1 micro-steps instead of 2"),
+    (changed("digests", 3, "another batch"), "update 3 was computed from other data"),
+    (replace(BASE, motif="F B S"), "the step changed"),
+    (replace(BASE, losses=BASE.losses[:50], grad_norms=BASE.grad_norms[:50], samples=BASE.samples[:50]),
+     "it stopped after 50 of 60 updates")])
+def test_what_no_tolerance_covers(candidate, reason):
+    wide = tolerance(BASE, twins=[made(1, jitter=0.3), made(2, jitter=0.3)], rounding=0.01)
+    verdict = compare(BASE, candidate, wide)
+    assert not verdict.passed and verdict.reason.startswith(reason)
+    assert not bitwise(BASE, candidate) or "step changed" in reason or "other data" in reason
+    for curve in verdict.curves:
+        for column in (curve.baseline, curve.candidate, curve.tolerance):
+            assert all(map(math.isfinite, column))
+
+
+def test_a_tolerance_grows_with_what_the_twins_show():
+    twins = [made(seed, jitter=1e-3) for seed in (1, 2)]
+    allowed = tolerance(BASE, twins=twins)
+    assert compare(BASE, made(9, jitter=1e-3), allowed).passed
+    assert not compare(BASE, made(9, jitter=1e-3), TIGHT).passed
+    assert not compare(BASE, made(9, jitter=0.05), allowed).passed
+    # the same knowledge may come from A/A runs
+    assert compare(BASE, made(9, jitter=1e-3), tolerance(BASE, aa=twins)).passed
+
+
+def test_a_jump_from_the_perturbation_itself_does_not_widen_the_tolerance():
+    def jump(k, step):
+        return [s + 5.0 for s in step] if k == 2 else step
+    allowed = tolerance(BASE, twins=[made(tamper=jump)])
+    assert max(allowed.turn[:5]) < 0.02
+    assert not compare(BASE, made(tamper=jump), allowed).passed
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_longer_or_shorter_updates_are_seen(factor):
+    verdict = compare(BASE, made(tamper=lambda k, step: [factor * s for s in step] if k >= 2 else step), TIGHT)
+    assert verdict.reason.startswith("update norm deviates by 1") and "in update 2" in verdict.reason
+
+
+def test_updates_of_the_right_length_in_another_direction_are_seen():
+    def turned(k, step):
+        return [-s if i % 2 and k >= 2 else s for i, s in enumerate(step)]
+    verdict = compare(BASE, made(tamper=turned), TIGHT)
+    assert verdict.reason.startswith("update cosine is ") and "in update 2, at least 1.0000 wanted" in verdict.reason
+    assert [curve.metric for curve in verdict.curves if not curve.passed] == ["update cosine"]
+
+
+def test_a_tensor_that_lags_behind_is_seen():
+    def slow(k, step):
+        return [0.3 * s for s in step[:4]] + step[4:] if k >= 2 else step
+    verdict = compare(BASE, made(tamper=slow), TIGHT)
+    assert verdict.reason == "a tensor travels only 30.0% of its way in the baseline"
+
+
+def test_a_tensor_that_stands_still_is_seen_in_its_update():
+    def frozen(k, step):
+        return [0.0] * 4 + step[4:] if k == 33 else step
+    assert compare(BASE, made(tamper=frozen), TIGHT).reason.startswith("tensor 0 did not move in update 33")
+
+
+def test_noise_in_one_tensor_of_three_is_left_to_the_other_two():
+    rng = random.Random(5)
+
+    def noisy(k, step):
+        return [rng.gauss(0, 0.01) for _ in range(4)] + step[4:] if k >= 2 else step
+    verdict = compare(BASE, made(tamper=noisy), TIGHT)
+    assert verdict.passed
+
+
+def test_a_gradient_norm_that_was_never_measured_is_not_compared():
+    blind = replace(BASE, grad_norms=[math.nan] * N)
+    verdict = compare(blind, replace(BASE, grad_norms=[5.0] * N), tolerance(blind))
+    assert verdict.passed and informative(blind) is None
+
+
+@pytest.mark.parametrize("baseline, reason", [
+    (replace(BASE, losses=[[] for _ in range(N)]), "no loss was seen"),
+    (replace(BASE, losses=[[0.0, 0.0]] * N), "the loss is zero"),
+    (replace(BASE, losses=[[0.7, 0.7]] * N), "the same in every update (0.7)"),
+    (changed("losses", 3, [math.nan, 1.0]), "not finite (update 3)"),
+    (changed("samples", N - 1, array("d", [math.inf] * 20)), "parameters are not finite"),
+    (replace(BASE, grad_norms=[0.0] * N), "all gradients are zero"),
+    (replace(BASE, samples=[BASE.samples[0]] * N), "move in only 0 of 58"),
+    (replace(BASE, samples=[array("d")] * N), "no parameters were sampled")])
+def test_a_baseline_that_proves_nothing_is_refused(baseline, reason):
+    assert reason in informative(baseline)
+
+
+def test_an_update_of_the_baseline_that_is_not_finite_or_does_not_move_is_skipped():
+    """A loss scaler skips its first updates: the baseline gives nothing to hold these against."""
+    odd = replace(changed("grad_norms", 5, math.inf), samples=[*BASE.samples[:5], BASE.samples[4], *BASE.samples[6:]])
+    found = deviation(odd, BASE)
+    assert math.isnan(found.gradient[5]) and math.isnan(found.turn[5])
+    assert informative(odd) is None
+
+
+def test_bitwise_knows_nan_and_length():
+    odd = changed("grad_norms", 5, math.nan)
+    assert bitwise(odd, changed("grad_norms", 5, math.nan))
+    assert not bitwise(BASE, changed("losses", 59, [0.0, 0.0]))
+    assert not bitwise(BASE, replace(BASE, losses=BASE.losses[:-1]))

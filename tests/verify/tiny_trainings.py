@@ -1,0 +1,176 @@
+"""Tiny real trainings with planted bugs, recorded as the agent records them. One thread, a fraction of a second
+each."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from saturate.verify.series import Series
+
+UPDATES = 52
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training; the fields after `clip` are what a lying technique does to it, from update 2 on."""
+
+    model: str = "transformer"
+    optimizer: str = "adamw"
+    micro: int = 2
+    lr: float | None = None
+    weight_decay: float = 0.1
+    seed: int = 0                       # of parameters and data
+    updates: int = UPDATES
+    perturb: float = 0.0                # relative, once, after update 1
+    perturb_seed: int = 0
+    bf16: bool = False
+    fused: bool = False
+    reverse_batch: bool = False         # the same sums in another order
+    bug: str = ""
+    data_seed: int | None = None
+    from_start: bool = False            # the bug acts from update 0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.one(x)).chunk(3, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.mlp(self.two(x))
+
+
+class Transformer(nn.Module):
+    """Next token of a noisy arithmetic sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, 32)
+        self.blocks = nn.Sequential(Block(32), Block(32))
+        self.head = nn.Linear(32, 17)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embedding(x)))
+
+
+def _transformer_batch(generator):
+    start = torch.randint(0, 17, (8, 1), generator=generator)
+    stride = torch.randint(1, 4, (8, 1), generator=generator)
+    tokens = (start + stride * torch.arange(13)) % 17
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _image_batch(generator):
+    labels = torch.randint(0, 4, (16,), generator=generator)
+    images = torch.randn(16, 3, 8, 8, generator=generator) + labels.view(-1, 1, 1, 1) * 0.3
+    return images, labels
+
+
+def _mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def _convnet():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+
+MODELS = {"transformer": (Transformer, _transformer_batch), "mlp": (_mlp, _image_batch),
+          "convnet": (_convnet, _image_batch)}
+RATES = {"adamw": 3e-3, "sgd": 0.1}
+
+
+def _optimizer(plan: Plan, model: nn.Module):
+    rate = plan.lr if plan.lr is not None else RATES[plan.optimizer]
+    if plan.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), rate, weight_decay=plan.weight_decay, fused=plan.fused)
+    return torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=plan.weight_decay / 100)
+
+
+def _sample(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten()
+        found.append(flat[:: max(1, len(flat) // 64)][:64].clone())
+    return found
+
+
+def _loss(plan: Plan, model, x, y):
+    if plan.reverse_batch:
+        x, y = x.flip(0), y.flip(0)
+    with torch.autocast("cpu", torch.bfloat16) if plan.bf16 else nullcontext():
+        out = model(x)
+    loss = nn.functional.cross_entropy(out.float().flatten(0, -2), y.flatten())
+    if plan.bug == "constant loss":
+        return loss * 0 + 1.0
+    return loss * 0 if plan.bug == "zero loss" else loss
+
+
+@functools.lru_cache(maxsize=512)
+def train(plan: Plan) -> Series:
+    """Run the plan and record it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(plan.seed)
+    build, batch = MODELS[plan.model]
+    model = build()
+    optimizer = _optimizer(plan, model)
+    generator = torch.Generator().manual_seed(plan.seed + 1000)
+    losses, norms, samples, stale = [], [], [], None
+    for k in range(plan.updates):
+        acts = k >= 2 or plan.from_start
+        now = plan if acts else replace(plan, bf16=False, reverse_batch=False)
+        bug = plan.bug if acts else ""
+        if plan.data_seed is not None and k == (0 if plan.from_start else 2):
+            generator = torch.Generator().manual_seed(plan.data_seed)
+        if bug == "learning rate" and k == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+        if bug == "no weight decay":
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.0
+        losses.append([])
+        for m in range(plan.micro):
+            x, y = batch(generator)
+            loss = _loss(now, model, x, y)
+            losses[-1].append(float("nan") if bug == "nan" and k == 40 else float(loss.detach()))
+            scale = 1 if bug == "gradient sum" else plan.micro
+            if not (bug == "dropped micro-batch" and m == plan.micro - 1):
+                (loss / scale).backward()
+        parameters = list(model.parameters())
+        if bug == "stale gradients":
+            fresh = [p.grad.clone() for p in parameters]
+            for p, old in zip(parameters, stale or fresh):
+                p.grad.copy_(old)
+            stale = fresh
+        elif plan.bug == "stale gradients":
+            stale = [p.grad.clone() for p in parameters]
+        if bug == "frozen layer":
+            parameters[-4].grad = None
+        norms.append(float(torch.linalg.vector_norm(torch.stack(
+            [p.grad.norm() for p in parameters if p.grad is not None]))))
+        if not (bug == "skipped step" and k == 30):
+            optimizer.step()
+        optimizer.zero_grad()
+        if plan.perturb and k == 1:
+            noise = torch.Generator().manual_seed(plan.perturb_seed)
+            with torch.no_grad():
+                for p in parameters:
+                    p.mul_(1 + plan.perturb * (2 * torch.rand(p.shape, generator=noise) - 1))
+        parts = _sample(model)
+        samples.append(torch.cat(parts).tolist())
+    return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts])
+
+
+def twins(plan: Plan, perturb: float, count: int = 2) -> list[Series]:
+    clean = replace(plan, bug="", bf16=False, fused=False, reverse_batch=False, data_seed=None)
+    return [train(replace(clean, perturb=perturb, perturb_seed=7 + i)) for i in range(count)]
