@@ -62,9 +62,9 @@ def _connect(session: Any) -> None:
     else:
         session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
     if session.capture is not None:
-        session.capture.on_done = lambda: session.gate.boundary(False)
+        session.capture.on_done = lambda: session.gate.boundary(False, session.counts)
     else:
-        session.gate.boundary(False)
+        session.gate.boundary(False, session.counts)
         session.split(session.gate.split)
 
 

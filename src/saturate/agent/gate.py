@@ -35,10 +35,10 @@ class Gate:
         self.parts: dict[str, int] = {}
         self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), **hello})
 
-    def boundary(self, evaluated: bool) -> None:
-        """One step has ended."""
+    def boundary(self, evaluated: bool, counts: dict[str, int]) -> None:
+        """One step has ended. `counts` are events since the start, by token: a step must stay what it was."""
         if not self.remaining:
-            self._wait({})
+            self._wait({"counts": counts})
             return
         self.remaining -= 1
         if evaluated:
@@ -47,7 +47,8 @@ class Gate:
             self._drain()
         self.stamps.append(self._clock())
         if not self.remaining:
-            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts})
+            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts,
+                        "counts": counts})
 
     def _wait(self, message: dict[str, Any]) -> None:
         self._drain()

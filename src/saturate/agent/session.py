@@ -42,6 +42,7 @@ class Session:
         step = plan.get("step")
         self.step = motif.Step(step["token"], step["count"], tuple(step["tokens"])) if step else None
         self.tokens: list[str] = []
+        self.counts: dict[str, int] = {}
         self.changes: list[bool] = []
         self.occurrences = 0
         self.boundaries = 0
@@ -213,6 +214,7 @@ class Session:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _token(self, token: str) -> None:
+        self.counts[token] = self.counts.get(token, 0) + 1
         if self.step is None:
             self._discover(token)
             if self.step is None:
@@ -253,7 +255,7 @@ class Session:
             self.capture.record(self)
         if self.phase == "active":
             if self.gate is not None and self.capture is None:
-                self.gate.boundary(self.evaluated)
+                self.gate.boundary(self.evaluated, self.counts)
                 self.split(self.gate.split)
             if self.watchdog is not None:
                 self.watchdog.check(self)

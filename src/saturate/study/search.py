@@ -19,6 +19,7 @@ from saturate.study.candidates import Candidate, Set, conflict, without
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.techniques import _registry
+from saturate.techniques._api import STAGES
 from saturate.trial.process import TrialEnded
 
 #: A technique that cannot remove more than this share of a step is not worth a process.
@@ -26,7 +27,7 @@ SMALLEST_BOUND = 0.01
 
 #: Screening asks whether a technique is promising; adding and the final race settle how much it gives.
 SCREEN = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
-ADD = Limits(max_pairs=3, min_rounds=4, max_rounds=12)
+ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
 RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
@@ -93,7 +94,8 @@ class Search:
             variants = [Candidate(module, options) for options in module.variants(self.facts)]
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", variants[0])
             found.append((1.0 if bound is None else bound, variants))
-        return sorted(found, key=lambda entry: -entry[0])
+        # Of equal bounds, what changes the work itself comes before what changes where it runs.
+        return sorted(found, key=lambda entry: (-entry[0], -STAGES.index(entry[1][0].module.TECHNIQUE.stage)))
 
     def _excluded(self, identity: str, module: ModuleType) -> Fate | None:
         if identity in self.skip:

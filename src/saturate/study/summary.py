@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import saturate
@@ -113,16 +114,22 @@ def _floor(study: Study) -> float | None:
 
 
 def _break_even(study: Study) -> int | None:
-    """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches."""
-    if not (study.final and study.tuned and study.search and study.search.kept):
+    """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches.
+
+    Starts vary from run to run, so medians over all trials of either kind are compared. Compiling is paid once where a
+    cache keeps it; its cold cost is the longest that any trial of these techniques took.
+    """
+    if not (study.final and study.search and study.search.kept):
         return None
-    base = study.baseline
-    extra = study.tuned["startup_s"] + study.tuned["warmup_s"] - base["startup_s"] - base["warmup_s"]
     labels = {c.label() for c in study.search.kept}
-    compiles = [t["compile_s"] for t in study.store.trials() if t["compile_s"] and set(t["techniques"]) <= labels]
-    warm = [t["compile_s"] for t in study.store.trials() if t["compile_s"] and set(t["techniques"]) == labels]
-    cold_extra = max(compiles, default=0.0) - min(warm, default=0.0)
-    return breakeven.steps(study.final.a_ms, study.final.b_ms, max(0.0, extra) + cold_extra)
+    trials = [t for t in study.store.trials() if t["startup_s"] is not None and t["warmup_s"] is not None]
+    plain = [t["startup_s"] + t["warmup_s"] for t in trials if not t["techniques"]]
+    tuned = [t for t in trials if set(t["techniques"]) == labels]
+    if not plain or not tuned:
+        return None
+    warm = median([t["startup_s"] + t["warmup_s"] - (t["compile_s"] or 0.0) for t in tuned])
+    cold_compile = max((t["compile_s"] or 0.0 for t in trials if t["techniques"] and set(t["techniques"]) <= labels), default=0.0)
+    return breakeven.steps(study.final.a_ms, study.final.b_ms, warm + cold_compile - median(plain))
 
 
 def _techniques(study: Study) -> list[TechniqueOutcome]:

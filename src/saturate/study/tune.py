@@ -190,6 +190,7 @@ def _measure(study: Study, bench: Bench) -> None:
 
 def _baseline(study: Study, bench: Bench) -> bool:
     """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why)."""
+    bench.step = _step_override(study.request.step)
     stored = study.store.answer("baseline")
     if stored is None:
         try:
@@ -202,7 +203,7 @@ def _baseline(study: Study, bench: Bench) -> bool:
     study.baseline = stored
     study.facts = msgspec.convert(stored["facts"], Facts)
     bench.step = stored["step"]
-    bench.reference_tokens = stored["step"]["tokens"]
+    bench.reference_events = stored["events"]
     if (bench.folder / "caches").is_dir():
         bench.caches = bench.folder / "caches"
     study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif}); "
@@ -210,6 +211,16 @@ def _baseline(study: Study, bench: Bench) -> bool:
     if not stored["stationary"]:
         study.notes.append("the baseline's step time was still drifting when measuring began")
     return True
+
+
+def _step_override(text: str | None) -> dict[str, Any] | None:
+    """What `--step` says, in the agent's terms (see `agent.motif.Step`)."""
+    if text is None:
+        return None
+    kind, _, number = text.partition(":")
+    if kind == "backward":
+        return {"token": "B", "count": int(number), "tokens": ["B"] * int(number)}
+    return {"token": f"S{number}", "count": 1, "tokens": [f"S{number}"]}
 
 
 def _observe(study: Study, live: Live) -> dict[str, Any]:
@@ -228,7 +239,7 @@ def _observe(study: Study, live: Live) -> dict[str, Any]:
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
                  gc_ms_per_step=split.get("garbage collector", 0.0))
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
-            "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary,
+            "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
             "memory_bytes": live.trial.resident_bytes()}
 
 
@@ -275,7 +286,7 @@ def _race_mode(study: Study) -> str:
 def _noise(study: Study, racer: Racer, end: float) -> bool:
     study.say("noise: the baseline against itself")
     try:
-        study.aa = racer.run("A/A", (), (), AA, end)
+        study.aa = racer.run("A/A", (), (), AA, end, share_base=True)
     except TrialEnded as ended:
         if ended.outcome.kind != "too_short":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,

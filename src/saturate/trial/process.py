@@ -58,10 +58,12 @@ class TrialSpec:
 
 @dataclass(frozen=True)
 class Block:
-    """The timed steps of one block: nanoseconds per step, evaluation steps left out; host time by part when split."""
+    """The timed steps of one block: nanoseconds per step, evaluation steps left out; host time by part when split.
+    `events`: how often each token of the motif occurred, the skipped steps included."""
 
     step_ns: list[int]
     parts: dict[str, int]
+    events: dict[str, int] = field(default_factory=dict)
 
     @property
     def mean_ns(self) -> float:
@@ -76,6 +78,7 @@ class Trial:
         self.spec = spec
         self.started = time.monotonic()
         self.steps = 0
+        self.counts: dict[str, int] = {}        # events in the workload since its start, by token
         self.frozen = False
         self.ended: Outcome | None = None
         self.compile_s: float | None = None
@@ -119,6 +122,7 @@ class Trial:
         assert not self.frozen
         began = time.perf_counter_ns()
         self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split}))
+        before = self.counts
         gates = self._wait_gate()
         wall_ns = time.perf_counter_ns() - began
         self.steps += skip + steps
@@ -138,7 +142,8 @@ class Trial:
         evaluations = {index - skip for index in slowest["evaluations"]}
         training = [d for index, d in enumerate(durations) if index not in evaluations]
         # A frozen teacher in eval mode makes every step look like an evaluation; then all of them count.
-        return Block(training if 2 * len(training) >= len(durations) else durations, slowest["parts"])
+        events = {token: count - before.get(token, 0) for token, count in self.counts.items()}
+        return Block(training if 2 * len(training) >= len(durations) else durations, slowest["parts"], events)
 
     def ask(self, question: str) -> Any:
         """Facts or evidence, while at the gate."""
@@ -149,7 +154,9 @@ class Trial:
         self.wait_ready()
 
     def _wait_gate(self) -> list[dict[str, Any]]:
-        return self._guarded(lambda: self.server.wait_gates(self.workload.timeout_s, self._alive))
+        gates = self._guarded(lambda: self.server.wait_gates(self.workload.timeout_s, self._alive))
+        self.counts = gates[0]["counts"]
+        return gates
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:

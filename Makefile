@@ -1,0 +1,41 @@
+# Two commands set everything up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+
+.PHONY: demo test test-all lint bench docs clean
+
+demo: $(VENV)/.installed          ## tune the char-GPT example: a few minutes on two cores
+	$(BIN)/saturate tune --budget 4m -- $(BIN)/python examples/char_gpt.py
+
+test: $(VENV)/.tested             ## lint, and all tests but the slow ones
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.tested         ## the slow tests as well
+	$(BIN)/python -m pytest -m "not gpu"
+
+bench: $(VENV)/.tested            ## every benchmark in full: some two hours; read bench/README.md first
+	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/aa.py --simulated
+	$(BIN)/python bench/aa.py --real 40
+	$(BIN)/python bench/expert.py
+	$(BIN)/python bench/regret.py
+
+docs: $(VENV)/.installed          ## the technique pages, from the techniques' docstrings
+	$(BIN)/python docs/generate.py
+
+$(VENV)/.installed: pyproject.toml requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed requirements/test.txt requirements/examples.txt
+	$(PIP) --requirement requirements/test.txt --requirement requirements/examples.txt
+	sh scripts/install-browser.sh
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
