@@ -1,0 +1,46 @@
+"""The documentation says what the code says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_technique_pages_are_up_to_date(capsys):
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert generate["main"](True) == 0, capsys.readouterr().out
+
+
+def test_a_stale_page_is_noticed(monkeypatch, capsys):
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    pages = generate["pages"]() | {"tf32.md": "old"}
+    monkeypatch.setitem(generate["main"].__globals__, "pages", lambda: pages)
+    assert generate["main"](True) == 1
+    assert "tf32.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [p.relative_to(ROOT).as_posix() for p in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith(("http:", "https:")):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_verbs_in_the_readme_exist():
+    from saturate.cli.main import VERBS
+
+    verbs = {name for name, _, _ in VERBS}
+    used = set(re.findall(r"^\s*(?:\$ )?saturate ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert used and used <= verbs, used - verbs
+
+
+def test_make_targets_in_the_readme_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = set(re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert used and used <= targets, used - targets
