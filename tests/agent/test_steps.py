@@ -117,6 +117,48 @@ def test_step_is_found(name, script, start):
     assert all(ns > 0 for ns in block.step_ns)
 
 
+def test_an_irregular_loop_steps_with_its_optimizer(script, start):
+    source = HEAD + """
+import random
+random.seed(0)
+opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+while True:
+    for _ in range(random.randint(1, 4)): loss_of().backward()
+    opt.step(); opt.zero_grad()
+"""
+    trial = start(str(script(source)))
+    hello = trial.wait_ready()
+    assert hello["step"]["tokens"][-1] == "S0"
+    assert len(trial.run_block(1, 5).step_ns) == 5
+
+
+def test_backward_without_any_update_is_no_step(script, start):
+    from saturate.trial.process import TrialEnded
+
+    trial = start(str(script(HEAD + "while True: model.zero_grad(); loss_of().backward()")))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "no_step"
+    assert "--step" in ended.value.outcome.remedy
+
+
+def test_ranks_made_by_spawn_know_their_rank(script, start):
+    source = """
+    import torch, torch.nn as nn, torch.distributed as dist, torch.multiprocessing as mp, os
+    def main(rank, path):
+        dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1)); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+        while True:
+            opt.zero_grad(); model(torch.randn(4, 8)).mean().backward(); opt.step()
+    if __name__ == "__main__":
+        mp.spawn(main, args=(os.path.abspath("rendezvous"),), nprocs=2)
+    """
+    trial = start(str(script(source)), timeout_s=120.0)
+    hello = trial.wait_ready()
+    assert hello["world_size"] == 2
+    assert sorted(rank.hello["rank"] for rank in trial.server.ranks) == [0, 1]
+
+
 def test_steps_that_contain_an_evaluation_are_left_out(script, start):
     trial = start(str(script(HEAD + LOOPS["evaluation phases"][0])))
     trial.wait_ready()

@@ -8,8 +8,11 @@ import sys
 import traceback
 from typing import Any
 
-from saturate.agent import observe
+from saturate.agent import observe, sample
 from saturate.techniques._api import NotApplied
+
+#: Entries per parameter that are looked at whenever a trial stands at the gate.
+WATCHED_ENTRIES = 16
 
 
 def on_wake(session: Any) -> None:
@@ -58,14 +61,38 @@ def _connect(session: Any) -> None:
         "changes": session.context.changes,
     }
     if session.gate is None:        # a motif that changed keeps its connection
-        session.gate = Gate(session.plan, hello, session.clock, session.drain, lambda order: answer(session, order))
+        session.gate = Gate(session.plan, hello, session.clock, session.drain,
+                            lambda order: answer(session, order), lambda: standing(session))
     else:
         session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
     if session.capture is not None:
-        session.capture.on_done = lambda: session.gate.boundary(False, session.counts)
+        session.capture.on_done = lambda: session.gate.boundary(False)
     else:
-        session.gate.boundary(False, session.counts)
+        session.gate.boundary(False)
         session.split(session.gate.split)
+
+
+def report_no_step(session: Any) -> None:
+    """No step was found in this process: tell the controller, or the user."""
+    if session.plan["mode"] == "run":
+        if observe.rank() == 0:
+            sys.stderr.write("saturate: no training step was recognised; the recipe's model techniques are not applied\n")
+        return
+    from saturate.agent.gate import Gate
+
+    hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
+    gate = Gate(session.plan, hello, session.clock, session.drain, lambda order: None)
+    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:])})
+
+
+def standing(session: Any) -> dict[str, Any]:
+    """What a rank says whenever it comes to the gate: events since the start by token, losses that were not reported
+    yet, and a few entries of a few parameters. A step must stay what it was, and training must go on."""
+    early, session.early = session.early, []
+    if session.watched is None:
+        session.watched = sample.few(observe.trained_parameters(session))
+    return {"counts": session.counts, "losses": [[float(loss.double().sum()) for loss in update] for update in early],
+            "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)]}
 
 
 def answer(session: Any, order: dict[str, Any]) -> Any:

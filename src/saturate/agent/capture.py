@@ -12,8 +12,10 @@ import zlib
 from array import array
 from typing import Any
 
+from saturate.agent import observe, sample
+
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
-_DIGEST_BYTES = 4096
+_DIGEST_ENTRIES = 4096
 
 
 class Capture:
@@ -30,11 +32,12 @@ class Capture:
         self._samples: Any = None
 
     def saw_batch(self, tensors: Any) -> None:
-        """A batch left a loader: remember a digest of its first bytes."""
+        """A batch left a loader: remember a digest of its shapes and of values spread over it."""
         value = 0
         for tensor in tensors:
-            flat = tensor.detach().reshape(-1)[:_DIGEST_BYTES].cpu().contiguous()
-            value = zlib.crc32(repr(flat.tolist()).encode(), value)
+            flat = tensor.detach().reshape(-1)
+            seen = flat[:: max(1, flat.numel() // _DIGEST_ENTRIES)][:_DIGEST_ENTRIES].tolist()
+            value = zlib.crc32(repr((tuple(tensor.shape), seen)).encode(), value)
         self._batches.append(f"{value:08x}")
 
     def record(self, session: Any) -> None:
@@ -50,12 +53,10 @@ class Capture:
             self.on_done()
 
     def _begin(self, session: Any) -> None:
-        from saturate.agent import observe
-
         self._parameters = observe.trained_parameters(session)
         if self.rank != 0:
             return
-        segments = [len(_strided(p)) for p in self._parameters]
+        segments = [len(sample.strided(p, ENTRIES)) for p in self._parameters]
         self._log = open(os.path.join(self.plan["folder"], "capture.jsonl"), "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._samples = open(os.path.join(self.plan["folder"], "samples.f32"), "wb")  # noqa: SIM115
         header = {"schema": 1, "motif": session.step.describe(), "dims": sum(segments), "segments": segments}
@@ -63,20 +64,15 @@ class Capture:
 
     def _write(self, session: Any) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        sample = [value for p in self._parameters for value in _strided(p)]
+        values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
         record = {"update": self.updates, "losses": [float(loss.double().sum()) for loss in session.losses],
                   "grad_norm": _norm(session.torch, gradients), "digest": "".join(self._batches)}
-        array("f", sample).tofile(self._samples)
+        array("f", values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")
         self._log.flush()
         if self.updates == 1 and self.plan.get("perturb"):
             _perturb(session.torch, self._parameters, **self.plan["perturb"])
-
-
-def _strided(parameter: Any) -> list[float]:
-    flat = parameter.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].float().tolist()
 
 
 def _norm(torch: Any, gradients: list[Any]) -> float | None:

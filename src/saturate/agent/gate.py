@@ -20,10 +20,11 @@ from typing import Any
 class Gate:
     """`stamps` are nanoseconds of the agent's clock: the start of the block, then the end of each step."""
 
-    def __init__(self, plan: dict[str, Any], hello: dict[str, Any], clock: Any, drain: Any, answer: Any):
+    def __init__(self, plan: dict[str, Any], hello: dict[str, Any], clock: Any, drain: Any, answer: Any, standing: Any = dict):
         self._clock = clock
         self._drain = drain
         self._answer = answer
+        self._standing = standing
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + plan["socket"])
         self._file = self._socket.makefile("rwb")
@@ -35,10 +36,10 @@ class Gate:
         self.parts: dict[str, int] = {}
         self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), **hello})
 
-    def boundary(self, evaluated: bool, counts: dict[str, int]) -> None:
-        """One step has ended. `counts` are events since the start, by token: a step must stay what it was."""
+    def boundary(self, evaluated: bool) -> None:
+        """One step has ended."""
         if not self.remaining:
-            self._wait({"counts": counts})
+            self._wait({})
             return
         self.remaining -= 1
         if evaluated:
@@ -47,12 +48,11 @@ class Gate:
             self._drain()
         self.stamps.append(self._clock())
         if not self.remaining:
-            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts,
-                        "counts": counts})
+            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts})
 
     def _wait(self, message: dict[str, Any]) -> None:
         self._drain()
-        self._send({"at": "gate", **message})
+        self._send({"at": "gate", **message, **self._standing()})
         while True:
             line = self._file.readline()
             if not line:

@@ -67,6 +67,20 @@ def find(tokens: list[str]) -> Step | None:
     return Step(found[-1], found.count(found[-1]), found)
 
 
+def irregular(tokens: list[str]) -> Step | None:
+    """For loops in which nothing repeats exactly (a random number of backward passes): one step of the optimizer that
+    steps most often. None without an optimizer.
+
+    >>> irregular(["B", "B", "S0", "B", "S0", "B", "B", "B", "S0"]).describe()
+    'S0'
+    """
+    steps = [token for token in tokens if token != "B"]
+    if not steps:
+        return None
+    token = max(sorted(set(steps)), key=steps.count)
+    return Step(token, 1, (token,))
+
+
 def find_manual(changes: list[bool]) -> Step | None:
     """The step of a loop that updates parameters by hand. `changes[i]`: did parameters change before backward i since
     the one before it. The step ends with the last backward before a change, every n-th backward.

@@ -13,11 +13,20 @@ from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, M
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0") or 0)
+    """This process's rank: what torch.distributed says, else the launcher's variable, else 0."""
+    group = _group()
+    return group.get_rank() if group is not None else int(os.environ.get("RANK") or 0)
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+    group = _group()
+    return group.get_world_size() if group is not None else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _group() -> Any:
+    """torch.distributed once a process group exists (ranks made by `mp.spawn` need not set any variable)."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -38,17 +47,28 @@ def trained_parameters(session: Any) -> list[Any]:
     return list(found.values())
 
 
-def parameters_changed(session: Any) -> bool:
-    """Did parameters change since the last call? For loops without an optimizer, while the step is being found.
+class ChangeWatch:
+    """Do parameters change between backward passes? For loops without an optimizer, while the step is being found.
 
-    A checksum, because `p.data.add_()` does not bump a tensor's version counter.
+    A checksum of a few parameters, because `p.data.add_()` does not bump a tensor's version counter. Parameters are
+    looked up now and then only: a walk over all living objects takes tens of milliseconds.
     """
-    parameters = trained_parameters(session)
-    chosen = parameters[:: max(1, len(parameters) // 8)][:8]
-    checksum = [float(p.detach().double().abs().sum()) for p in chosen]
-    before = getattr(session, "_checksum", None)
-    session._checksum = checksum
-    return before is not None and len(before) == len(checksum) and before != checksum
+
+    def __init__(self) -> None:
+        self._parameters: list[Any] = []
+        self._checksum: list[float] = []
+        self._calls = 0
+
+    def changed(self, session: Any) -> bool:
+        """Since the last call."""
+        if self._calls % 256 == 0:
+            found = trained_parameters(session)
+            self._parameters = found[:: max(1, len(found) // 8)][:8]
+            self._checksum = []
+        self._calls += 1
+        checksum = [float(p.detach().double().abs().sum()) for p in self._parameters]
+        before, self._checksum = self._checksum, checksum
+        return bool(before) and before != checksum
 
 
 class Inspection:

@@ -19,9 +19,16 @@ from saturate.agent import motif, observe
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
+#: Events after which a step that does not repeat exactly is taken as one optimizer's step.
+MOST_TOKENS = 2048
+
 #: How long an optimizer that was built may keep the step from being settled.
 MOST_WAITING_STEPS = 200
 MOST_WAITING_NS = 20_000_000_000
+
+#: Updates of a timed trial whose losses are kept, all of them in its warm-up or shortly after: the controller compares
+#: them with those of the verification run.
+EARLY_UPDATES = 52
 
 
 class Session:
@@ -44,6 +51,7 @@ class Session:
         self.tokens: list[str] = []
         self.counts: dict[str, int] = {}
         self.changes: list[bool] = []
+        self.watch = observe.ChangeWatch()
         self.occurrences = 0
         self.boundaries = 0
         self.backwards = 0
@@ -57,10 +65,13 @@ class Session:
         self.loaders_known = False
         self.loaders: dict[int, Any] = {}
         self.losses: list[Any] = []
+        self.recording = plan["mode"] == "trial" and step is not None
+        self.early: list[list[Any]] = []        # losses of the first updates, by update, until they are reported
         self.gate: Any = None
         self.capture: Any = None
         self.watchdog: Any = None
         self.inspection: Any = None
+        self.watched: list[Any] | None = None   # parameters that are looked at whenever the gate is reached
         self.applied: list[tuple[dict[str, Any], str]] = []
         self._woke = 0
         self._began = 0
@@ -153,7 +164,7 @@ class Session:
         self.backwards += 1
         if self.splitting:
             self._add_part("backward")
-        if self.capture is not None or self.watchdog is not None:
+        if self.capture is not None or self.recording or (self.watchdog is not None and self.phase == "active"):
             loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
             self.losses.append(loss.detach())
         if not self.stepping:
@@ -232,7 +243,7 @@ class Session:
     def _discover(self, token: str) -> None:
         self.tokens.append(token)
         if token == "B" and not self.optimizers:
-            self.changes.append(observe.parameters_changed(self))
+            self.changes.append(self.watch.changed(self))
             found = motif.find_manual(self.changes)
             if found is not None:
                 self.step = found
@@ -240,6 +251,17 @@ class Session:
                 self.occurrences = 1
         else:
             self.step = motif.find(self.tokens)
+        if self.step is None and len(self.tokens) >= MOST_TOKENS:
+            self.step = motif.irregular(self.tokens)
+            if self.step is None:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing that repeats, and no optimizer: leave this process alone, and say so."""
+        from saturate.agent import application
+
+        application.report_no_step(self)
+        self.dead = True
 
     def _rediscover(self) -> None:
         """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
@@ -253,9 +275,13 @@ class Session:
         self.boundaries += 1
         if self.capture is not None:
             self.capture.record(self)
+        elif self.recording:
+            self.early.append(self.losses)
+            self.losses = []
+            self.recording = self.boundaries < EARLY_UPDATES
         if self.phase == "active":
             if self.gate is not None and self.capture is None:
-                self.gate.boundary(self.evaluated, self.counts)
+                self.gate.boundary(self.evaluated)
                 self.split(self.gate.split)
             if self.watchdog is not None:
                 self.watchdog.check(self)

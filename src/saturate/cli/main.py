@@ -70,6 +70,7 @@ def takes_command(module: ModuleType) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names and recipes may hold what this terminal's encoding cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -87,6 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+
+
+def _open_standard_streams() -> None:
+    """Where a standard stream is closed (`>&-`), write to nowhere: the next file that is opened would take its place.
+    Not inherited, so that a command which saturate becomes finds it closed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 def _dispatch(argv: list[str]) -> int:

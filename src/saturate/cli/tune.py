@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -40,31 +41,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from saturate.report import terminal
     from saturate.study import summary
+    from saturate.study.ending import Interrupted
     from saturate.study.tune import Request, environment_of_user, tune
 
     command = arguments.command
     directory = arguments.dir.absolute()
-    progress = Progress(sys.stderr)
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+
+    def show(result: TuneResult) -> None:
+        if arguments.json:
+            print(msgspec.json.encode(result).decode(), flush=True)
+
     try:
-        if shutil.which(command[0]) is None:
-            raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
         request = Request(
             argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=directory,
             budget_s=arguments.budget, threshold=arguments.threshold, only=arguments.only, skip=arguments.skip,
             allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
             timeout_s=arguments.timeout,
         )
-        with _terminated_like_interrupted():
-            record, error = tune(request, progress)
+        with _one_signal_interrupts():
+            record, error = tune(request, Progress(sys.stderr))
     except UsageError:
         raise
     except SaturateError as problem:
-        if arguments.json:
-            print(msgspec.json.encode(_nothing(command, problem)).decode())
+        show(_nothing(command, problem.message))
+        raise
+    except Interrupted as interruption:
+        show(interruption.record.result)
+        print(f"best so far: {interruption.record.result.recipe}; the same command goes on from here", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        show(_nothing(command, "interrupted"))
         raise
     error = error or summary.verification_error(record)
-    if arguments.json:
-        print(msgspec.json.encode(record.result).decode())
+    show(record.result)
     if error is not None:
         _show_log(error)
         raise error
@@ -77,30 +88,44 @@ def execute(arguments: argparse.Namespace) -> int:
 class Progress:
     """One line per thing that was found out, on standard error, with the time since the start."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO):
         self.stream = stream
         self.began = time.monotonic()
+        self.gone = False
 
     def __call__(self, line: str) -> None:
         seconds = int(time.monotonic() - self.began)
-        print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}", file=self.stream, flush=True)
+        if self.gone:
+            return
+        try:
+            print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}", file=self.stream, flush=True)
+        except OSError:
+            self.gone = True        # the terminal was closed: nobody reads, but the study goes on
 
 
-class _terminated_like_interrupted:
-    """SIGTERM ends a tune as Ctrl-C does: trials are killed and the best so far is written."""
+class _one_signal_interrupts:
+    """The first Ctrl-C, SIGTERM or SIGHUP ends a tune: trials are killed and the best so far is written. Later ones
+    change nothing, so that they cannot end the cleaning up. A signal that was ignored stays ignored (nohup)."""
 
     def __enter__(self) -> None:
         import signal
 
-        def interrupt(number: int, frame: object) -> None:
-            raise KeyboardInterrupt
+        pending = True
 
-        self.before = signal.signal(signal.SIGTERM, interrupt)
+        def interrupt(number: int, frame: object) -> None:
+            nonlocal pending
+            if pending:
+                pending = False
+                raise KeyboardInterrupt
+
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, interrupt) for number in numbers}
 
     def __exit__(self, *exception: object) -> None:
         import signal
 
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def _show_log(error: SaturateError) -> None:
@@ -112,11 +137,11 @@ def _show_log(error: SaturateError) -> None:
     print("\n".join(["", *lines[-30:], ""]), file=sys.stderr)
 
 
-def _nothing(command: list[str], problem: SaturateError) -> TuneResult:
+def _nothing(command: list[str], reason: str) -> TuneResult:
     """The object for a tune that could not even begin."""
     return TuneResult(
         run="", command=command, baseline=StepTime(), tuned=StepTime(), speedup=None, speedup_ci=None,
-        verdict="inconclusive", verified=None, verified_reason=problem.message, noise_floor=None, break_even_steps=None,
+        verdict="inconclusive", verified=None, verified_reason=reason, noise_floor=None, break_even_steps=None,
         techniques=[], recipe="", report="",
     )
 

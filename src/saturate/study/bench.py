@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -14,9 +15,9 @@ import msgspec
 from saturate.measure import stationary
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
-from saturate.study.candidates import Set
+from saturate.study.candidates import Set, key
 from saturate.study.store import Store
-from saturate.trial import planning
+from saturate.trial import planning, tree
 from saturate.trial.layers import collect_caches, discard
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
@@ -44,6 +45,11 @@ class Live:
     record: TrialRecord
 
 
+def timed_losses(techniques: Set) -> str:
+    """The study's question whose answer is the losses of the first updates in the latest timed trial of a set."""
+    return f"timed losses {key(techniques)}"
+
+
 class Bench:
     """Starts and ends every process of a study. `say` tells the user one line."""
 
@@ -61,8 +67,17 @@ class Bench:
         self.isolation = ""
         self.living: list[Trial] = []
         self.startup_s = 0.0                            # of the latest trial: what another one will cost
-        self._count = len(store.trials())
+        self._count = self._clear_away({trial["id"] for trial in store.trials()})
         self._plans: dict[str, Any] = {}
+
+    def _clear_away(self, known: set[str]) -> int:
+        """Remove what a killed study left of trials that it never finished; the highest number that a trial has had."""
+        for folder in self.folder.glob("t[0-9]*"):
+            if folder.name not in known:
+                tree.kill_marked(os.fsencode(f"SATURATE_PLAN={folder / 'plan.json'}"))     # its supervisor does so too
+                discard(folder)
+                shutil.rmtree(folder)
+        return max((int(identity[1:]) for identity in known), default=0)
 
     # -- starting --------------------------------------------------------------------------------------------------
 
@@ -71,9 +86,6 @@ class Bench:
         self._count += 1
         identity = f"t{self._count:03d}"
         run_dir = self.folder / identity
-        if run_dir.exists():            # left by a study that was killed here
-            discard(run_dir)
-            shutil.rmtree(run_dir)
         plan = planning.plan(self.workload.cwd, run_dir, self.workload.argv, self.workload.environment,
                              self.caches, self.study_dir)
         if self.intercept is not None and plan.mode != "intercept":
@@ -140,7 +152,10 @@ class Bench:
         self._check_events(trial, rates, ran)
         evidence = msgspec.convert(trial.ask("evidence"), Evidence)
         for candidate in techniques:
-            proof = candidate.module.active(evidence, candidate.options)
+            try:
+                proof = candidate.module.active(evidence, candidate.options)
+            except Exception as error:  # third-party code may raise anything; it becomes this technique's fate
+                raise trial.end(Outcome("failed_to_apply", f"{candidate.id}: active() raised {error!r}")) from error
             if not proof.active:
                 raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
         trial.freeze()
@@ -174,6 +189,8 @@ class Bench:
                                  outcome=outcome.kind, reason=outcome.reason, log=str(trial.log.relative_to(self.folder)))
         record = msgspec.structs.replace(record, outcome=outcome.kind, reason=outcome.reason, steps=trial.steps)
         self.store.set_trial(trial.spec.id, msgspec.to_builtins(record))
+        if trial.losses:
+            self.store.set_answer(timed_losses(techniques), trial.losses)
         plan = self._plans.pop(trial.spec.id, None)
         if plan is not None:
             if self.caches is None and trial.steps and not techniques:
@@ -184,6 +201,8 @@ class Bench:
         self.finish(live.trial, live.techniques, live.record)
 
     def close(self) -> None:
-        """End everything that is still alive."""
+        """End everything that is still alive: first all processes, then what they leave, which may fail on a full disk."""
+        for trial in self.living:
+            trial.stop()
         for trial in list(self.living):
             self.finish(trial, ())

@@ -17,7 +17,8 @@ from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live
 from saturate.study.candidates import Set, key
-from saturate.trial.process import TrialEnded
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Block, TrialEnded
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
@@ -133,14 +134,16 @@ class Racer:
         try:
             second = _sided("b", lambda: self.bench.live("race B", b))
             turn = 0
+            blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 skip, steps = block_size(first, second)
                 while turn == 0 or more():
                     order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
-                    measured = {}
                     for live, side in order:
-                        measured[side] = _sided(side, lambda live=live: run_block(live, skip, steps))
-                    keep(measured["a"], measured["b"])
+                        blocks[side].append(_sided(side, lambda live=live: run_block(live, skip, steps)))
+                    if b:
+                        _believe(blocks)
+                    keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
                     turn += 1
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
@@ -155,10 +158,12 @@ class Racer:
     def _alternate(self, a: Set, b: Set, number: int, keep: Callable[[float, float], None]) -> None:
         order = (("a", a), ("b", b)) if number % 2 == 0 else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
-        for a_ms, b_ms in zip(blocks["a"], blocks["b"]):
-            keep(a_ms, b_ms)
+        if b:
+            _believe(blocks)
+        for of_a, of_b in zip(blocks["a"], blocks["b"]):
+            keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
 
-    def _blocks_alone(self, side: str, techniques: Set) -> list[float]:
+    def _blocks_alone(self, side: str, techniques: Set) -> list[Block]:
         live = _sided(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
         try:
             skip, steps = block_size(live, live)
@@ -187,12 +192,41 @@ class Racer:
         self.between_sd = race.between_sd(self.aa_pairs)
 
 
-def run_block(live: Live, skip: int, steps: int) -> float:
-    """Milliseconds per step over one block; frozen again afterwards."""
+def run_block(live: Live, skip: int, steps: int) -> Block:
+    """One block; frozen again afterwards."""
     live.trial.thaw()
     block = live.trial.run_block(skip, steps)
     live.trial.freeze()
-    return block.mean_ns / 1e6
+    return block
+
+
+def _believe(blocks: dict[str, list[Block]]) -> None:
+    """Raise TrialEnded of B when B's time is that of other work."""
+    reason = other_work(blocks["a"], blocks["b"])
+    if reason is not None:
+        ended = TrialEnded(Outcome("trains_otherwise", reason))
+        ended.side = "b"
+        raise ended
+
+
+def other_work(a: list[Block], b: list[Block]) -> str | None:
+    """What shows that the timed blocks of B are not the same work as those of A; None when nothing does.
+
+    A verification run cannot show what only happens to be done while time is taken. Uneven accumulation at the end of
+    an epoch, and a training that diverges by itself, are allowed for.
+    """
+    steps_a, steps_b = sum(block.steps for block in a), sum(block.steps for block in b)
+    for token in sorted({token for block in a for token in block.events}):
+        expected = sum(block.events.get(token, 0) for block in a) / steps_a
+        found = sum(block.events.get(token, 0) for block in b) / steps_b
+        if abs(found - expected) > 0.15 * expected + 1.0 / min(steps_a, steps_b):
+            what = "backward ran" if token == "B" else "its optimizer stepped"
+            return f"{what} {found:.2f} times a step while it was timed, in the other process {expected:.2f} times"
+    if not all(map(math.isfinite, b[-1].sample)) and all(map(math.isfinite, a[-1].sample)):
+        return "its parameters are not finite after a timed block"
+    if all(block.moved for block in a) and 2 * sum(block.moved for block in b) <= len(b):
+        return "its parameters did not move while it was timed"
+    return None
 
 
 def block_size(first: Live, second: Live) -> tuple[int, int]:

@@ -32,6 +32,10 @@ ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
 RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
+#: Fates of candidates whose trial did not come to an end by itself; all others failed.
+FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_differs": "rejected_numerics",
+         "trains_otherwise": "rejected_numerics"}
+
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
 
@@ -80,22 +84,34 @@ class Search:
         """(bound, variants) of every technique worth a trial, most promising first; the others get their fate."""
         found = []
         for identity, module in self.registry.items():
-            reason = self._excluded(identity, module)
-            if reason is None:
-                answer = module.eligible(self.facts)
-                reason = None if answer else Fate("not_applicable", answer.reason)
-            if reason is None:
-                bound = module.bound(self.facts)
-                if bound is not None and bound < SMALLEST_BOUND:
-                    reason = Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
-            if reason is not None:
-                self.fates[identity] = reason
+            excluded = self._excluded(identity, module)
+            if excluded is not None:
+                self.fates[identity] = excluded
                 continue
-            variants = [Candidate(module, options) for options in module.variants(self.facts)]
-            self.fates[identity] = Fate("not_tried", "the budget ended before its turn", variants[0])
-            found.append((1.0 if bound is None else bound, variants))
+            try:
+                answer = self._ask(module)
+            except Exception as error:  # noqa: BLE001 - third-party code: it becomes this technique's fate
+                answer = Fate("failed", f"it cannot say whether it applies: {error!r}")
+            if isinstance(answer, Fate):
+                self.fates[identity] = answer
+                continue
+            self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
+            found.append(answer)
         # Of equal bounds, what changes the work itself comes before what changes where it runs.
         return sorted(found, key=lambda entry: (-entry[0], -STAGES.index(entry[1][0].module.TECHNIQUE.stage)))
+
+    def _ask(self, module: ModuleType) -> Fate | tuple[float, list[Candidate]]:
+        """What a technique says of this workload: why not, or how much it could give and with which options."""
+        answer = module.eligible(self.facts)
+        if not answer:
+            return Fate("not_applicable", answer.reason)
+        bound = module.bound(self.facts)
+        if bound is not None and bound < SMALLEST_BOUND:
+            return Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
+        variants = [Candidate(module, options) for options in module.variants(self.facts)]
+        for candidate in variants:
+            candidate.chosen()      # asks for its variables
+        return 1.0 if bound is None else bound, variants
 
     def _excluded(self, identity: str, module: ModuleType) -> Fate | None:
         if identity in self.skip:
@@ -220,7 +236,7 @@ class Search:
         except TrialEnded as ended:
             if ended.side == "a" and not a:
                 raise
-            fate = {"not_applied": "not_applied", "not_active": "not_applied"}.get(ended.outcome.kind, "failed")
+            fate = FATES.get(ended.outcome.kind, "failed")
             self.settle(candidate, fate, f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
             self.say(f"  {candidate.label()}: {fate.replace('_', ' ')}, {ended.outcome.reason}")
             return None

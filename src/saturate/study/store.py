@@ -12,152 +12,201 @@ import json
 import os
 import sqlite3
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import EnvironmentProblem, StudyDamaged, StudyLocked
+from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged, StudyLocked
+from saturate.trial import mounts
 
 VERSION = 1
 NAME = "study.sqlite"
-_TABLES = """
-create table if not exists meta (key text primary key, value text not null);
-create table if not exists answers (question text primary key, value text not null);
-create table if not exists rounds (
+_TABLES = f"""
+begin immediate;
+create table meta (key text primary key, value text not null);
+create table answers (question text primary key, value text not null);
+create table rounds (
     question text not null, pair integer not null, round integer not null,
     a_ms real not null, b_ms real not null, log_ratio real not null, primary key (question, pair, round));
-create table if not exists trials (id text primary key, record text not null);
-create table if not exists phases (name text primary key, seconds real not null);
+create table trials (id text primary key, record text not null);
+create table phases (name text primary key, seconds real not null);
+insert into meta values ('version', '{VERSION}');
+commit;
 """
+
+#: What SQLite reports when the machine, not the file, is at fault (https://www.sqlite.org/rescode.html).
+_ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
+                sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL)
+
+#: A write-ahead log needs memory that all processes of all machines share; these file systems have none.
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
 
 class StudyLock:
     """Held by the one process that works in a study folder. The kernel drops it however that process ends."""
 
     def __init__(self, folder: Path):
+        refused = f"cannot write in {folder}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - held open as long as the lock
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"cannot write in {folder}", cause=str(error), remedy="choose a writable folder with --dir FOLDER",
-            ) from error
-        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
+            holder = self._file.read(20).strip() or "unknown"
             self._file.close()
             raise StudyLocked(
                 f"another saturate is working in {folder}", evidence=f"process {holder}",
                 remedy="wait until it has ended, or give this one a folder of its own with --dir FOLDER",
             ) from error
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        except OSError as error:
+            raise EnvironmentProblem(refused, cause=str(error), remedy="choose a writable folder with --dir FOLDER") from error
+        try:
+            self._file.truncate(0)
+            self._file.write(str(os.getpid()))
+            self._file.flush()
+        except OSError as error:
+            os.close(self._file.detach().detach().fileno())     # an ordinary close would try to write once more
+            raise EnvironmentProblem(refused, cause=str(error), remedy="free space there, or choose another disk with --dir FOLDER",
+                                     ) from error
 
     def release(self) -> None:
         self._file.close()
 
 
 class Store:
-    """Typed access to one study file. Raises StudyDamaged when the file is something else."""
+    """Typed access to one study file.
+
+    Raises StudyDamaged when the file is something else, here or later, and EnvironmentProblem when the disk is full or
+    does not allow it. A file that is not a study of this version is left as it is.
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with self._in_our_words():
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=30)
-            # A write-ahead log needs shared memory between processes; network file systems have none.
-            mode = self._db.execute("pragma journal_mode=wal").fetchone()[0]
-            if mode != "wal":
-                self._db.execute("pragma journal_mode=delete")
-            self._db.execute("pragma synchronous=normal")
-            self._db.executescript(_TABLES)
-            found = self.meta("version")
-        except sqlite3.DatabaseError as error:
-            raise StudyDamaged(
-                f"{self.path} is not a readable study", cause=str(error),
-                remedy=f"move {folder} away and run the command again; nothing in it is deleted",
-            ) from error
-        if found is None:
-            self.set_meta("version", VERSION)
-        elif found != VERSION:
+        try:
+            with self._in_our_words():
+                self._open(_file_system(folder) in _REMOTE)
+        except SaturateError:
+            self._db.close()
+            raise
+
+    def _open(self, remote: bool) -> None:
+        damage = [row[0] for row in self._execute("pragma quick_check(1)")]
+        if damage != ["ok"]:
+            raise self._damaged(str(damage[0]))
+        tables = {row[0] for row in self._execute("select name from sqlite_master where type = 'table'")}
+        if tables and "meta" not in tables:
+            raise self._damaged("it holds other tables")
+        if tables and (found := self.meta("version")) != VERSION:
             raise StudyDamaged(f"{self.path} was written by another version of saturate (format {found})",
                                remedy="use --dir FOLDER for a new study, or that version of saturate")
+        if remote or self._execute("pragma journal_mode=wal") != [("wal",)]:
+            self._execute("pragma journal_mode=delete")
+        self._execute("pragma synchronous=normal")
+        if not tables:
+            self._db.executescript(_TABLES)
 
     def close(self) -> None:
         self._db.close()
 
+    def _execute(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """All rows at once: a cursor would read on, and fail, outside our hands."""
+        with self._in_our_words():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", None)     # absent when not the library but the module complains
+            if code is not None and code & 0xFF in _ENVIRONMENT and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+                raise EnvironmentProblem(
+                    f"cannot work with the study file {self.path}", cause=f"{error} ({error.sqlite_errorname})",
+                    remedy="free space there, or choose a writable folder on another disk with --dir FOLDER",
+                ) from error
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, cause: str) -> StudyDamaged:
+        return StudyDamaged(f"{self.path} is not a readable study", cause=cause,
+                            remedy=f"move {self.path.parent} away and run the command again; nothing in it is deleted")
+
     # -- meta ------------------------------------------------------------------------------------------------------
 
     def meta(self, key: str) -> Any:
-        row = self._db.execute("select value from meta where key = ?", (key,)).fetchone()
-        return None if row is None else self._loads(row[0])
+        rows = self._execute("select value from meta where key = ?", (key,))
+        return self._loads(rows[0][0]) if rows else None
 
     def set_meta(self, key: str, value: Any) -> None:
-        self._db.execute("insert or replace into meta values (?, ?)", (key, json.dumps(value)))
+        self._execute("insert or replace into meta values (?, ?)", (key, json.dumps(value)))
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def answer(self, question: str) -> Any:
         """The finished answer to `question`, or None."""
-        row = self._db.execute("select value from answers where question = ?", (question,)).fetchone()
-        return None if row is None else self._loads(row[0])
+        rows = self._execute("select value from answers where question = ?", (question,))
+        return self._loads(rows[0][0]) if rows else None
 
     def set_answer(self, question: str, value: Any) -> None:
-        self._db.execute("insert or replace into answers values (?, ?)", (question, json.dumps(value)))
+        self._execute("insert or replace into answers values (?, ?)", (question, json.dumps(value)))
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def add_round(self, question: str, pair: int, number: int, a_ms: float, b_ms: float, log_ratio: float) -> None:
-        self._db.execute("insert or replace into rounds values (?, ?, ?, ?, ?, ?)",
-                         (question, pair, number, a_ms, b_ms, log_ratio))
+        self._execute("insert or replace into rounds values (?, ?, ?, ?, ?, ?)",
+                      (question, pair, number, a_ms, b_ms, log_ratio))
 
     def rounds(self, question: str) -> list[list[tuple[float, float, float]]]:
         """Per pair, per round: (a_ms, b_ms, log ratio)."""
         pairs: dict[int, list[tuple[float, float, float]]] = {}
         query = "select pair, a_ms, b_ms, log_ratio from rounds where question = ? order by pair, round"
-        for pair, a_ms, b_ms, ratio in self._db.execute(query, (question,)):
+        for pair, a_ms, b_ms, ratio in self._execute(query, (question,)):
             pairs.setdefault(pair, []).append((a_ms, b_ms, ratio))
         return [pairs[pair] for pair in sorted(pairs)]
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------
 
     def set_trial(self, identity: str, record: Any) -> None:
-        self._db.execute("insert or replace into trials values (?, ?)", (identity, json.dumps(record)))
+        self._execute("insert or replace into trials values (?, ?)", (identity, json.dumps(record)))
 
     def trials(self) -> list[Any]:
-        return [self._loads(row[0]) for row in self._db.execute("select record from trials order by rowid")]
+        return [self._loads(row[0]) for row in self._execute("select record from trials order by rowid")]
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        self._db.execute(
+        self._execute(
             "insert into phases values (?, ?) on conflict (name) do update set seconds = seconds + excluded.seconds",
             (phase, seconds))
 
     def phases(self) -> list[tuple[str, float]]:
-        return list(self._db.execute("select name, seconds from phases order by rowid"))
+        return self._execute("select name, seconds from phases order by rowid")  # type: ignore[return-value]
 
     def _loads(self, text: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError as error:
-            raise StudyDamaged(f"{self.path} holds a damaged entry", cause=str(error),
-                               remedy="move the study folder away and run the command again") from error
+        except (TypeError, ValueError) as error:
+            raise self._damaged(f"a damaged entry: {error}") from error
 
 
-def find_unfinished(folder: Path, identity: str) -> Path | None:
-    """The folder of an unfinished study with this identity below `folder`, newest first."""
-    candidates = sorted(folder.glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in candidates:
+def find_unfinished(folder: Path, identity: str, unreadable: Callable[[EnvironmentProblem], None]) -> Path | None:
+    """The folder of an unfinished study with this identity below `folder`, newest first.
+
+    A study that cannot be read is passed by, as it is: it must not stop a new one. `unreadable` is told of it.
+    """
+    seen = [(path.stat(), path) for path in folder.glob(f"*/{NAME}")]
+    for _, path in sorted(((found.st_mtime, path) for found, path in seen if found.st_size), reverse=True):   # empty: just begun
         try:
             store = Store(path.parent)
-        except StudyDamaged:
-            continue                # an old study that cannot be read must not stop a new one
-        try:
-            if store.meta("identity") == identity and not store.meta("finished"):
-                return path.parent
-        finally:
-            store.close()
+            try:
+                if store.meta("identity") == identity and not store.meta("finished"):
+                    return path.parent
+            finally:
+                store.close()
+        except EnvironmentProblem as problem:
+            unreadable(problem)
     return None
 
 
@@ -172,3 +221,10 @@ def new_run(folder: Path, identity: str) -> Path:
         except FileExistsError:
             continue
     raise EnvironmentProblem(f"no free run folder in {folder}")
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that `folder` lies on, as the table of mounts calls it."""
+    place = os.path.realpath(folder)
+    above = [mount for mount in mounts.all_mounts() if place == mount.at or place.startswith(mount.at.rstrip("/") + "/")]
+    return max(above, key=lambda mount: (len(mount.at), mount.number)).kind if above else ""

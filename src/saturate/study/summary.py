@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from saturate.study.tune import Study
 
 
-def finish(study: Study) -> StudyRecord:
-    """Write recipe and report, and return the record."""
-    record = record_of(study)
+def write(study: Study, record: StudyRecord) -> None:
+    """Write recipe and report. Raises EnvironmentProblem or OSError when the disk does not allow it."""
     write_recipe(study, record.result)
     study.report_path.write_text(html.render(record), encoding="utf-8")
-    return record
 
 
 def record_of(study: Study) -> StudyRecord:

@@ -22,7 +22,15 @@ from typing import Any
 import msgspec
 
 import saturate
-from saturate.errors import InjectionDefeated, SaturateError, TechniqueError, TooNoisy, WorkloadFailed
+from saturate.errors import (
+    EnvironmentProblem,
+    InjectionDefeated,
+    SaturateError,
+    StudyDamaged,
+    TechniqueError,
+    TooNoisy,
+    WorkloadFailed,
+)
 from saturate.machine import facts as machine_facts
 from saturate.machine import fingerprint
 from saturate.measure import race
@@ -32,6 +40,7 @@ from saturate.records.result import StudyRecord
 from saturate.study import summary
 from saturate.study.bench import Bench, Live
 from saturate.study.candidates import Candidate
+from saturate.study.ending import Interrupted, in_our_words
 from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
@@ -110,40 +119,80 @@ class Study:
 def tune(request: Request, say: Callable[[str], None]) -> tuple[StudyRecord, SaturateError | None]:
     """Run or resume a study. Returns its record, and the error that ended it early if one did.
 
-    Raises SaturateError only when not even a study folder could be made, and KeyboardInterrupt after cleaning up.
+    Raises Interrupted, and SaturateError when there is not even a study to tell of.
     """
     registry = _registry.load()
     _known(registry, {*(request.only or ()), *request.skip})
     lock = StudyLock(request.directory)
     try:
-        identity = request.identity()
-        folder = find_unfinished(request.directory, identity)
-        resumed = folder is not None
-        folder = folder or new_run(request.directory, identity)
-        store = Store(folder)
-        store.set_meta("identity", identity)
-        study = Study(request, folder, store, registry, say)
-        if resumed:
-            study.notes.append("resumed: measurements made before an interruption were used")
-            say(f"resuming {folder.name}")
-        summary.write_recipe(study)     # it exists from the first moment on, empty
-        bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
-                      folder, request.directory, store, request.budget_s, say)
+        with in_our_words(request.directory):
+            study = _open(request, registry, say)
         try:
-            _measure(study, bench)
-            store.set_meta("finished", True)
-        except SaturateError as error:
-            study.error = error
-            store.set_meta("finished", True)    # asked again, it is tried again from the start
+            return _work(study)
         finally:
-            bench.close()
-            study.isolation = bench.isolation
-            store.add_seconds("total", time.monotonic() - study.started)
-            record = summary.finish(study)
-            store.close()
-        return record, study.error
+            study.store.close()
     finally:
         lock.release()
+
+
+def _open(request: Request, registry: dict[str, ModuleType], say: Callable[[str], None]) -> Study:
+    """The unfinished study of the same request, or a new one."""
+    notes: list[str] = []
+
+    def unreadable(problem: EnvironmentProblem) -> None:
+        notes.append(f"{problem.message} ({problem.cause or problem.remedy}); it was left as it is and not used")
+        say(f"warning[{problem.code}] {notes[-1]}")
+
+    identity = request.identity()
+    folder = find_unfinished(request.directory, identity, unreadable)
+    resumed = folder is not None
+    folder = folder or new_run(request.directory, identity)
+    store = Store(folder)
+    store.set_meta("identity", identity)
+    if resumed:
+        notes.append("resumed: measurements made before an interruption were used")
+        say(f"resuming {folder.name}")
+    study = Study(request, folder, store, registry, say, notes=notes)
+    summary.write_recipe(study)     # it exists from the first moment on, empty
+    return study
+
+
+def _work(study: Study) -> tuple[StudyRecord, SaturateError | None]:
+    request, store = study.request, study.store
+    bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
+                  study.folder, request.directory, store, request.budget_s, study.say)
+    interrupted = False
+    try:
+        with in_our_words(request.directory):
+            try:
+                _measure(study, bench)
+            finally:
+                bench.close()
+    except KeyboardInterrupt:
+        interrupted = True
+    except SaturateError as error:
+        study.error = error
+    study.isolation = bench.isolation
+    try:
+        with in_our_words(request.directory):
+            store.add_seconds("total", time.monotonic() - study.started)
+            # Asked again, what failed is tried again from the start; where the machine was at fault, it goes on.
+            if not interrupted and (isinstance(study.error, StudyDamaged) or not isinstance(study.error, EnvironmentProblem)):
+                store.set_meta("finished", True)
+    except SaturateError as error:
+        study.error = study.error or error
+    try:
+        record = summary.record_of(study)
+    except SaturateError as error:
+        raise study.error or error from None     # there is nothing left to tell of
+    try:
+        with in_our_words(request.directory):
+            summary.write(study, record)
+    except SaturateError as error:
+        study.error = study.error or error
+    if interrupted:
+        raise Interrupted(record)
+    return record, study.error
 
 
 def _known(registry: dict[str, ModuleType], ids: set[str]) -> None:
@@ -195,10 +244,12 @@ def _baseline(study: Study, bench: Bench) -> bool:
     if stored is None:
         try:
             live = bench.live("baseline", ())
+            try:
+                stored = _observe(study, live)
+            finally:
+                bench.finish_live(live)
         except TrialEnded as ended:
             return _baseline_failed(study, ended.outcome)
-        stored = _observe(study, live)
-        bench.finish_live(live)
         study.store.set_answer("baseline", stored)
     study.baseline = stored
     study.facts = msgspec.convert(stored["facts"], Facts)
@@ -254,15 +305,19 @@ def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, floa
 
 def _baseline_failed(study: Study, outcome: Outcome) -> bool:
     """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
-    log = study.folder / "t001" / "output.log"
-    if outcome.kind in ("too_short", "never_trained"):
+    log = study.folder / study.store.trials()[-1]["log"]
+    if outcome.kind in ("too_short", "never_trained", "no_step"):
         study.refusal = f"{outcome.reason}; {outcome.remedy}"
         study.say(f"cannot measure: {study.refusal}")
         return False
     if outcome.kind == "no_agent":
         raise InjectionDefeated("saturate cannot reach this command", cause=outcome.reason, remedy=outcome.remedy)
+    cause = f"{outcome.kind.replace('_', ' ')}: {outcome.reason}"
+    if outcome.kind in ("agent_failed", "cage_refused", "clock_disagrees"):
+        raise EnvironmentProblem("saturate fails here, not the command", cause=cause, evidence=str(log),
+                                 remedy=outcome.remedy or "saturate doctor looks for the cause")
     raise WorkloadFailed(
-        "the command fails by itself; no optimization was tried", cause=f"{outcome.kind.replace('_', ' ')}: {outcome.reason}",
+        "the command fails by itself; no optimization was tried", cause=cause,
         evidence=str(log), remedy=outcome.remedy or "make the command work without saturate first",
     )
 

@@ -23,6 +23,14 @@ class GateTimeout(Exception):
     """Nothing arrived in time."""
 
 
+class AgentFailed(Exception):
+    """The agent had an error of its own and withdrew; nothing will come to the gate any more."""
+
+
+class NoStep(Exception):
+    """The agent saw a lot happen, but nothing that repeats and changes parameters."""
+
+
 class _Rank:
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -56,7 +64,7 @@ class GateServer:
         self.listener.bind("\0" + name)
         self.listener.listen(64)
         self.ranks: list[_Rank] = []
-        self.notices: list[dict[str, Any]] = []     # messages that are not answers: motif_changed, agent_failed
+        self.notices: list[dict[str, Any]] = []     # messages that are not answers: motif_changed
 
     @property
     def world_size(self) -> int:
@@ -137,6 +145,10 @@ class GateServer:
             rank.hello = message
         elif rank.hello is None:
             raise GateClosed("no greeting")
+        elif kind == "agent_failed":
+            raise AgentFailed(message["error"].strip().splitlines()[-1])
+        elif kind == "no_step":
+            raise NoStep(str(message.get("events", "")))
         elif kind in ("gate", "answer"):
             found.append((rank, message))
         else:

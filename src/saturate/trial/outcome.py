@@ -20,6 +20,7 @@ KINDS = {
     "ok": "stopped by saturate when it had seen enough",
     "too_short": "ended normally before enough steps were seen",
     "never_trained": "ended normally without a training step",
+    "no_step": "it trains, but no step was recognised",
     "no_agent": "the agent never woke up",
     "crashed": "a Python exception ended it",
     "command_not_found": "the command does not exist or cannot be executed",
@@ -29,6 +30,7 @@ KINDS = {
     "disk_full": "no space left on the device",
     "hung": "no progress for too long",
     "killed_by_signal": "a signal ended it",
+    "supervisor_died": "the process that watches the workload was killed",
     "exited": "it ended with an exit code of its own",
     "cage_refused": "the isolation could not be set up",
     "agent_failed": "saturate's own code failed inside the workload",
@@ -37,6 +39,7 @@ KINDS = {
     "failed_to_apply": "a technique raised an exception when it was applied",
     "not_active": "a technique was set but did not take effect",
     "motif_differs": "its step consists of other events than the baseline's",
+    "trains_otherwise": "in a timed run it did not train as the baseline does",
 }
 
 # Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
@@ -63,6 +66,9 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     `report` is the supervisor's last line (None: it died), `log` the end of the output, `steps` how many training steps
     were seen, `greeted` whether the agent ever connected, `injectable` an interpreter option that defeats injection.
     """
+    if report is None:
+        return Outcome("supervisor_died", "the process that watches the command was killed",
+                       "a command must not kill its parent process; if it does not, memory may have run out")
     code = _exit_code(report)
     if code == 97 and "CageRefused" in log:
         return Outcome("cage_refused", _last_line(log))
@@ -70,11 +76,15 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("command_not_found", _last_line(log), "check the command's name and path")
     if code == 0:
         return _ended_well(steps, greeted, injectable)
+    if code is None:
+        return Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     for kind, pattern in _PATTERNS:
         match = re.search(pattern, log, re.MULTILINE)
         if match:
             return Outcome(kind, _line_of(log, match.start()), _REMEDIES.get(kind, ""))
-    if code is not None and (code < 0 or code > 128):
+    if report.get("log_problem"):
+        return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
+    if code < 0 or code > 128:
         number = -code if code < 0 else code - 128
         if number == signal.SIGKILL:
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
@@ -82,7 +92,8 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
     if "Traceback (most recent call last)" in log:
         return Outcome("crashed", _last_line(log))
-    return Outcome("exited", f"exit code {code}" if code is not None else "its supervisor died")
+    said = _last_line(log)
+    return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"))
 
 
 def _ended_well(steps: int, greeted: bool, injectable: str | None) -> Outcome:
@@ -92,15 +103,13 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None) -> Outcome:
     if injectable:
         return Outcome("no_agent", f"`python {injectable}` ignores PYTHONPATH, so the agent could not start",
                        f"run the command without {injectable}")
-    return Outcome("never_trained", "the command ended without one training step that could be recognised: "
-                   "no backward pass ran, or no step repeated",
-                   "check that the command trains with PyTorch; if it starts Python with a cleared environment, keep PYTHONPATH")
+    return Outcome("never_trained", "the command ended before a training step could be recognised: "
+                   "it does not train, or for too few steps",
+                   "give it more steps; check that it trains with PyTorch, and that Python is started with PYTHONPATH kept")
 
 
-def _exit_code(report: dict[str, object] | None) -> int | None:
-    """The exit code; negative: a signal."""
-    if report is None:
-        return None
+def _exit_code(report: dict[str, object]) -> int | None:
+    """The exit code; negative: a signal; None: we killed it."""
     if report.get("ended") == "exit":
         return int(str(report["code"]))
     if report.get("ended") == "signal":

@@ -14,12 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from saturate.trial import launch, tree
-from saturate.trial.gate import GateClosed, GateServer, GateTimeout
+from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep
 from saturate.trial.outcome import Outcome, classify
 
 #: How much the agent's clock and ours may disagree over a block before the block is not believed.
 CLOCK_TOLERANCE = 0.10
 CLOCK_SLACK_NS = 20_000_000
+
+
+def clock_problem(began: int, stamps: list[int], ended: int) -> str | None:
+    """Why the agent's stamps of a block are not believed; None when they are. All are nanoseconds of CLOCK_MONOTONIC,
+    which all processes of a machine share: `began` and `ended` were read here before and after the block."""
+    if stamps != sorted(stamps) or stamps[0] < began or stamps[-1] > ended:
+        return "stamps of the workload's clock lie outside the time in which the block ran"
+    wall, inside = ended - began, stamps[-1] - stamps[0]
+    if wall - inside > CLOCK_TOLERANCE * wall + CLOCK_SLACK_NS:
+        return f"a block took {wall / 1e6:.0f} ms here and {inside / 1e6:.0f} ms by the clock inside the workload"
+    return None
 
 
 class TrialEnded(Exception):
@@ -59,11 +70,15 @@ class TrialSpec:
 @dataclass(frozen=True)
 class Block:
     """The timed steps of one block: nanoseconds per step, evaluation steps left out; host time by part when split.
-    `events`: how often each token of the motif occurred, the skipped steps included."""
+    `events`: how often each token of the motif occurred in all its `steps`, skipped ones included. `sample`: a few entries of a few
+    parameters of rank 0 after the block; `moved`: whether they changed in it."""
 
     step_ns: list[int]
     parts: dict[str, int]
     events: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    sample: list[float] = field(default_factory=list)
+    moved: bool = True
 
     @property
     def mean_ns(self) -> float:
@@ -79,6 +94,8 @@ class Trial:
         self.started = time.monotonic()
         self.steps = 0
         self.counts: dict[str, int] = {}        # events in the workload since its start, by token
+        self.sample: list[float] = []           # a few entries of a few parameters, at the latest gate
+        self.losses: list[list[float]] = []     # of the first updates of a timed trial, by update and micro-step
         self.frozen = False
         self.ended: Outcome | None = None
         self.compile_s: float | None = None
@@ -122,28 +139,25 @@ class Trial:
         assert not self.frozen
         began = time.perf_counter_ns()
         self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split}))
-        before = self.counts
+        counts, sample = self.counts, self.sample
         gates = self._wait_gate()
-        wall_ns = time.perf_counter_ns() - began
+        ended = time.perf_counter_ns()
         self.steps += skip + steps
-        for notice in self.server.notices:
-            if notice["at"] == "agent_failed":
-                raise self.end(Outcome("agent_failed", notice["error"].strip().splitlines()[-1]))
         self.server.notices.clear()
         slowest = max(gates, key=lambda gate: gate["stamps"][-1] - gate["stamps"][skip])
         stamps = slowest["stamps"]
-        inside_ns = stamps[-1] - stamps[0]
-        if abs(wall_ns - inside_ns) > CLOCK_TOLERANCE * wall_ns + CLOCK_SLACK_NS:
-            raise self.end(Outcome(
-                "clock_disagrees",
-                f"a block took {wall_ns / 1e6:.0f} ms here and {inside_ns / 1e6:.0f} ms by the clock inside the workload",
-            ))
+        problem = next(filter(None, (clock_problem(began, gate["stamps"], ended) for gate in gates)), None)
+        if problem is not None:
+            raise self.end(Outcome("clock_disagrees", problem))
         durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
         evaluations = {index - skip for index in slowest["evaluations"]}
         training = [d for index, d in enumerate(durations) if index not in evaluations]
         # A frozen teacher in eval mode makes every step look like an evaluation; then all of them count.
-        events = {token: count - before.get(token, 0) for token, count in self.counts.items()}
-        return Block(training if 2 * len(training) >= len(durations) else durations, slowest["parts"], events)
+        return Block(
+            training if 2 * len(training) >= len(durations) else durations, slowest["parts"],
+            {token: count - counts.get(token, 0) for token, count in self.counts.items()}, skip + steps,
+            self.sample, self.sample != sample,
+        )
 
     def ask(self, question: str) -> Any:
         """Facts or evidence, while at the gate."""
@@ -155,14 +169,23 @@ class Trial:
 
     def _wait_gate(self) -> list[dict[str, Any]]:
         gates = self._guarded(lambda: self.server.wait_gates(self.workload.timeout_s, self._alive))
-        self.counts = gates[0]["counts"]
+        self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
+        self.losses += gates[0]["losses"]
         return gates
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except GateTimeout:
-            raise self.end(Outcome("hung", f"no sign of progress for {self.workload.timeout_s:.0f} s")) from None
+            raise self.end(Outcome(
+                "hung", f"no sign of progress for {self.workload.timeout_s:.0f} s",
+                "see what it waits for; if it only needs long, give it more time with --timeout",
+            )) from None
+        except AgentFailed as error:
+            raise self.end(Outcome("agent_failed", str(error))) from None
+        except NoStep as error:
+            raise self.end(Outcome("no_step", f"backward passes run, but no step repeats (the latest events: {error})",
+                                   "say what ends a step with --step backward:N")) from None
         except GateClosed as error:
             raise self._collect(str(error)) from None
 
@@ -177,6 +200,8 @@ class Trial:
 
     def freeze(self) -> None:
         """Stop the whole tree. Only at a gate."""
+        if not self._alive():
+            raise self._collect("its supervisor is gone, and with it the list of what to freeze")
         if not self.frozen and not tree.freeze(self.supervisor.pid):
             raise self.end(Outcome("hung", "a process of the workload could not be stopped"))
         self.frozen = True
@@ -190,16 +215,12 @@ class Trial:
 
     def stop(self) -> Outcome:
         """End it because we have seen enough."""
-        if self.ended is None:
-            self.end(Outcome("ok", "stopped when enough was measured"))
-        assert self.ended is not None
-        return self.ended
+        return self.end(Outcome("ok", "stopped when enough was measured")).outcome
 
     def end(self, outcome: Outcome) -> TrialEnded:
         """Kill the tree, record `outcome`, and return the exception to raise."""
-        if self.ended is None:
-            self.ended = outcome
-            self._shut()
+        self.ended = self.ended or outcome
+        self._shut()            # again after an interruption in the middle of it
         return TrialEnded(self.ended)
 
     def _collect(self, why: str) -> TrialEnded:
@@ -213,13 +234,18 @@ class Trial:
         return TrialEnded(self.ended)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
-        """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left."""
+        """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left.
+
+        Returns the supervisor's report; None when there is none, because it was killed.
+        """
+        assert self.supervisor.stdin and self.supervisor.stdout
+        if self.supervisor.stdout.closed:
+            return None
         try:
             self.supervisor.wait(timeout=grace_s or 0.001)
         except subprocess.TimeoutExpired:
             pass
         self.thaw()
-        assert self.supervisor.stdin and self.supervisor.stdout
         self.supervisor.stdin.close()           # end of file: the supervisor kills the tree
         try:
             self.supervisor.wait(timeout=15.0)
@@ -228,13 +254,12 @@ class Trial:
             self.supervisor.kill()
             self.supervisor.wait()
         line = self.supervisor.stdout.readline()
-        self.supervisor.stdout.close()
+        if not line.endswith(b"\n"):            # the supervisor was killed: what it watched over is nobody's child now
+            tree.kill_marked(os.fsencode(f"SATURATE_PLAN={self.spec.folder / 'plan.json'}"))
         self.server.close()
         (self.spec.folder / "supervise.json").unlink(missing_ok=True)
-        try:
-            return json.loads(line) if line else None
-        except ValueError:
-            return None                         # the supervisor was killed in the middle of its line
+        self.supervisor.stdout.close()
+        return json.loads(line) if line.endswith(b"\n") else None
 
     def output(self, limit: int = 64 * 1024) -> str:
         """The end of what the workload printed."""

@@ -16,13 +16,13 @@ import select
 import signal
 import sys
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HEAD_BYTES = 512 * 1024
 _TAIL_BYTES = 512 * 1024
 
 
 class Log:
-    """First and last half megabyte of a stream."""
+    """First and last half megabyte of a stream. On a full disk the log ends early; `problem` then says why."""
 
     def __init__(self, path):
         self.path = path
@@ -30,10 +30,11 @@ class Log:
         self.head_left = _HEAD_BYTES
         self.tail = b""
         self.dropped = 0
+        self.problem = ""
 
     def write(self, data):
         if self.head_left:
-            self.file.write(data[: self.head_left])
+            self._put(data[: self.head_left])
             rest = data[self.head_left:]
             self.head_left = max(0, self.head_left - len(data))
             data = rest
@@ -44,9 +45,15 @@ class Log:
 
     def close(self):
         if self.dropped:
-            self.file.write(b"\n[saturate: %d bytes left out]\n" % self.dropped)
-        self.file.write(self.tail)
+            self._put(b"\n[saturate: %d bytes left out]\n" % self.dropped)
+        self._put(self.tail)
         self.file.close()
+
+    def _put(self, data):
+        try:
+            self.file.write(data)
+        except OSError as error:    # it must not end the supervisor, or nobody would end the workload
+            self.problem = os.strerror(error.errno)
 
 
 def _run_workload(spec, output):
@@ -61,6 +68,8 @@ def _run_workload(spec, output):
 
             cage.enter(cage.CagePlan.from_json(spec["cage"]))
         os.chdir(spec["cwd"])
+        # Last, since a new namespace takes it back: should the supervisor be killed, the workload dies with it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except BaseException as error:  # noqa: BLE001 - nothing above us can report it
         os.write(2, f"saturate: could not start: {type(error).__name__}: {error}\n".encode())
@@ -92,12 +101,29 @@ def main(path):
         _run_workload(spec, writer)
     os.close(writer)
     log = Log(spec["log"])
-    status = None
+    try:
+        status = _watch(workload, reader, wake_reader, log)
+    finally:
+        tree.kill(os.getpid())
+    if status is None:
+        status = _reap(workload)
+    os.set_blocking(reader, False)
+    _drain(reader, log)
+    log.close()
+    report = {"ended": "killed"} if status is None else _describe(status)
+    try:
+        os.write(1, json.dumps({**report, "log_problem": log.problem}).encode() + b"\n")
+    except BrokenPipeError:
+        pass                                        # nobody is left to read it
+
+
+def _watch(workload, reader, wake_reader, log):
+    """Collect output until the workload ends (its wait status), or the controller is gone or wants the end (None)."""
     sources = [0, reader, wake_reader]
-    while status is None:
+    while True:
         ready, _, _ = select.select(sources, [], [])
         if 0 in ready and not os.read(0, 4096):
-            break                                   # the controller is gone, or wants the end
+            return None
         if reader in ready:
             data = os.read(reader, 1 << 16)
             if data:
@@ -107,17 +133,8 @@ def main(path):
         if wake_reader in ready:
             os.read(wake_reader, 4096)
         status = _reap(workload)
-    tree.kill(os.getpid())
-    if status is None:
-        status = _reap(workload)
-    os.set_blocking(reader, False)
-    _drain(reader, log)
-    log.close()
-    report = {"ended": "killed"} if status is None else _describe(status)
-    try:
-        os.write(1, json.dumps(report).encode() + b"\n")
-    except BrokenPipeError:
-        pass                                        # nobody is left to read it
+        if status is not None:
+            return status
 
 
 def _reap(workload):

@@ -82,6 +82,28 @@ def kill(pid: int, timeout_s: float = 10.0) -> list[int]:
         time.sleep(1e-3)
 
 
+def kill_marked(entry: bytes, timeout_s: float = 10.0) -> None:
+    """SIGKILL every process that was started with `entry` in its environment, until none is left: what a killed
+    supervisor leaves behind has no parent to be found by."""
+    deadline = time.monotonic() + timeout_s
+    while (found := _marked(entry)) and time.monotonic() < deadline:
+        for process in found:
+            _signal(process, signal.SIGKILL)
+        time.sleep(1e-2)
+
+
+def _marked(entry: bytes) -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if entry in file.read().split(b"\0") and state(int(name)) not in ("Z", "X", ""):
+                    found.append(int(name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue        # gone meanwhile, or another user's
+    return found
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of all descendants, shared pages counted once per process (an upper bound)."""
     total = 0

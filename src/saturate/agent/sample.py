@@ -1,0 +1,16 @@
+"""A few numbers that stand for many: what is read from parameters while training runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def few(parameters: list[Any]) -> list[Any]:
+    """At most eight of them, spread over the model."""
+    return parameters[:: max(1, len(parameters) // 8)][:8]
+
+
+def strided(parameter: Any, entries: int) -> list[float]:
+    """Up to `entries` values of a tensor, spread over it."""
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // entries)][:entries].float().tolist()
