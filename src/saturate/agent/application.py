@@ -101,6 +101,10 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
         return observe.facts(session)
     if order["do"] == "evidence":
         return observe.evidence(session)
+    if order["do"] == "ceilings":
+        from saturate.agent import ceilings
+
+        return ceilings.measure(session.torch, session.context.device)
     raise ValueError(f"unknown order {order['do']!r}")
 
 

@@ -6,7 +6,7 @@ then. Between gates a step costs one clock reading and two integer operations.
     agent -> {"at": "hello", ...}         once per rank
     agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
     <- {"do": "go", "skip": 1, "steps": 10, "split": false}   run, time the last 10, come back
-    <- {"do": "facts"} | {"do": "evidence"}                   answer with {"at": "answer", ...}, stay at the gate
+    <- {"do": "facts"} | {"do": "evidence"} | {"do": "ceilings"}   answer with {"at": "answer", ...}, stay at the gate
 """
 
 from __future__ import annotations

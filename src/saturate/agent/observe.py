@@ -87,6 +87,7 @@ class Inspection:
         self.shapes: set[Any] = set()
         self.set_to_none: bool | None = None
         self.host_to_device_bytes = 0
+        self._counter: Any = None
         self._called: dict[int, Any] = {}
         self._stack: list[int] = []
         self._undo: list[Any] = []
@@ -103,6 +104,7 @@ class Inspection:
             for module in everything:
                 self._hook(module)
             self._count_attention(torch)
+            self._count_flops(torch)
         self._watch_zero_grad(torch)
         if self.device == "cuda":
             self._watch_copies(torch)
@@ -139,6 +141,19 @@ class Inspection:
 
         functional.scaled_dot_product_attention = counted
         self._undo.append(lambda: setattr(functional, "scaled_dot_product_attention", original))
+
+    def _count_flops(self, torch: Any) -> None:
+        if self.session.plan["mode"] != "trial" or self.session.plan["techniques"]:
+            return          # only the baseline is asked, and never where numerics are compared
+        from saturate.agent import ceilings
+
+        self._counter = ceilings.flop_counter(torch)
+        self._counter.__enter__()
+        self._undo.append(lambda: self._counter.__exit__(None, None, None))
+
+    @property
+    def flops(self) -> int | None:
+        return self._counter.flops if self._counter is not None else None
 
     def _watch_zero_grad(self, torch: Any) -> None:
         for owner in (torch.optim.Optimizer, torch.nn.Module):
@@ -275,6 +290,7 @@ def facts(session: Any) -> dict[str, Any]:
         grad_scaler=session.grad_scaler,
         threads=torch.get_num_threads(),
         sdpa_calls=inspection.sdpa_calls,
+        flops_per_step=inspection.flops,
         zero_grad_set_to_none=inspection.set_to_none,
         gc_enabled=gc.isenabled(),
         gc_objects=len(gc.get_objects()),

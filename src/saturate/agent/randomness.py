@@ -7,6 +7,7 @@ of a map-style dataset is drawn under its own seed, whichever process draws it.
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 import zlib
@@ -47,6 +48,9 @@ def _shift(owner: Any, name: str, offset: int) -> None:
 
 def align(torch: Any, seed: int) -> None:
     """Turn dropout off and seed every batch of samples by its first index."""
+    # The compiler's cache of joint graphs names torch's functions and does not look into them: an aligned run would
+    # get the graph of an ordinary one, with its dropout. Read when the compiler is imported, so later than here.
+    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
     functional = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, _never_drops(getattr(functional, name)))

@@ -99,6 +99,7 @@ class Facts:
     autocast: str | None = None         # dtype the user's own script already autocasts to
     grad_scaler: bool = False           # the user's own script scales its loss
     threads: int = 1                    # torch intra-op threads
+    flops_per_step: int | None = None   # of matrix products, convolutions and attention, forward and backward
     sdpa_calls: int = 0                 # scaled_dot_product_attention calls in one step
     zero_grad_set_to_none: bool | None = None  # None: the script never called zero_grad
     gc_enabled: bool = True

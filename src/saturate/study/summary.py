@@ -52,7 +52,7 @@ def record_of(study: Study) -> StudyRecord:
         races=[r.record for r in results],
         trials=[_convert(TrialRecord, trial) for trial in study.store.trials()],
         phases=[Phase(name=name, seconds=seconds) for name, seconds in study.store.phases() if name != "total"],
-        notes=[*study.notes, *([study.isolation] if study.isolation else [])],
+        notes=[*_at_the_ceiling(study), *study.notes, *([study.isolation] if study.isolation else [])],
         threshold=racer.threshold if racer else study.request.threshold,
         budget_s=study.request.budget_s,
         titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
@@ -195,6 +195,9 @@ def _workload(study: Study) -> dict[str, str]:
     if facts is None:
         return {}
     found = {"step": facts.motif, "processes": str(facts.world_size)}
+    ceiling = _ceiling(study)
+    if ceiling:
+        found["arithmetic"] = ceiling
     if facts.modules:
         found["trained modules"] = ", ".join(f"{m.kind} ({m.parameters:,} parameters)" for m in facts.modules[:4])
     if facts.loaders:
@@ -202,6 +205,31 @@ def _workload(study: Study) -> dict[str, str]:
     if facts.autocast:
         found["autocast in the script"] = facts.autocast
     return found
+
+
+def _at_the_ceiling(study: Study) -> list[str]:
+    """When nothing helps, what is left to gain is the answer."""
+    if study.search is None or study.search.kept:
+        return []
+    parts = [f"{label} {ms / sum(study.baseline['split'].values()):.0%}" for label, ms in study.baseline["split"].items() if ms > 0]
+    ceiling = _ceiling(study)
+    return [*([f"ceiling: {ceiling}"] if ceiling else []), f"where the step goes: {', '.join(parts)}"]
+
+
+def _ceiling(study: Study) -> str:
+    """How near the baseline, and the tuned run, come to the fastest matrix product measured on this device."""
+    facts, rates = study.facts, study.baseline.get("ceilings")
+    if facts is None or not facts.flops_per_step or not rates:
+        return ""
+    best = max(rates["float32"], rates["bfloat16"])
+    name = "bfloat16" if rates["bfloat16"] > rates["float32"] else "float32"
+    words = []
+    for label, step_ms in (("before", study.baseline["step_ms"]), ("after", study.final.b_ms if study.final else None)):
+        if step_ms:
+            rate = facts.flops_per_step / (step_ms / 1e3)
+            words.append(f"{label} {rate / 1e9:,.0f} GFLOP/s ({rate / best:.0%})")
+    return (f"{facts.flops_per_step / 1e9:,.2f} GFLOP a step; {', '.join(words)} of {best / 1e9:,.0f} GFLOP/s, "
+            f"the fastest matrix product measured here ({name})")
 
 
 def write_recipe(study: Study, result: TuneResult | None = None) -> None:
