@@ -181,6 +181,27 @@ while True:
     assert all(ns > 15e6 for ns in block.step_ns), block
 
 
+def test_the_split_counts_a_closure_backward_once(script, start):
+    """Lightning runs forward and backward inside `optimizer.step(closure)`: they are not the optimizer's time."""
+    source = HEAD + """
+import time
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): time.sleep(0.02); return g
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+def closure():
+    opt.zero_grad(); loss = Slow.apply(loss_of()); loss.backward(); return loss
+while True: opt.step(closure)
+"""
+    trial = start(str(script(source)))
+    trial.wait_ready()
+    parts = trial.run_block(1, 10, split=True).parts
+    assert parts["backward"] > 200e6
+    assert parts["optimizer"] < 100e6, parts
+
+
 def test_ddp_ranks_are_gated_together(script, start):
     source = """
     import torch, torch.nn as nn, torch.distributed as dist

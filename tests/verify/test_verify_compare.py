@@ -53,6 +53,17 @@ def test_the_same_series_passes_and_is_bitwise_equal():
     assert informative(BASE) is None
 
 
+def test_lbfgs_may_stop_its_search_one_evaluation_earlier():
+    """Its tolerance is met or missed by the last bits; Lightning's one evaluation per step is no search."""
+    search = replace(BASE, motif="S0")
+    fewer = replace(search, losses=[*BASE.losses[:5], BASE.losses[5][:1], *BASE.losses[6:]])
+    wide = tolerance(BASE, twins=[made(1, jitter=0.3), made(2, jitter=0.3)], rounding=0.01)
+    assert compare(search, fewer, wide).passed
+    single = replace(search, losses=[losses[:1] for losses in BASE.losses])
+    twice = replace(search, losses=[*single.losses[:5], BASE.losses[5], *single.losses[6:]])
+    assert "micro-steps" in compare(single, twice, wide).reason
+
+
 @pytest.mark.parametrize("candidate, reason", [
     (changed("losses", 40, [math.nan, 1.0]), "loss is nan in update 40"),
     (changed("losses", 40, [1.0, math.inf]), "loss is inf in update 40"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import sys
@@ -63,6 +64,7 @@ def _connect(session: Any) -> None:
     if session.gate is None:        # a motif that changed keeps its connection
         session.gate = Gate(session.plan, hello, session.clock, session.drain,
                             lambda order: answer(session, order), lambda: standing(session))
+        atexit.register(_farewell, session)
     else:
         session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
     if session.capture is not None:
@@ -70,6 +72,16 @@ def _connect(session: Any) -> None:
     else:
         session.gate.boundary(False)
         session.split(session.gate.split)
+
+
+def _farewell(session: Any) -> None:
+    """The script has ended by itself: say after how many steps."""
+    if session.asleep:
+        return
+    try:
+        session.gate.tell({"at": "ended", "steps": session.steps_seen})
+    except OSError:
+        pass        # the controller is gone: nobody is left to tell
 
 
 def report_no_step(session: Any) -> None:

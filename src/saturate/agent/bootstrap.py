@@ -12,25 +12,35 @@ class ImportWatch:
 
     def __init__(self, callbacks: dict[str, Any]):
         self.callbacks = callbacks
+        self._looking: set[str] = set()     # another finder of this kind may ask everybody, us included
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        callback = self.callbacks.pop(name, None)
-        if callback is None:
+        # Being looked for is not being imported: libraries ask `importlib.util.find_spec("torch")` whether it is there.
+        if name not in self.callbacks or name in self._looking:
             return None
-        if not self.callbacks and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = self._find(name, path, target)
+        self._looking.add(name)
+        try:
+            spec = self._find(name, path, target)
+        finally:
+            self._looking.discard(name)
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            del spec.loader.exec_module     # our instance attribute; the class's method shows again
+            vars(spec.loader).pop("exec_module", None)      # the class's method shows again
             run(module)
-            callback(module)
+            self._imported(name, module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+    def _imported(self, name: str, module: Any) -> None:
+        callback = self.callbacks.pop(name, None)
+        if not self.callbacks and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if callback is not None:
+            callback(module)
 
     def _find(self, name: str, path: Any, target: Any) -> Any:
         spec = PathFinder.find_spec(name, path, target)

@@ -11,6 +11,8 @@ def few(parameters: list[Any]) -> list[Any]:
 
 
 def strided(parameter: Any, entries: int) -> list[float]:
-    """Up to `entries` values of a tensor, spread over it."""
-    flat = parameter.detach().reshape(-1)
+    """Up to `entries` values of a tensor, spread over it; of a sharded one, of this rank's shard: no rank may have to
+    wait for another here."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    flat = local.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // entries)][:entries].float().tolist()

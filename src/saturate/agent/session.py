@@ -164,6 +164,7 @@ class Session:
         self.backwards += 1
         if self.splitting:
             self._add_part("backward")
+            self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or (self.watchdog is not None and self.phase == "active"):
             loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
             self.losses.append(loss.detach())

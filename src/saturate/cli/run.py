@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
     if not recipe.techniques:
-        _replace(command, os.environ.copy())
+        _replace(command, _environment())
     chosen = _chosen(recipe)
     _compare(recipe, command, arguments.strict)
     option = launch.defeated_by(command)
@@ -46,16 +47,30 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.strict:
             raise problem
         print(problem.card(), file=sys.stderr)
-        _replace(command, os.environ.copy())
+        _replace(command, _environment())
     plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence)
-    _replace(command, launch.injected(os.environ, plan, chosen))
+    _replace(command, launch.injected(_environment(), plan, chosen))
     return 0
+
+
+def _environment() -> dict[str, str]:
+    """The environment that we were given. In the C locale Python sets LC_CTYPE for itself (PEP 538) before we run."""
+    environment = os.environ.copy()
+    try:
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return environment              # no /proc here: nothing to compare with
+    if not any(entry.startswith(b"LC_CTYPE=") for entry in given):
+        environment.pop("LC_CTYPE", None)
+    return environment
 
 
 def _replace(command: list[str], environment: dict[str, str]) -> None:
     """Become the command. Only returns by an exception."""
     sys.stdout.flush()
     sys.stderr.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)       # Python ignores them at its start, and an ignored signal stays so
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

@@ -195,6 +195,8 @@ class Search:
         alone = self.screened[candidate.id]
         if not self.kept and alone.decision.verdict == "faster":
             return alone            # the same two sets were just raced, and left no doubt
+        if not self.kept and alone.gain < self.racer.threshold:
+            return alone            # nothing to combine it with
         if alone.gain < self.racer.threshold:
             first = self._race(question, self.kept, together, RETRY, candidate)
             if first is None or first.gain < self.racer.threshold:

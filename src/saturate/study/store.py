@@ -98,9 +98,7 @@ class Store:
         damage = [row[0] for row in self._execute("pragma quick_check(1)")]
         if damage != ["ok"]:
             raise self._damaged(str(damage[0]))
-        tables = {row[0] for row in self._execute("select name from sqlite_master where type = 'table'")}
-        if tables and "meta" not in tables:
-            raise self._damaged("it holds other tables")
+        tables = self._execute("select name from sqlite_master where type = 'table'")
         if tables and (found := self.meta("version")) != VERSION:
             raise StudyDamaged(f"{self.path} was written by another version of saturate (format {found})",
                                remedy="use --dir FOLDER for a new study, or that version of saturate")

@@ -52,7 +52,7 @@ def record_of(study: Study) -> StudyRecord:
         races=[r.record for r in results],
         trials=[_convert(TrialRecord, trial) for trial in study.store.trials()],
         phases=[Phase(name=name, seconds=seconds) for name, seconds in study.store.phases() if name != "total"],
-        notes=[*_at_the_ceiling(study), *study.notes, *([study.isolation] if study.isolation else [])],
+        notes=[*_unfinished(study), *_at_the_ceiling(study), *study.notes, *([study.isolation] if study.isolation else [])],
         threshold=racer.threshold if racer else study.request.threshold,
         budget_s=study.request.budget_s,
         titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
@@ -88,8 +88,22 @@ def _verdict(study: Study) -> Any:
         return "inconclusive"
     if not study.search.kept:
         open_ends = [f for f in study.search.fates.values() if f.fate == "inconclusive" and (f.gain or 0) > study.request.threshold]
-        return "inconclusive" if open_ends else "no_difference"
+        return "inconclusive" if open_ends or _out_of_budget(study) else "no_difference"
     return study.final.decision.verdict if study.final else "inconclusive"
+
+
+def _out_of_budget(study: Study) -> list[str]:
+    """The techniques that could have helped and never had their turn."""
+    fates = study.search.fates if study.search else {}
+    return [identity for identity, fate in fates.items() if fate.fate == "not_tried" and fate.candidate is not None]
+
+
+def _unfinished(study: Study) -> list[str]:
+    """A note about what the budget did not reach."""
+    waiting = _out_of_budget(study)
+    if not waiting:
+        return []
+    return [f"the budget ended before {', '.join(waiting)} had a turn; a longer --budget tries them"]
 
 
 def _verified(study: Study) -> tuple[bool | None, str]:

@@ -92,10 +92,12 @@ def main(path):
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    private = spec.get("cage") and json.loads(spec["cage"])["mode"] == "overlay"    # it has a /dev/shm of its own
+    older = None if private or not os.path.isdir("/dev/shm") else set(os.listdir("/dev/shm"))
     workload = os.fork()
     if workload == 0:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.close(reader)
         _run_workload(spec, writer)
@@ -104,9 +106,9 @@ def main(path):
     try:
         status = _watch(workload, reader, wake_reader, log)
     finally:
-        tree.kill(os.getpid())
-    if status is None:
-        status = _reap(workload)
+        _kill(tree, older)
+    killed = _reap(workload)        # all of them: in a container, nobody else may
+    status = killed if status is None else status
     os.set_blocking(reader, False)
     _drain(reader, log)
     log.close()
@@ -115,6 +117,19 @@ def main(path):
         os.write(1, json.dumps({**report, "log_problem": log.problem}).encode() + b"\n")
     except BrokenPipeError:
         pass                                        # nobody is left to read it
+
+
+def _kill(tree, older):
+    """End the tree, and what it would have removed from /dev/shm had it not been killed: names that are not in `older`."""
+    used = set()
+    try:
+        if older is not None:
+            used = tree.shared_memory(os.getpid())
+    finally:
+        tree.kill(os.getpid())
+    for path in used:
+        if path.split("/")[3] not in older and os.path.exists(path):
+            os.unlink(path)
 
 
 def _watch(workload, reader, wake_reader, log):

@@ -104,6 +104,19 @@ def _marked(entry: bytes) -> list[int]:
     return found
 
 
+def shared_memory(pid: int) -> set[str]:
+    """Files in /dev/shm that descendants of `pid` have mapped or open."""
+    found = set()
+    for process in descendants(pid):
+        try:
+            with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as file:
+                found.update(line[line.index("/dev/shm/"):].rstrip("\n") for line in file if "/dev/shm/" in line)
+            found.update(os.readlink(f"/proc/{process}/fd/{number}") for number in os.listdir(f"/proc/{process}/fd"))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue        # gone meanwhile, or a set-uid helper
+    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of all descendants, shared pages counted once per process (an upper bound)."""
     total = 0

@@ -1,0 +1,31 @@
+"""What every benchmark says at its end: its rows as JSON, and one line on its targets. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def as_text(ratio: tuple[float, float, float]) -> str:
+    """A ratio with its interval."""
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*ratio)
+
+
+def write_json(path: Path | None, benchmark: str, rows: list[dict[str, Any]], met: bool | None) -> None:
+    """Results with the machine they were measured on. `met`: whether the targets were; None: not judged."""
+    if path is None:
+        return
+    machine = {"cores": os.cpu_count(), "architecture": platform.machine(), "python": platform.python_version(),
+               "load": os.getloadavg()[0]}
+    path.write_text(json.dumps({"schema": 1, "benchmark": benchmark, "machine": machine, "targets_met": met, "rows": rows},
+                               indent=1) + "\n", encoding="utf-8")
+
+
+def close(met: bool, smoke: bool, targets: str) -> int:
+    """Print the last line; the exit code. A smoke run measures too little to be judged."""
+    print(f"smoke run, targets are not judged ({targets})" if smoke
+          else f"{'targets met' if met else 'TARGETS MISSED'} ({targets})")
+    return 0 if met or smoke else 1

@@ -1,0 +1,136 @@
+"""Every benchmark runs, prints its ratio line and writes its numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+#: benchmark -> the line that holds its answer
+LINES = {
+    "overhead": r"^agent / profiler: -?\d+\.\d{3} \[-?\d+\.\d{3}, -?\d+\.\d{3}\]$",
+    "aa": r"^real quiet, true \+5%: \w+ 1\n    false verdicts [\d.]+% \[[\d.]+%, [\d.]+%\]; by one pair's median ",
+    "regret": r"^slow_rows    tuned / best \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  tune took \d+% of the time",
+    "expert": r"^tuned / the best by hand \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(\w+, by hand: bf16\)$",
+}
+
+
+@pytest.mark.parametrize("name", [
+    "overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert"))])
+def test_smoke(name, tmp_path, clean_environment):
+    numbers = tmp_path / "numbers.json"
+    found = subprocess.run(
+        [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
+        env={**clean_environment, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert re.search(LINES[name], found.stdout, re.MULTILINE), found.stdout
+    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
+    written = json.loads(numbers.read_text())
+    assert written["benchmark"] == name and written["targets_met"] is None and written["rows"]
+    assert not list(tmp_path.glob("saturate*")), "a scratch folder was left behind"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a benchmark as a module."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+def outcome(identity, fate, **options):
+    return types.SimpleNamespace(id=identity, fate=fate, options=options)
+
+
+def test_candidates_are_the_usable_ones(bench):
+    regret = bench("regret")
+    record = types.SimpleNamespace(result=types.SimpleNamespace(techniques=[
+        outcome("pin-memory", "not_tried"), outcome("gc-freeze", "no_difference"), outcome("fused-optimizer", "kept"),
+        outcome("tf32", "not_applicable"), outcome("bf16-autocast", "rejected_numerics"), outcome("compile", "failed")]))
+    assert [c.id for c in regret.candidates(record, None)] == ["pin-memory", "gc-freeze", "fused-optimizer"]
+    assert [c.id for c in regret.candidates(record, frozenset({"pin-memory"}))] == ["pin-memory"]
+
+
+def test_the_most_effective_are_chosen_by_what_they_give_alone(bench, monkeypatch):
+    """By tune's screening races only, or by one of our own where tune had no time for one."""
+    regret = bench("regret")
+    raced = [("screen gc-freeze", [], ["gc-freeze"], 1.01), ("screen fused-optimizer", [], ["fused-optimizer"], 1.2),
+             ("screen pin-memory", ["gc-freeze"], ["pin-memory"], 9.0), ("A/A", [], [], 1.0)]
+    record = types.SimpleNamespace(races=[types.SimpleNamespace(question=q, a=a, b=b, speedup=s) for q, a, b, s in raced])
+    alone = regret.speedups_alone(record)
+    assert alone == {"gc-freeze": 1.01, "fused-optimizer": 1.2}
+    registry = regret._registry.load()
+    pool = [regret.Candidate(registry[i], registry[i].Options()) for i in ("pin-memory", "gc-freeze", "fused-optimizer", "tf32")]
+    late = {"pin-memory": types.SimpleNamespace(record=types.SimpleNamespace(speedup=1.1)), "tf32": None}
+    peer = regret.Exhaustive(types.SimpleNamespace(store=None), regret.SMOKE)
+    monkeypatch.setattr(peer, "_race", lambda question, subset, limits: late[subset[0].id])
+    monkeypatch.setattr(regret, "MOST", 2)
+    assert [c.id for c in peer._most_effective(pool, alone)] == ["fused-optimizer", "pin-memory"]
+
+
+def test_subsets_leave_conflicts_out(bench):
+    regret = bench("regret")
+    registry = regret._registry.load()
+    members = [regret.Candidate(registry[i], registry[i].Options()) for i in ("compile", "bf16-autocast", "fp16-autocast")]
+    found = {frozenset(c.id for c in subset) for subset in regret.subsets(members)}
+    assert found == {frozenset(s.split()) for s in (
+        "compile", "bf16-autocast", "fp16-autocast", "compile bf16-autocast", "compile fp16-autocast")}
+
+
+def test_time_ratio_is_the_inverse_of_the_speed_up(bench):
+    found = types.SimpleNamespace(decision=types.SimpleNamespace(
+        estimate=types.SimpleNamespace(log_ratio=math.log(2), low=math.log(1.5), high=math.log(4))))
+    assert bench("_race").time_ratio(found) == pytest.approx((0.5, 0.25, 1 / 1.5))
+
+
+def test_outcome_of_a_race(bench):
+    """The peer looks at the first pair alone; the interval is held against the true gain."""
+    aa = bench("aa")
+    decision = aa.race.Decision("stop", "no_difference", aa.race.Estimate(0.0, -0.01, 0.06, 2, 4), "")
+    found = aa.outcome(decision, [[0.03, 0.05], [-0.04, -0.04]], 0.05, 1.0)
+    assert (found.peer, found.covered, found.rounds) == ("faster", True, 4)
+    assert not aa.outcome(decision, [[0.0, 0.0]], 0.08, 1.0).covered
+
+
+def test_a_known_cost_is_found(bench):
+    """`cost_us` must see work that an observer adds, and none where none is."""
+    overhead = bench("overhead")
+    extra = {"rounds": 0}
+
+    class Costly(overhead.Observer):
+        def on(self):
+            extra["rounds"] = 3000
+
+        def off(self):
+            extra["rounds"] = 0
+
+    def work(count):
+        for _ in range(count):
+            sum(range(extra["rounds"]))
+
+    added, low, high = overhead.cost_us(Costly(), work, 9, 200)
+    nothing, _, _ = overhead.cost_us(overhead.Observer(), work, 9, 200)
+    assert low > 0 and high >= added > 5 * abs(nothing)
+
+
+def test_a_command_that_is_slower_loses(bench, monkeypatch, clean_environment):
+    """Two different commands race, each in its own processes."""
+    for name in set(os.environ) - set(clean_environment):
+        monkeypatch.delenv(name)
+    race = bench("_race")
+    with race.Arena() as arena:
+        slow = arena.contestant("slow", race.script("difference", "--slower", "1.0"))
+        fast = arena.contestant("fast", race.script("difference"))
+        found = arena.race("which?", slow, fast, race.Limits(max_pairs=1, min_rounds=4, max_rounds=4))
+    assert 0.3 < race.time_ratio(found)[0] < 0.8
+    assert (found.record.a, found.record.b) == (["slow"], ["fast"])
+    assert not arena.folder.exists()

@@ -1,0 +1,270 @@
+"""Whatever the command does: a named outcome with cause and fix, the promised exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tune_kit import TRAINING, Folder, no_traceback_of_ours, recipe_is_empty, untouched
+
+from saturate.study.store import StudyLock
+from saturate.trial.process import TrialEnded
+
+FOREVER = "\nwhile True: step()\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    path = tmp_path / "user"
+    path.mkdir()
+    (path / "data.txt").write_text("precious")
+    return Folder(path)
+
+
+@dataclass(frozen=True)
+class Case:
+    source: str
+    code: int
+    says: str                       # on standard error
+    options: tuple[str, ...] = ()
+
+
+CASES = {
+    "crashes at import": Case("import json, no_such_module", 4, "No module named 'no_such_module'"),
+    "does not parse": Case("def broken(:", 4, "SyntaxError"),
+    "exits with a code": Case("import sys; print('bad flag'); sys.exit(7)", 4, "exit code 7: bad flag"),
+    "exits with a code, silent": Case("import sys; sys.exit(7)", 4, "exit code 7"),
+    "hangs before training": Case("import time; time.sleep(1000)", 4, "hung: no sign of progress for 2 s", ("--timeout", "2s")),
+    "hangs and traps SIGTERM": Case("""
+        import signal, time
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+        while True: time.sleep(1)
+        """, 4, "hung", ("--timeout", "2s")),
+    "never trains": Case("print('hello')", 0, "does not train, or for too few steps"),
+    "prints a lot": Case("line = 'x' * (1 << 20)\nfor _ in range(300): print(line)\nraise ValueError('at the end')", 4, "at the end"),
+    "kills itself": Case("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 4, "out of memory host"),
+    "aborts": Case("import os; os.abort()", 4, "SIGABRT"),
+    "no memory on the host": Case("raise MemoryError", 4, "out of memory host: MemoryError"),
+    "no memory on the device": Case("raise RuntimeError('CUDA out of memory. Tried to allocate')", 4, "out of memory device"),
+    "no shared memory": Case(
+        "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Bus error.')", 4, "docker run --shm-size"),
+    "no disk": Case("raise OSError(28, 'No space left on device')", 4, "disk full"),
+    "closes its output": Case("import os; os.close(1); os.close(2)", 0, "does not train"),
+    "kills its parent": Case("import os, time; os.kill(os.getppid(), 9); time.sleep(100)", 4, "supervisor died"),
+    "leaves daemons": Case("""
+        import os, signal, time
+        for _ in range(3):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    while True: time.sleep(1)
+                os._exit(0)
+            os.wait()
+        """, 0, "does not train"),
+    "daemons outlive a killed parent": Case("""
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            while True: time.sleep(1)
+        os.kill(os.getppid(), 9); time.sleep(100)
+        """, 4, "supervisor died"),
+    "changes the folder": Case("""
+        import os
+        open('new.txt', 'w').write('x'); os.unlink('data.txt'); os.unlink('train.py')
+        open(os.path.join(os.path.dirname(os.getcwd()), 'outside.txt'), 'w').write('x')
+        os.chdir('/'); os.mkdir('tmp/of-a-bad-script'); raise ValueError('after all this')
+        """, 4, "after all this"),
+    "crashes in step 3": Case(
+        TRAINING + "for i in range(9):\n    step()\n    if i == 2: raise ValueError('in step 3')", 4, "ValueError: in step 3"),
+    "exits in step 3": Case(TRAINING + "for _ in range(3): step()", 0, "too few steps"),
+    "crashes after measuring began": Case(
+        TRAINING + "for i in range(99):\n    step()\n    if i == 40: raise ValueError('in step 40')", 4, "ValueError: in step 40"),
+    "ends after measuring began": Case(TRAINING + "for _ in range(40): step()", 0, "more steps"),
+    "is killed while it is measured": Case(
+        TRAINING + "for _ in range(20): step()\nos.kill(os.getpid(), signal.SIGKILL)", 4, "out of memory host"),
+    "kills its parent while it is measured": Case(
+        TRAINING + "for _ in range(20): step()\nos.kill(os.getppid(), signal.SIGKILL)" + FOREVER, 4, "supervisor died"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_end_of_a_command_has_a_name(name, folder):
+    case = CASES[name]
+    folder.write("train.py", case.source)
+    with untouched(folder.path.parent):
+        ended = folder.tune(*case.options)
+        assert not folder.alive()
+    assert ended.code == case.code, ended.stderr
+    assert case.says in ended.stderr
+    assert no_traceback_of_ours(ended.stderr)
+    assert ended.result.verdict == "inconclusive"
+    assert ended.result.verified is None
+    assert ended.result.verified_reason
+    assert recipe_is_empty(ended.result)
+    assert {t.fate for t in ended.result.techniques} == {"not_tried"}
+    assert not Path("/tmp/of-a-bad-script").exists()
+    logs = sum(path.stat().st_size for path in folder.path.glob(".saturate/*/t*/output.log"))
+    assert logs < 2 * 1024 * 1024
+    if case.code:
+        assert "error[E4" in ended.stderr and "help: " in ended.stderr
+
+
+def test_a_missing_script_is_the_commands_own_failure(folder):
+    ended = folder.tune(argv=(sys.executable, "missing.py"))
+    assert ended.code == 4
+    assert "can't open file" in ended.stderr
+    assert ended.result.verdict == "inconclusive"
+
+
+def test_a_missing_command_is_a_usage_error(folder):
+    ended = folder.tune(argv=("no-such-command-anywhere", "train.py"))
+    assert (ended.code, ended.stdout) == (2, "")
+    assert "no-such-command-anywhere" in ended.stderr and "help: " in ended.stderr
+
+
+def test_a_hang_between_two_blocks_is_noticed(script, start):
+    trial = start(str(script(TRAINING + "for _ in range(30): step()\ntime.sleep(1000)")))
+    trial.wait_ready()
+    trial.workload = replace(trial.workload, timeout_s=1.0)
+    with pytest.raises(TrialEnded) as ended:
+        while True:
+            trial.run_block(0, 10)
+    assert ended.value.outcome.kind == "hung"
+    assert "--timeout" in ended.value.outcome.remedy
+
+
+def test_a_trial_whose_supervisor_is_gone_is_over(script, start):
+    """Without it nothing can be frozen, so a race would measure both at once."""
+    trial = start(str(script(TRAINING + FOREVER)))
+    trial.wait_ready()
+    trial.run_block(0, 2)
+    trial.supervisor.kill()
+    trial.supervisor.wait()
+    with pytest.raises(TrialEnded) as ended:
+        trial.freeze()
+    assert ended.value.outcome.kind == "supervisor_died"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_a_tune_in_order(number, folder):
+    folder.write("train.py", TRAINING + FOREVER)
+    with untouched(folder.path.parent), folder.start() as process:
+        _wait_for(process, "noise:")
+        began = time.monotonic()
+        process.send_signal(number)
+        process.send_signal(number)         # an impatient user must not end the cleaning up
+        stdout, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+        assert not folder.alive()
+    assert process.returncode == 130, stderr
+    assert no_traceback_of_ours(stderr)
+    result = json.loads(stdout)
+    assert result["verdict"] == "inconclusive" and result["baseline"]["step_ms"] > 0
+    assert Path(result["recipe"]).exists() and Path(result["report"]).exists()
+    assert result["recipe"] in stderr
+
+
+def _wait_for(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stderr is not None
+    seen = ""
+    while words not in seen:
+        line = process.stderr.readline()
+        assert line, f"it ended without saying {words!r}: {seen}"
+        seen += line
+
+
+# -- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_two_tunes_in_one_folder(folder):
+    folder.write("train.py", "print('hello')")
+    lock = StudyLock(folder.path / ".saturate")
+    try:
+        ended = folder.tune()
+    finally:
+        lock.release()
+    assert ended.code == 3
+    assert "error[E310]" in ended.stderr and f"process {os.getpid()}" in ended.stderr and "--dir" in ended.stderr
+    assert ended.result.verdict == "inconclusive"
+    assert folder.tune().code == 0          # once the other one has ended
+
+
+def test_a_study_folder_that_cannot_be(folder):
+    folder.write("train.py", "print('hello')")
+    with untouched(folder.path):
+        ended = folder.tune("--dir", "data.txt/below")
+    assert ended.code == 3
+    assert "error[E300]" in ended.stderr and "--dir" in ended.stderr
+    assert ended.result.recipe == ""
+
+
+def _in_a_namespace(commands: str) -> tuple[str, ...]:
+    """Run what follows behind some mounts that only it sees."""
+    unshare = shutil.which("unshare")
+    options = ("-m",) if os.geteuid() == 0 else ("-mr",)
+    if unshare is None or subprocess.run([unshare, *options, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine does not allow mount namespaces")
+    return (unshare, *options, "sh", "-ec", f'{commands}; exec "$@"', "sh")
+
+
+def test_a_read_only_folder(folder):
+    folder.write("train.py", "print('hello')")
+    prefix = _in_a_namespace(f"mount --bind {folder.path} {folder.path}; mount -o remount,bind,ro {folder.path}; cd {folder.path}")
+    ended = folder.tune(prefix=prefix)
+    assert ended.code == 3
+    assert "Read-only file system" in ended.stderr and "--dir" in ended.stderr
+    assert ended.result.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("size", ["8k", "40k", "80k", "120k", "300k"])
+def test_a_full_disk_has_a_name(size, folder):
+    """The disk fills up at different moments: lock, study file, run folder, log, report."""
+    folder.write("train.py", "print('x' * 400_000)\nraise ValueError('at the end')")
+    study = folder.path / ".saturate"
+    study.mkdir()
+    prefix = _in_a_namespace(f"mount -t tmpfs -o size={size} none {study}")
+    ended = folder.tune(prefix=prefix)
+    assert ended.code in (3, 4), ended.stderr
+    assert no_traceback_of_ours(ended.stderr)
+    assert "Traceback" not in ended.stderr or ended.code == 4
+    assert "full" in ended.stderr or "No space left" in ended.stderr, ended.stderr
+    assert "help: free space" in ended.stderr
+    assert ended.result.verdict == "inconclusive"
+    assert not folder.alive()
+
+
+# -- streams and codes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_streams(closed, folder):
+    folder.write("train.py", "print('hello')")
+    ended = folder.tune(prefix=("sh", "-c", f'exec "$@" {closed}', "sh"))
+    assert ended.code == 0, ended.stderr
+    assert no_traceback_of_ours(ended.stderr)
+    if "1" not in closed:
+        assert ended.result.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("source, code", [
+    ("import sys; sys.exit(7)", 7),
+    ("import os; os.kill(os.getpid(), 9)", -9),
+    ("raise ValueError", 1),
+    ("import os\ntry: os.write(1, b'x')\nexcept OSError: os._exit(23)", 23),
+])
+def test_run_passes_the_commands_end_through(source, code, folder):
+    folder.write("train.py", source)
+    (folder.path / "empty.toml").touch()
+    close = ("sh", "-c", 'exec "$@" 1>&-', "sh") if code == 23 else ()
+    done = subprocess.run([*close, sys.executable, "-m", "saturate.cli.main", "run", "empty.toml", "--", sys.executable, "train.py"],
+                          cwd=folder.path, env=folder.environment(), capture_output=True, check=False)
+    assert done.returncode == code, done.stderr

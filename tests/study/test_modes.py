@@ -1,0 +1,41 @@
+"""Both race modes and both isolation modes find a real gain, keep an honest technique, and leave the user's tree alone."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from parties import WORKLOAD, tune
+
+pytestmark = pytest.mark.slow
+
+_WRITES = WORKLOAD.replace("updates = int", """
+open("log.txt", "a").write("started\\n")
+os.makedirs("checkpoints", exist_ok=True)
+torch.save(model.state_dict(), "checkpoints/last.pt")
+updates = int""").replace("import sys, time", "import os, sys, time")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and ".saturate" not in path.parts}
+
+
+@pytest.mark.parametrize("race", ["concurrent", "alternate"])
+@pytest.mark.parametrize("isolation", ["overlay", "intercept"])
+def test_a_real_gain_is_found(race: str, isolation: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "log.txt").write_text("mine\n", encoding="utf-8")
+    environment = {"SATURATE_ISOLATION": "intercept"} if isolation == "intercept" else {}
+    result = tune(tmp_path, _WRITES, "--race", race, names=("waits_less",), budget="150s", environment=environment)
+    entry = result["by_id"]["waits-less"]
+    assert entry["fate"] == "kept", (entry, result["stderr"])
+    assert result["verified"] is True and result["verdict"] == "faster"
+    assert result["speedup"] > 1.3 and result["speedup_ci"][0] > 1.02
+    recipe = tomllib.loads(Path(result["recipe"]).read_text(encoding="utf-8"))
+    assert [one["id"] for one in recipe["technique"]] == ["waits-less"]
+    assert tree(work) == {"log.txt": b"mine\n", "train.py": (work / "train.py").read_bytes()}
+    assert sorted(path.name for path in work.iterdir()) == [".saturate", "log.txt", "train.py"]
+    assert ("intercept" in Path(result["report"]).read_text(encoding="utf-8")) or isolation == "overlay"

@@ -1,0 +1,213 @@
+"""What verification and racing do with planted faults, and workloads that cannot be measured or verified."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from parties import WORKLOAD, tune
+
+from saturate.study.candidates import Candidate
+from saturate.study.racing import other_work
+from saturate.study.verification import UPDATES, Run, Verifier, first_difference
+from saturate.trial.process import Block, clock_problem, clocks_drift
+from saturate.verify.series import Series
+
+# -- timed blocks must be the same work --------------------------------------------------------------------------------
+
+
+def block(backwards: int = 20, steps: int = 10, moved: bool = True, sample: tuple[float, ...] = (1.0,)) -> Block:
+    return Block([1000] * steps, {}, {"B": backwards, "S0": steps}, steps, list(sample), moved)
+
+
+def test_the_same_work_is_believed() -> None:
+    assert other_work([block()] * 4, [block()] * 4) is None
+    assert other_work([block()] * 4, [block(40, 20)] * 4) is None, "longer blocks in alternate mode"
+    assert other_work([block()] * 4, [block(), block(19), block(21), block()]) is None, "the end of an epoch"
+
+
+def test_fewer_backward_passes_are_not_believed() -> None:
+    assert "backward ran 1.00 times" in str(other_work([block()] * 4, [block(10)] * 4))
+
+
+def test_parameters_that_break_or_stand_still_are_not_believed() -> None:
+    broken = block(sample=(math.nan,))
+    assert "not finite" in str(other_work([block()] * 2, [block(), broken]))
+    assert other_work([broken] * 2, [broken] * 2) is None, "it diverges by itself"
+    still = block(moved=False)
+    assert "did not move" in str(other_work([block()] * 4, [block(), still, still, block()]))
+    assert other_work([block(), still], [still, still]) is None, "small updates of the baseline also vanish"
+
+
+def test_clocks_are_compared_with_ours() -> None:
+    ms = 1_000_000
+    assert clock_problem(0, [1 * ms, 100 * ms, 200 * ms], 202 * ms) is None
+    assert "lie outside" in str(clock_problem(10 * ms, [9 * ms, 200 * ms], 202 * ms))
+    assert "lie outside" in str(clock_problem(0, [1 * ms, 203 * ms], 202 * ms))
+    assert "lie outside" in str(clock_problem(0, [1 * ms, 150 * ms, 140 * ms], 202 * ms))
+    slow = (300 * ms, 260 * ms)
+    assert "by the clock inside" in str(clocks_drift([slow] * 4))
+    assert clocks_drift([slow] * 3) is None, "too few to tell"
+    assert clocks_drift([(300 * ms, 299 * ms)] * 4 + [slow] * 3) is None, "a busy machine"
+    assert clocks_drift([(40 * ms, 10 * ms)] * 9) is None, "blocks so short that one late wake-up counts"
+
+
+# -- a member of a set keeps its own promise; a timed run trains as a verification run does ----------------------------
+
+
+class Answers:
+    """The part of a study's store that verification uses."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, object] = {}
+
+    def answer(self, question: str) -> object:
+        return self.known.get(question)
+
+    def set_answer(self, question: str, value: object) -> None:
+        self.known[question] = value
+
+
+@dataclass(frozen=True)
+class Options:
+    level: int = 1
+
+
+def candidate(identity: str, numerics: str, **more: object) -> Candidate:
+    return Candidate(SimpleNamespace(TECHNIQUE=SimpleNamespace(id=identity, numerics=numerics), **more), Options())
+
+
+def training(error: float = 0.0, updates: int = UPDATES) -> Series:
+    """A loss that falls and parameters that move; from update 2 on off by `error`, relative."""
+    losses, norms, samples = [], [], []
+    for k in range(updates):
+        off = 1 + error * (k >= 2)
+        losses.append([off * (1 / (1 + k / 10)), off * (1.1 / (1 + k / 10))])
+        norms.append(off / (1 + k / 10))
+        samples.append([1 + 0.01 * k * off, -1 + 0.02 * k * off, 0.5 - 0.01 * math.sin(k) * off])
+    return Series(losses, norms, samples, "B x2 S0", [], [3])
+
+
+class Recorded(Verifier):
+    """Verification over made-up runs: `found` says what a set of techniques does, by the ids in it."""
+
+    def __init__(self, found: dict[frozenset[str], Series]) -> None:
+        super().__init__(SimpleNamespace(store=Answers()))  # type: ignore[arg-type]
+        self.found = found
+
+    def series(self, run: Run) -> Series:
+        base = self.found.get(frozenset(c.id for c in run.techniques), training())
+        return training(error=run.perturb) if run.perturb else base
+
+
+def test_a_precise_promise_is_kept_in_loose_company() -> None:
+    """Next to a technique that may round to bf16, one that promised to be exact must still be exact."""
+    liar, rough = candidate("liar", "exact"), candidate("rough", "precision")
+    found = {frozenset({"rough"}): training(1e-4), frozenset({"liar", "rough"}): training(1e-4)}
+    assert Recorded(found).verify((rough, liar)).passed
+    verified = Recorded({**found, frozenset({"liar"}): training(1e-4)}).verify((rough, liar))
+    assert not verified.passed and "liar alone: declared exact" in verified.reason
+
+
+def test_no_technique_widens_its_own_tolerance() -> None:
+    wide = candidate("wide", "reordering", ROUNDING=1.0)
+    assert not Recorded({frozenset({"wide"}): training(0.01)}).verify((wide,)).passed
+
+
+def test_losses_of_timed_trials_are_compared() -> None:
+    from saturate.study.bench import timed_losses
+
+    faced = (candidate("faced", "exact"),)
+    plain = training().losses
+    verifier = Recorded({})
+    verifier.bench.store.set_answer(timed_losses(()), plain)
+    verifier.bench.store.set_answer(timed_losses(faced), plain[:20])
+    assert verifier.verify(faced).passed
+    other = Recorded({})
+    other.bench.store.set_answer(timed_losses(()), plain)
+    other.bench.store.set_answer(timed_losses(faced), training(0.05).losses[:20])
+    verified = other.verify(faced)
+    assert not verified.passed and "when it is timed" in verified.reason and "update 2" in verified.reason
+    unseeded = Recorded({})
+    unseeded.bench.store.set_answer(timed_losses(()), training(0.3).losses)
+    unseeded.bench.store.set_answer(timed_losses(faced), training(0.05).losses)
+    assert unseeded.verify(faced).passed, "a script that draws its own seed cannot be compared in this way"
+
+
+def test_first_difference() -> None:
+    assert first_difference([[1.0], [2.0]], [[1.0], [2.1]], [0.2, 0.2]) is None
+    assert first_difference([[1.0], [2.0]], [[1.0], [2.1]], [0.2, 0.05]) == 1
+    assert first_difference([[1.0, 1.0]], [[1.0]], [9.0]) == 0, "another number of micro-steps"
+    assert first_difference([[1.0]], [[math.nan]], [9.0]) == 0
+
+
+def test_a_training_can_be_told_from_itself() -> None:
+    """The made-up trainings above are informative, so the tests above can fail."""
+    assert Recorded({}).check_baseline() is None
+    flat = replace(training(), losses=[[1.0]] * UPDATES)
+    assert Recorded({frozenset(): flat}).check_baseline() is not None
+
+
+# -- workloads that show nothing ---------------------------------------------------------------------------------------
+
+_LOOP = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+x, y = torch.randn(64, 8), torch.randn(64, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr={lr})
+{before}
+for update in range({updates}):
+    optimizer.zero_grad()
+    loss = {loss}
+    loss.backward()
+    optimizer.step()
+"""
+_DEFAULT = {"lr": 1e-2, "before": "", "updates": 10**9, "loss": "nn.functional.mse_loss(model(x), y)"}
+
+#: name -> (changes, words of the reason)
+TRAPS = {
+    "constant loss": ({"loss": "(model(x) - model(x).detach()).mean() + 3.0"}, "same in every update"),
+    "zero loss": ({"loss": "nn.functional.mse_loss(model(x), y) * 0.0"}, "zero in every update"),
+    "learning rate 0": ({"lr": 0.0, "loss": "nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y)"}, "learning rate 0"),
+    "all frozen": ({"before": "model.requires_grad_(False); x.requires_grad_(True)",
+                    "loss": "nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y)"}, ""),
+    "too short": ({"updates": 30}, "after 30 training steps"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_workload_that_shows_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    changes, words = TRAPS[name]
+    result = tune(tmp_path, _LOOP.format(**{**_DEFAULT, **changes}), names=("waits_less",), budget="40s")
+    assert result["verified"] is None and result["verdict"] == "inconclusive"
+    assert words in result["verified_reason"]
+    assert result["by_id"]["waits-less"]["fate"] == "not_tried"
+    assert "technique" not in tomllib.loads(Path(result["recipe"]).read_text(encoding="utf-8"))
+
+
+_RESUMES = WORKLOAD.replace("updates = int", """
+import os
+if os.path.exists("state.pt"):
+    open("resumed", "a").write("again")
+    model.load_state_dict(torch.load("state.pt"))
+torch.save(model.state_dict(), "state.pt")
+updates = int""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropout", "unseeded", "resumes"])
+def test_an_honest_technique_is_kept(name: str, tmp_path: Path) -> None:
+    """With dropout, without a seed, and from a checkpoint in the working directory, which every trial finds as it was."""
+    source = {"dropout": WORKLOAD.replace("torch.tanh(self.a(x))", "nn.functional.dropout(torch.tanh(self.a(x)), 0.2, self.training)"),
+              "unseeded": WORKLOAD.replace("torch.manual_seed(7)\n", ""), "resumes": _RESUMES}[name]
+    result = tune(tmp_path, source, names=("waits_less",), budget="120s")
+    entry = result["by_id"]["waits-less"]
+    assert entry["fate"] == "kept", (entry, result["stderr"])
+    assert result["verified"] is True and result["speedup"] > 1.2
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [".saturate", "train.py"]

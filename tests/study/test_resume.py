@@ -1,0 +1,114 @@
+"""kill -9 at any moment loses at most the running round; the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
+
+from saturate.study.bench import Bench
+from saturate.study.store import NAME, Store
+from saturate.trial.process import Workload
+
+OPTIONS = ("--only", "fused-optimizer")
+FOREVER = "\nwhile True: step()\n"
+
+
+def contents(study: Path) -> dict[str, dict[tuple, tuple]]:
+    """Every row of the study file by its key."""
+    keys = {"meta": 1, "answers": 1, "rounds": 3, "trials": 1}
+    found: dict[str, dict[tuple, tuple]] = {}
+    with closing(sqlite3.connect(study / NAME)) as db:
+        tables = {name for name, in db.execute("select name from sqlite_master where type = 'table'")}
+        for table, width in keys.items():
+            rows = db.execute(f"select * from {table}") if table in tables else ()
+            found[table] = {row[:width]: row[width:] for row in rows}
+    return found
+
+
+def test_killed_again_and_again_it_goes_on(tmp_path):
+    """Each attempt is killed a little later than the one before got to, at a random moment."""
+    folder = Folder(tmp_path)
+    folder.write("train.py", TRAINING + FOREVER)
+    chance = random.Random(7)
+    known: dict[str, dict[tuple, tuple]] = {}
+    with untouched(tmp_path):
+        for patience in (0.4, 3.0, 6.0):
+            with folder.start(*OPTIONS) as process:
+                time.sleep(patience * chance.uniform(0.6, 1.4))
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+            assert not folder.wait_until_nothing_lives(10.0)
+            studies = [path.parent for path in tmp_path.glob(f".saturate/*/{NAME}")]
+            assert len(studies) <= 1
+            if studies:
+                now = contents(studies[0])
+                for table, rows in known.items():
+                    assert rows.items() <= now[table].items(), table
+                known = now
+        ended = folder.tune(*OPTIONS)
+    assert ended.code in (0, 6), ended.stderr
+    assert "resuming" in ended.stderr and no_traceback_of_ours(ended.stderr)
+    assert ended.result.baseline.step_ms
+    assert not folder.alive()
+    studies = [path.parent for path in tmp_path.glob(f".saturate/*/{NAME}")]
+    assert len(studies) == 1
+    after = contents(studies[0])
+    for table in ("answers", "rounds", "trials"):
+        assert known[table].items() <= after[table].items(), f"{table}: what was finished was measured again"
+    purposes = [json.loads(record)["purpose"] for record, in after["trials"].values()]
+    assert purposes.count("baseline") == 1
+
+
+def test_a_finished_study_is_not_resumed(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", "print('hello')")
+    runs = [folder.tune().result.run for _ in range(2)]
+    assert runs[0] != runs[1]
+
+
+def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", "import time; time.sleep(100)")
+    with folder.start(*OPTIONS) as process:
+        while not list(tmp_path.glob(".saturate/*/t001/output.log")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, _ = process.communicate(timeout=30)
+    run = json.loads(stdout)["run"]
+    assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run
+    assert folder.tune(*OPTIONS, "--timeout", "1s").result.run == run
+
+
+@pytest.fixture
+def bench(tmp_path):
+    def make() -> Bench:
+        return Bench(Workload(["true"], tmp_path, {}), tmp_path / "study", tmp_path, Store(tmp_path / "study"), 10.0, print)
+
+    return make
+
+
+def test_trials_of_a_killed_study_are_cleared_and_their_numbers_not_given_again(bench, tmp_path):
+    """Trials end in another order than they began: the number of ended ones says nothing about which folders are taken."""
+    for identity in ("t001", "t002", "t003", "t004"):
+        (tmp_path / "study" / identity / "layers" / "0" / "work").mkdir(parents=True)
+        (tmp_path / "study" / identity / "capture.jsonl").write_text(identity)
+    (tmp_path / "study" / "t003" / "layers" / "0" / "work").chmod(0)        # as overlayfs leaves it
+    store = Store(tmp_path / "study")
+    for identity in ("t001", "t004"):
+        store.set_trial(identity, {"id": identity})
+    store.close()
+    started = bench().start("anything", ())
+    started.stop()
+    assert started.spec.id == "t005"
+    assert (tmp_path / "study" / "t004" / "capture.jsonl").read_text() == "t004"
+    assert not (tmp_path / "study" / "t002").exists() and not (tmp_path / "study" / "t003").exists()
+    shutil.rmtree(tmp_path / "study")

@@ -1,0 +1,214 @@
+"""The study file: what was answered stays, damage has a name, and nothing that is not ours is changed."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tune_kit import Folder
+
+from saturate.errors import EnvironmentProblem, StudyDamaged, StudyLocked
+from saturate.study import store as stores
+from saturate.study.store import NAME, Store, StudyLock, find_unfinished, new_run
+
+
+def filled(folder: Path) -> Path:
+    store = Store(folder)
+    store.set_meta("identity", "one")
+    for number in range(200):
+        store.set_answer(f"question {number}", {"text": "x" * 100})
+    store.add_round("race", 0, 1, 2.0, 1.0, 0.69)
+    store.close()
+    return folder / NAME
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    store = Store(tmp_path)
+    store.set_answer("q", {"a": [1, None]})
+    store.add_round("race", 1, 1, 2.0, 1.0, 0.5)
+    store.add_round("race", 0, 2, 2.0, 1.0, 0.4)
+    store.add_round("race", 0, 1, 2.0, 1.0, 0.3)
+    store.add_round("race", 0, 1, 2.0, 1.0, 0.3)        # the same round again, after a kill
+    store.set_trial("t001", {"id": "t001"})
+    store.add_seconds("noise", 1.0)
+    store.add_seconds("noise", 0.5)
+    store.close()
+    store = Store(tmp_path)
+    assert store.answer("q") == {"a": [1, None]} and store.answer("p") is None
+    assert [[ratio for _, _, ratio in pair] for pair in store.rounds("race")] == [[0.3, 0.4], [0.5]]
+    assert store.trials() == [{"id": "t001"}]
+    assert store.phases() == [("noise", 1.5)]
+
+
+def test_a_kill_loses_nothing_that_was_written(tmp_path):
+    code = f"""
+import os, pathlib
+from saturate.study.store import Store
+store = Store(pathlib.Path({str(tmp_path)!r}))
+for number in range(50): store.set_answer(str(number), number)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    store = Store(tmp_path)
+    assert [store.answer(str(number)) for number in range(50)] == list(range(50))
+
+
+DAMAGE = {
+    "garbage": lambda data: os.urandom(len(data)),
+    "text": lambda data: b"not a study\n" * 100,
+    "truncated": lambda data: data[: len(data) // 2],
+    "half a page": lambda data: data[:2000],
+    "a page of zeros": lambda data: data[:8192] + bytes(4096) + data[12288:],
+    "zeros at the end": lambda data: data[:-4096] + bytes(4096),
+    "zeros in the header": lambda data: bytes(100) + data[100:],
+    "garbage in the schema": lambda data: data[:100] + os.urandom(900) + data[1000:],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_has_a_name_and_stays_as_it_is(name, tmp_path):
+    path = filled(tmp_path)
+    data = DAMAGE[name](path.read_bytes())
+    path.write_bytes(data)
+    with pytest.raises(StudyDamaged) as error:
+        Store(tmp_path)
+    assert str(path) in error.value.message
+    assert error.value.cause and str(tmp_path) in error.value.remedy
+    assert path.read_bytes() == data
+
+
+def test_damage_that_only_shows_later_has_a_name(tmp_path):
+    path = filled(tmp_path)
+    with sqlite3.connect(path) as db:
+        db.execute("update answers set value = '{half' where question = 'question 7'")
+        db.execute("update answers set value = 7 where question = 'question 8'")
+        db.execute("drop table rounds")
+    store = Store(tmp_path)
+    for ask in (lambda: store.answer("question 7"), lambda: store.rounds("race")):
+        with pytest.raises(StudyDamaged):
+            ask()
+
+
+def test_a_study_of_another_version_is_left_alone(tmp_path):
+    path = filled(tmp_path)
+    with sqlite3.connect(path) as db:
+        db.execute("update meta set value = '99' where key = 'version'")
+        db.execute("drop table rounds")
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(StudyDamaged, match="another version.*99"):
+        Store(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_somebody_elses_database_is_left_alone(tmp_path):
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("create table customers (name text)")
+    db.close()
+    before = (tmp_path / NAME).read_bytes()
+    with pytest.raises(StudyDamaged, match="not a readable study"):
+        Store(tmp_path)
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_a_full_disk_is_not_damage(tmp_path):
+    store = Store(tmp_path)
+    pages = store._execute("pragma page_count")[0][0]
+    store._execute(f"pragma max_page_count = {pages}")          # what SQLite answers then is what a full disk makes it answer
+    with pytest.raises(EnvironmentProblem) as error:
+        for number in range(1000):
+            store.set_answer(str(number), "x" * 1000)
+    assert not isinstance(error.value, StudyDamaged)
+    assert "free space" in error.value.remedy
+
+
+def test_a_study_file_that_cannot_be_opened(tmp_path):
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(EnvironmentProblem) as error:
+        Store(tmp_path)
+    assert not isinstance(error.value, StudyDamaged)
+
+
+def test_rollback_journal_where_a_log_cannot_be(tmp_path, monkeypatch):
+    assert Store(tmp_path / "here")._execute("pragma journal_mode") == [("wal",)]
+    monkeypatch.setattr(stores, "_file_system", lambda folder: "nfs4")
+    assert Store(tmp_path / "there")._execute("pragma journal_mode") == [("delete",)]
+
+
+def test_the_file_system_is_that_of_the_deepest_mount():
+    assert stores._file_system(Path("/proc/self")) == "proc"
+    assert stores._file_system(Path("/")) not in ("", "proc")
+
+
+# -- finding -------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_unfinished_study_of_the_same_request_is_found(tmp_path):
+    for moment, (name, identity, finished) in enumerate(
+            [("old", "one", False), ("new", "one", False), ("done", "one", True), ("other", "two", False)]):
+        store = Store(tmp_path / name)
+        store.set_meta("identity", identity)
+        store.set_meta("finished", finished)
+        store.close()
+        os.utime(tmp_path / name / NAME, (moment, moment))
+    problems: list[EnvironmentProblem] = []
+    assert find_unfinished(tmp_path, "one", problems.append) == tmp_path / "new"
+    assert find_unfinished(tmp_path, "three", problems.append) is None
+    assert not problems
+
+
+def test_an_unreadable_study_is_told_of_and_passed_by(tmp_path):
+    filled(tmp_path / "good")
+    filled(tmp_path / "bad").write_bytes(b"x" * 5000)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / NAME).touch()
+    problems: list[EnvironmentProblem] = []
+    os.utime(tmp_path / "good" / NAME, (1, 1))          # so that the bad one is looked at first
+    assert find_unfinished(tmp_path, "one", problems.append) == tmp_path / "good"
+    assert len(problems) == 1 and "bad" in problems[0].message
+
+
+def test_a_damaged_study_does_not_stop_a_tune(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", "print('hello')")
+    damaged = filled(tmp_path / ".saturate" / "old")
+    damaged.write_bytes(b"x" * 5000)
+    ended = folder.tune()
+    assert ended.code == 0
+    assert "warning[E320]" in ended.stderr and str(damaged) in ended.stderr
+    assert damaged.read_bytes() == b"x" * 5000
+    assert ended.result.verdict == "inconclusive"
+
+
+def test_run_folders_never_collide(tmp_path):
+    assert len({new_run(tmp_path, "abcdef123") for _ in range(5)}) == 5
+
+
+# -- the lock ------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_per_folder_and_the_lock_dies_with_it(tmp_path):
+    code = f"""
+import pathlib, sys, time
+from saturate.study.store import StudyLock
+lock = StudyLock(pathlib.Path({str(tmp_path)!r}))
+print("held", flush=True); time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(StudyLocked) as error:
+            StudyLock(tmp_path)
+        assert error.value.evidence == f"process {holder.pid}"
+        holder.kill()
+    StudyLock(tmp_path).release()
+
+
+def test_a_lock_that_cannot_be_taken(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem) as error:
+        StudyLock(tmp_path / "file" / "below")
+    assert "--dir" in error.value.remedy

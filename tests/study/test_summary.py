@@ -1,0 +1,38 @@
+"""What a study claims when it kept nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from saturate.study import summary
+from saturate.study.search import Fate
+
+
+def study(**fates: Fate) -> SimpleNamespace:
+    return SimpleNamespace(refusal=None, error=None, final=None, request=SimpleNamespace(threshold=0.02),
+                           search=SimpleNamespace(kept=(), fates=fates))
+
+
+CANDIDATE = SimpleNamespace(id="compile")
+
+CASES = {
+    "everything was tried": ("no_difference", {"compile": Fate("no_difference", "", CANDIDATE, 0.001)}),
+    "a promising gain was left open": ("inconclusive", {"compile": Fate("inconclusive", "", CANDIDATE, 0.2)}),
+    "a small gain was left open": ("no_difference", {"compile": Fate("inconclusive", "", CANDIDATE, 0.001)}),
+    "the budget ended first": ("inconclusive", {"compile": Fate("not_tried", "the budget ended before its turn", CANDIDATE)}),
+    "the user did not want it": ("no_difference", {"compile": Fate("not_tried", "excluded with --skip")}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_helps_is_only_said_when_everything_was_tried(name):
+    verdict, fates = CASES[name]
+    assert summary._verdict(study(**fates)) == verdict
+
+
+def test_what_the_budget_did_not_reach_is_named():
+    tried = study(tf32=Fate("slower", "", CANDIDATE), compile=Fate("not_tried", "the budget ended before its turn", CANDIDATE))
+    assert summary._unfinished(tried) == ["the budget ended before compile had a turn; a longer --budget tries them"]
+    assert summary._unfinished(study(tf32=Fate("not_tried", "excluded with --skip"))) == []

@@ -1,0 +1,133 @@
+"""One trial from outside: what comes to the gate, how it ends, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from saturate.trial.launch import Chosen
+from saturate.trial.process import TrialEnded
+
+TRAIN = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randn(16, 1)
+while True:
+    for _ in range(2): (nn.functional.mse_loss(model(x), y) / 2).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+STEP = {"token": "S0", "count": 1, "tokens": ["B", "B", "S0"]}
+
+
+def test_a_gate_reports_events_losses_and_parameters(script, start) -> None:
+    trial = start(str(script(TRAIN)), step=STEP)
+    trial.wait_ready()
+    first = trial.run_block(1, 9)
+    assert first.steps == 10 and first.events == {"B": 20, "S0": 10}
+    assert first.moved and len(first.sample) == 5       # four weights and a bias
+    assert all(len(update) == 2 for update in trial.losses)
+    seen = len(trial.losses)
+    assert 10 <= seen <= 14 and trial.losses[0][0] > trial.losses[-1][0] > 0
+    trial.run_block(0, 60)
+    assert len(trial.losses) == 52                      # those of later updates are not kept
+    second = trial.run_block(0, 5)
+    assert len(trial.losses) == 52 and second.moved
+
+
+def test_parameters_that_stand_still_are_seen(script, start) -> None:
+    trial = start(str(script(TRAIN.replace("lr=1e-2", "lr=0.0"))), step=STEP)
+    trial.wait_ready()
+    assert not trial.run_block(1, 5).moved
+
+
+def test_an_agent_that_fails_is_reported_at_once(script, start, tmp_path: Path) -> None:
+    """Not after the longest silence: nothing would ever come to the gate."""
+    technique = tmp_path / "spoils.py"
+    source = Path(__file__).resolve().parents[2] / "src" / "saturate" / "techniques" / "gc_freeze.py"
+    text = source.read_text(encoding="utf-8").replace('id="gc-freeze"', 'id="spoils"')
+    body = """
+        from saturate.agent import application
+
+        def broken(session):
+            raise RuntimeError("agent broken on purpose")
+
+        application.standing = broken
+        return "applied"
+    """
+    head, _, tail = text.partition("def apply(context: Any, options: Options) -> str:\n")
+    technique.write_text(head + "def apply(context: Any, options: Options) -> str:\n" + textwrap.indent(textwrap.dedent(body), "    ")
+                         + "\n\ndef active" + tail.partition("\n\ndef active")[2], encoding="utf-8")
+    trial = start(str(script(TRAIN)), techniques=[Chosen("spoils", "spoils", str(technique))], timeout_s=300.0)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "agent_failed" and "broken on purpose" in ended.value.outcome.reason
+
+
+@pytest.mark.parametrize("source, kind, words", [
+    ("raise SystemExit(0)", "never_trained", ""),
+    ("raise SystemExit(3)", "exited", "exit code 3"),
+    ("raise ValueError('no such file of mine')", "crashed", "no such file of mine"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed_by_signal", "SIGSEGV"),
+    (TRAIN.replace("while True", "for _ in range(7)"), "too_short", "after 7 training steps"),
+])
+def test_how_it_ended(source: str, kind: str, words: str, script, start) -> None:
+    trial = start(str(script(source)))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 50)
+    assert ended.value.outcome.kind == kind and words in ended.value.outcome.reason
+
+
+def test_signals_are_those_of_a_shell(start) -> None:
+    """Python ignores SIGPIPE, and its children would inherit that: `yes | head` would never end."""
+    trial = start("bash", "-c", "yes | head -n 1 > /dev/null; grep SigIgn /proc/self/status; exit 4")
+    with pytest.raises(TrialEnded):
+        trial.wait_ready()
+    ignored = int(trial.output().split()[-1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1) and not ignored & (1 << signal.SIGXFSZ - 1)
+
+
+def test_nothing_survives_a_controller_that_is_killed(script, tmp_path: Path, clean_environment) -> None:
+    """kill -9 of saturate itself, with the trial frozen and a daemon in a session of its own."""
+    train = script("import os, subprocess, sys\n"
+                   "d = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+                   "open('daemon', 'w').write(str(d.pid))\n" + TRAIN)
+    controller = script(f"""
+        import os, sys
+        from pathlib import Path
+        from saturate.trial.process import Trial, TrialSpec, Workload
+        here = Path({str(tmp_path)!r})
+        trial = Trial(Workload([sys.executable, {str(train)!r}], here, dict(os.environ), 60.0),
+                      TrialSpec(id="t", purpose="test", folder=here / "t"))
+        hello = trial.wait_ready()
+        trial.freeze()
+        print(hello["pid"], trial.supervisor.pid, flush=True)
+        import time; time.sleep(60)
+    """, "controller.py")
+    process = subprocess.Popen([sys.executable, str(controller)], env=clean_environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()] + [int((tmp_path / "daemon").read_text())]
+    assert len(pids) == 3 and all(os.path.exists(f"/proc/{pid}") for pid in pids)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(map(_lives, pids)):
+        time.sleep(0.05)
+    assert not any(map(_lives, pids))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

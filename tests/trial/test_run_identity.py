@@ -1,0 +1,316 @@
+"""`saturate run` in front of a command is the command: same bytes, same exit, same signals, same view of the world."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from saturate.records import recipe as recipes
+
+SATURATE = [sys.executable, "-m", "saturate.cli.main"]
+TECHNIQUES = ["bf16-autocast", "channels-last", "fused-optimizer"]
+
+_PROBE = """
+import os, sys
+print("argv", sys.argv)
+print("path", [p for p in sys.path])
+print("main", __name__, sys.modules["__main__"].__dict__.get("__file__"), globals().get("__spec__") and __spec__.name)
+print("torch", "torch" in sys.modules, "saturate" in sys.builtin_module_names)
+print("customized", "sitecustomize" in sys.modules)
+print("cwd", os.getcwd(), os.listdir("."))
+print("stdin", sys.stdin.read())
+print("stdout", sys.stdout.encoding, sys.stdout.line_buffering, sys.flags)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Write a recipe of these techniques outside the working directory."""
+
+    def write(*ids: str) -> Path:
+        path = tmp_path / f"recipe-{len(ids)}.toml"
+        if ids:
+            recipes.write(path, recipes.Recipe(techniques=[recipes.Entry(id=identity) for identity in ids]))
+        else:
+            path.write_text("", encoding="utf-8")
+        return path
+
+    return write
+
+
+class Place:
+    """A working directory, and commands that run in it with and without saturate."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], recipe: Callable[..., Path]):
+        self.folder = folder
+        self.environment = environment
+        self.recipe = recipe
+
+    def write(self, source: str, name: str = "train.py") -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        return name
+
+    def plain(self, *command: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(command, cwd=self.folder, env=self.environment, input=stdin, capture_output=True, timeout=120)
+
+    def under(self, ids: list[str], *command: str, stdin: bytes = b"", options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[bytes]:
+        return self.plain(*SATURATE, "run", *options, str(self.recipe(*ids)), "--", *command, stdin=stdin)
+
+    def same(self, *command: str, stdin: bytes = b"", code: int | None = None, stderr: bool = True) -> bytes:
+        """The command's output, after it was the same with an empty recipe and with a full one."""
+        plain = self.plain(*command, stdin=stdin)
+        if code is not None:
+            assert plain.returncode == code, plain.stderr
+        for ids in ([], ["zero-grad-none"]):
+            ours = self.under(ids, *command, stdin=stdin)
+            assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout), (ids, ours.stderr)
+            if stderr:
+                assert ours.stderr == plain.stderr, ids
+        return plain.stdout
+
+
+@pytest.fixture
+def place(tmp_path: Path, clean_environment: dict[str, str], recipe: Callable[..., Path]) -> Place:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return Place(folder, clean_environment, recipe)
+
+
+# -- what the script sees ----------------------------------------------------------------------------------------------
+
+
+def test_script_module_and_command_line_source(place: Place) -> None:
+    place.write(_PROBE)
+    place.write(_PROBE, "pkg/__main__.py")
+    place.write("", "pkg/__init__.py")
+    arguments = ["--", "-x", "a b", "é", "--help", ""]
+    assert b"'a b'" in place.same(sys.executable, "train.py", *arguments, stdin=b"one\ntwo\xc3\xa9")
+    place.same(sys.executable, "-m", "pkg", *arguments)
+    place.same(sys.executable, "-c", _PROBE, *arguments)
+    place.same(sys.executable, "-u", "-W", "error::UserWarning", "train.py")
+    place.same(sys.executable, "-", stdin=_PROBE.encode())
+
+
+def test_exec_relative_to_the_working_directory(place: Place) -> None:
+    place.write("value = 41\n", "configurator.py")
+    place.write("exec(open('configurator.py').read()); print(value + 1)")
+    assert place.same(sys.executable, "train.py") == b"42\n"
+
+
+def test_shell_script_and_pipe(place: Place) -> None:
+    """Python ignores SIGPIPE, and what is ignored stays so in the next program."""
+    place.write(_PROBE)
+    place.write(f'grep -E "Sig(Ign|Blk)" /proc/self/status; umask; {sys.executable} train.py "$@" | tail -n 3; exit 7\n', "train.sh")
+    assert b"SigIgn" in place.same("bash", "train.sh", "a", "b c", code=7)
+
+
+def test_environment_with_an_empty_recipe(place: Place) -> None:
+    for language in ({}, {"LANG": "C"}, {"LANG": "C.UTF-8"}):
+        place.environment = {**{k: v for k, v in place.environment.items() if not k.startswith(("LANG", "LC_"))}, **language}
+        assert place.under([], "env", "-0").stdout == place.plain("env", "-0").stdout
+
+
+def test_console_script(place: Place) -> None:
+    name = place.write(f"#!{sys.executable}\n{_PROBE}", "bin/train")
+    os.chmod(place.folder / name, 0o755)
+    place.environment = {**place.environment, "PATH": f"{place.folder / 'bin'}{os.pathsep}{place.environment['PATH']}"}
+    place.same("train", "x")
+
+
+def test_torch_is_not_imported_before_the_script_does(place: Place) -> None:
+    place.write("import sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'msgspec', 'rich')])")
+    assert place.same(sys.executable, "train.py") == b"[]\n"
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source, code", [
+    ("", 0), ("raise SystemExit(1)", 1), ("import os; os._exit(7)", 7), ("raise SystemExit('a text')", 1), ("1 / 0", 1),
+    ("import sys; sys.stdout.write('no newline'); sys.exit(3)", 3),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+])
+def test_exit(source: str, code: int, place: Place) -> None:
+    place.write(source)
+    place.same(sys.executable, "train.py", code=code)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("ids", [[], ["zero-grad-none"]])
+def test_signals_reach_the_command(number: signal.Signals, ids: list[str], place: Place) -> None:
+    """The process that was started is the one that trains, and gets the signal itself."""
+    place.write("import time; print('up', flush=True); time.sleep(60)")
+    statuses = []
+    for front in ([], [*SATURATE, "run", str(place.recipe(*ids)), "--"]):
+        process = subprocess.Popen([*front, sys.executable, "train.py"], cwd=place.folder, env=place.environment,
+                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        time.sleep(0.05)
+        process.send_signal(number)
+        statuses.append(process.wait(timeout=20))
+        process.stdout.close()
+    assert statuses == [-number, -number]
+
+
+# -- other customisations, other options -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["", "raise ImportError('on purpose')", "raise ModuleNotFoundError('x', name='x')"])
+def test_the_users_own_sitecustomize_runs_once(ending: str, place: Place) -> None:
+    place.write(f"import sys; sys.custom = 1\nif sys.orig_argv[1] == 'train.py': sys.stdout.write('custom\\n')\n{ending}\n", "own/sitecustomize.py")
+    place.write("import sys; print(sys.custom, 'sitecustomize' in sys.modules)")
+    place.environment = {**place.environment, "PYTHONPATH": "own"}      # saturate's own Python runs it as well
+    assert place.same(sys.executable, "train.py", stderr=False).count(b"custom") == 1
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S", "-Es"])
+def test_options_that_keep_the_agent_out_are_named(option: str, place: Place) -> None:
+    place.write("print('trained')")
+    ours = place.under(["zero-grad-none"], sys.executable, option, "train.py")
+    assert (ours.returncode, ours.stdout) == (0, b"trained\n")
+    assert b"E330" in ours.stderr and f"python {option[:2]}".encode() in ours.stderr
+    strict = place.under(["zero-grad-none"], sys.executable, option, "train.py", options=("--strict",))
+    assert strict.returncode == 3 and not strict.stdout
+
+
+def test_an_older_plan_in_the_environment_does_no_harm(place: Place) -> None:
+    place.write("print('trained')")
+    plain = place.plain(sys.executable, "train.py")
+    place.environment = {**place.environment, "SATURATE_PLAN": "/nowhere/plan.json"}
+    for ids in ([], ["zero-grad-none"]):
+        ours = place.under(ids, sys.executable, "train.py")
+        assert (ours.returncode, ours.stdout) == (0, plain.stdout)
+
+
+# -- while it trains ---------------------------------------------------------------------------------------------------
+
+_TRAIN = """
+import copy, io, pickle, sys
+import torch, torch.nn as nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 1)
+    def forward(self, x): return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+def main():
+    model = Net(); optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = torch.randn(8, 3, 12, 12), torch.randn(8, 1)
+    for update in range(UPDATES):
+        optimizer.zero_grad(); loss = nn.functional.mse_loss(model(x), y); LOSS; loss.backward(); optimizer.step()
+    return model, optimizer, x
+"""
+
+
+def train(updates: int = 30, loss: str = "pass", rest: str = "") -> str:
+    return _TRAIN.replace("UPDATES", str(updates)).replace("LOSS", loss) + "if __name__ == '__main__':\n" + textwrap.indent(
+        textwrap.dedent(f"model, optimizer, x = main()\n{rest}\nprint('done')\n"), "    ")
+
+
+def test_models_stay_what_they_are(place: Place) -> None:
+    """Copies, pickles, state dicts, types: under a recipe as without."""
+    rest = """
+print(type(model).__name__, isinstance(model, Net), sorted(model.state_dict()), sorted(model.__dict__.get("_forward_hooks", {})))
+print(sorted(optimizer.state_dict()["state"][0]), model(x).dtype, {p.dtype for p in model.parameters()})
+twin = copy.deepcopy(model)
+with torch.no_grad():
+    for p in twin.parameters(): p.zero_()
+print(twin(x).abs().sum().item(), model(x).abs().sum().item() > 0)
+again = pickle.loads(pickle.dumps(model))
+print(type(again) is Net, all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters())))
+file = io.BytesIO(); torch.save(model, file); file.seek(0)
+print(type(torch.load(file, weights_only=False)) is Net, b"saturate" in file.getvalue())
+file = io.BytesIO(); torch.save(model.state_dict(), file); print(Net().load_state_dict(torch.load(io.BytesIO(file.getvalue()))))
+fresh = torch.optim.AdamW(twin.parameters(), lr=1e-3); fresh.load_state_dict(optimizer.state_dict())
+twin(x).sum().backward(); fresh.step()
+"""
+    place.write(train(rest=rest))
+    plain = place.plain(sys.executable, "train.py")
+    assert plain.returncode == 0, plain.stderr
+    ours = place.under(TECHNIQUES, sys.executable, "train.py")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, plain.stdout, b"")
+
+
+def test_the_recipe_really_acts(place: Place) -> None:
+    """The test above would pass if nothing were applied."""
+    place.write(train(rest="print(optimizer.param_groups[0]['fused'], model.conv.weight.is_contiguous(), 'forward' in vars(model))"))
+    assert place.plain(sys.executable, "train.py").stdout == b"None True False\ndone\n"
+    assert place.under(TECHNIQUES, sys.executable, "train.py").stdout == b"True False True\ndone\n"
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_children_are_left_alone(method: str, place: Place) -> None:
+    rest = f"""
+import multiprocessing as mp
+with mp.get_context({method!r}).Pool(2) as pool: print(pool.map(abs, [-1, -2, -3]))
+from torch.utils.data import DataLoader
+print(sum(len(b) for b in DataLoader(list(range(40)), batch_size=4, num_workers=2, multiprocessing_context={method!r})))
+"""
+    place.write(train(rest=rest))
+    plain = place.plain(sys.executable, "train.py")
+    assert plain.returncode == 0, plain.stderr
+    ours = place.under(TECHNIQUES, sys.executable, "train.py")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, plain.stdout, plain.stderr)
+
+
+def test_divergence_warns_or_stops(place: Place) -> None:
+    place.write(train(60, "loss = loss * float('nan') if update >= 33 else loss"))
+    warned = place.under(["zero-grad-none"], sys.executable, "train.py")
+    assert (warned.returncode, warned.stdout) == (0, b"done\n")
+    assert b"the loss became nan at step 40" in warned.stderr and warned.stderr.count(b"the loss became") == 1
+    stopped = place.under(["zero-grad-none"], sys.executable, "train.py", options=("--on-divergence", "stop"))
+    assert (stopped.returncode, stopped.stdout) == (5, b"") and b"at step 40" in stopped.stderr
+    assert place.under([], sys.executable, "train.py", options=("--on-divergence", "stop")).returncode == 0
+
+
+def test_a_healthy_run_is_quiet(place: Place) -> None:
+    place.write(train(200))
+    ours = place.under(TECHNIQUES, sys.executable, "train.py")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, b"done\n", b"")
+
+
+def test_the_workloads_environment_needs_none_of_our_packages(place: Place) -> None:
+    """saturate may live elsewhere: in the workload its dependencies cannot be imported, nor is it on the path."""
+    blocked = "import sys\nfor name in ('msgspec', 'rich', 'tomlkit', 'pynvml'): sys.modules[name] = None\n"
+    place.write(blocked + train(rest="print('forward' in vars(model))"))
+    ours = place.under(TECHNIQUES, sys.executable, "train.py")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, b"True\ndone\n", b"")
+
+
+def test_ranks_of_torchrun(place: Place) -> None:
+    source = """
+    import os, torch, torch.nn as nn, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(12):
+        optimizer.zero_grad(); model(torch.randn(4, 8)).mean().backward(); optimizer.step()
+    open(f"rank{dist.get_rank()}", "w").write(str(optimizer.param_groups[0]["fused"]))
+    dist.destroy_process_group()
+    raise SystemExit(0)
+    """
+    place.write(source)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    ours = place.under(["fused-optimizer"], *command)
+    assert (ours.returncode, ours.stdout) == (0, b""), ours.stderr
+    assert [(place.folder / f"rank{rank}").read_text() for rank in (0, 1)] == ["True", "True"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_launch(place: Place) -> None:
+    place.write(train(rest="print(optimizer.param_groups[0]['fused'])"))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py"]
+    ours = place.under(["fused-optimizer"], *launcher)
+    assert (ours.returncode, ours.stdout) == (0, b"True\ndone\n"), ours.stderr

@@ -1,0 +1,102 @@
+"""The supervisor leaves nothing of a trial behind, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from saturate.trial import tree
+from saturate.trial.process import TrialEnded
+
+TRAINING = """
+import sys, torch
+model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def train():
+    while True:
+        optimizer.zero_grad(); model(torch.randn(4, 8)).pow(2).mean().backward(); optimizer.step()
+"""
+
+
+def test_shared_memory_of_a_killed_trial_is_removed_and_nothing_else(script, start):
+    """A /dev/shm that fills up from trial to trial would fail the later ones (without overlays it is the real one)."""
+    name = f"saturate-test-{uuid.uuid4().hex[:8]}"
+    older, newer, foreign = (Path("/dev/shm", f"{name}-{kind}") for kind in ("older", "newer", "foreign"))
+    older.write_bytes(b"the user's")
+    try:
+        trial = start(str(script(f"""
+{TRAINING}
+from multiprocessing import shared_memory
+opened = open({str(older)!r}, "rb")
+made = shared_memory.SharedMemory({newer.name!r}, create=True, size=4096)
+train()
+""")))
+        trial.wait_ready()
+        foreign.write_bytes(b"another program's")
+        assert newer.exists()
+        trial.stop()
+        assert not newer.exists()
+        assert older.exists() and foreign.exists()
+    finally:
+        for path in (older, newer, foreign):
+            path.unlink(missing_ok=True)
+
+
+def test_a_frozen_trial_ends_with_its_controller(script, start):
+    """End of file on the supervisor's input is all that a controller killed with SIGKILL leaves."""
+    trial = start(str(script(TRAINING + "train()")))
+    hello = trial.wait_ready()
+    trial.freeze()
+    assert tree.state(hello["pid"]) in ("T", "t")
+    trial.supervisor.stdin.close()
+    trial.supervisor.wait(timeout=20)
+    assert not Path(f"/proc/{hello['pid']}").exists()
+
+
+def test_the_workload_dies_with_its_supervisor(script, start):
+    """Should the supervisor be killed too, nobody is left to end the workload but the kernel."""
+    trial = start(str(script(TRAINING + "train()")))
+    pid = trial.wait_ready()["pid"]
+    trial.freeze()
+    trial.supervisor.kill()
+    trial.supervisor.wait()
+    deadline = time.monotonic() + 10
+    while tree.state(pid) not in ("Z", "X", "") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert tree.state(pid) in ("Z", "X", "")
+
+
+def test_an_interrupted_end_is_taken_up_again(script, start, monkeypatch):
+    """Ctrl-C in the middle of ending a trial must not leave its processes to run on."""
+    trial = start(str(script(TRAINING + "train()")))
+    pid = trial.wait_ready()["pid"]
+    monkeypatch.setattr(trial, "thaw", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trial.stop()
+    monkeypatch.undo()
+    assert os.path.exists(f"/proc/{pid}")
+    assert trial.stop().kind == "ok"
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_daemon_does_not_survive_its_trial(script, start):
+    trial = start(str(script("""
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+        open("daemon.pid", "w").write(str(os.getpid()))
+        while True: time.sleep(1)
+    os._exit(0)
+while not os.path.exists("daemon.pid") or not open("daemon.pid").read(): time.sleep(0.01)
+""")))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "never_trained"
+    pid = int((Path(trial.workload.cwd) / "daemon.pid").read_text())
+    assert tree.state(pid) == ""
