@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 from saturate.agent import observe, sample
+from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
@@ -34,7 +35,7 @@ def on_wake(session: Any) -> None:
 def advance(session: Any) -> None:
     """Called at a step boundary before the session is active."""
     if session.phase == "discover" and not session.unsettled():
-        session.inspection = observe.Inspection(session)
+        session.inspection = Inspection(session)
         session.phase = "inspect"
     elif session.phase == "inspect":
         session.inspection.finish()

@@ -128,7 +128,9 @@ class Search:
         promising = self._screen(self.eligible())
         self.racer.drop_base()
         for candidate in promising:
-            if time.monotonic() > self.deadline:
+            # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
+            certain = not self.kept and self.screened[candidate.id].decision.verdict == "faster"
+            if time.monotonic() > self.deadline and not certain:
                 break
             self._try_to_add(candidate)
         self._ablate()

@@ -19,26 +19,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
-
 import saturate
 from saturate.errors import (
     EnvironmentProblem,
-    InjectionDefeated,
     SaturateError,
     StudyDamaged,
     TechniqueError,
     TooNoisy,
     WorkloadFailed,
 )
-from saturate.machine import facts as machine_facts
 from saturate.machine import fingerprint
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.facts import Facts
 from saturate.records.result import StudyRecord
-from saturate.study import summary
-from saturate.study.bench import Bench, Live
+from saturate.study import baseline, summary
+from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
 from saturate.study.ending import Interrupted, in_our_words
 from saturate.study.racing import Racer, Result
@@ -46,7 +42,6 @@ from saturate.study.search import Search
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
 from saturate.study.verification import Verifier
 from saturate.techniques import _registry
-from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded, Workload
 
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
@@ -54,6 +49,9 @@ FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
 
 #: A machine on which even the same program differs this much between two runs decides nothing.
 HOPELESS_NOISE = 0.30
+
+#: Share of the budget after which no second A/A pair is begun.
+NOISE_SHARE = 0.1
 
 #: Share of the budget that the search leaves for the final race.
 RESERVE = 0.25
@@ -210,10 +208,10 @@ def _measure(study: Study, bench: Bench) -> None:
     end = study.started + max(request.budget_s - used, 0.3 * request.budget_s)
 
     with _phase(study, "baseline"):
-        if not _baseline(study, bench):
+        if not baseline.establish(study, bench):
             return
     assert study.facts is not None
-    racer = study.racer = Racer(bench, request.threshold, _race_mode(study))
+    racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
     verifier = Verifier(bench)
     with _phase(study, "noise"):
         if not _noise(study, racer, end):
@@ -237,111 +235,11 @@ def _measure(study: Study, bench: Bench) -> None:
             _confirm(study, racer, end)
 
 
-def _baseline(study: Study, bench: Bench) -> bool:
-    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why)."""
-    bench.step = _step_override(study.request.step)
-    stored = study.store.answer("baseline")
-    if stored is None:
-        try:
-            live = bench.live("baseline", ())
-            try:
-                stored = _observe(study, live)
-            finally:
-                bench.finish_live(live)
-        except TrialEnded as ended:
-            return _baseline_failed(study, ended.outcome)
-        study.store.set_answer("baseline", stored)
-    study.baseline = stored
-    study.facts = msgspec.convert(stored["facts"], Facts)
-    bench.step = stored["step"]
-    bench.reference_events = stored["events"]
-    if (bench.folder / "caches").is_dir():
-        bench.caches = bench.folder / "caches"
-    study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif}); "
-              f"first step after {stored['startup_s']:.1f} s")
-    if not stored["stationary"]:
-        study.notes.append("the baseline's step time was still drifting when measuring began")
-    return True
-
-
-def _step_override(text: str | None) -> dict[str, Any] | None:
-    """What `--step` says, in the agent's terms (see `agent.motif.Step`)."""
-    if text is None:
-        return None
-    kind, _, number = text.partition(":")
-    if kind == "backward":
-        return {"token": "B", "count": int(number), "tokens": ["B"] * int(number)}
-    return {"token": f"S{number}", "count": 1, "tokens": [f"S{number}"]}
-
-
-def _observe(study: Study, live: Live) -> dict[str, Any]:
-    """Facts and the split of a step, from a warm baseline."""
-    live.trial.thaw()
-    steps = max(4, min(50, int(1000 / max(live.step_ms, 1e-3))))
-    block = live.trial.run_block(1, steps, split=True)
-    facts = live.trial.ask("facts")
-    live.trial.freeze()
-    split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
-    machine = machine_facts.observe(study.request.argv[0])
-    seen = facts["machine"]
-    facts["machine"] = {**msgspec.to_builtins(machine), "cpu_bf16_native": seen["cpu_bf16_native"] or machine.cpu_bf16_native,
-                        "cpu_fp16_native": seen["cpu_fp16_native"] or machine.cpu_fp16_native}
-    facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
-                 backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
-                 gc_ms_per_step=split.get("garbage collector", 0.0))
-    return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
-            "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
-            "memory_bytes": live.trial.resident_bytes()}
-
-
-def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, float]:
-    """Milliseconds per step by part; "forward and rest" is what the seams do not see."""
-    names = {"input": "input wait", "backward": "backward", "optimizer": "optimizer", "gc": "garbage collector"}
-    split = {label: parts.get(name, 0) / steps / 1e6 for name, label in names.items() if name != "gc"}
-    rest = total_ns / steps / 1e6 - sum(split.values())
-    collector = parts.get("gc", 0) / steps / 1e6
-    return {**split, "garbage collector": collector, "forward and rest": max(0.0, rest - collector)}
-
-
-def _baseline_failed(study: Study, outcome: Outcome) -> bool:
-    """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
-    log = study.folder / study.store.trials()[-1]["log"]
-    if outcome.kind in ("too_short", "never_trained", "no_step"):
-        study.refusal = f"{outcome.reason}; {outcome.remedy}"
-        study.say(f"cannot measure: {study.refusal}")
-        return False
-    if outcome.kind == "no_agent":
-        raise InjectionDefeated("saturate cannot reach this command", cause=outcome.reason, remedy=outcome.remedy)
-    cause = f"{outcome.kind.replace('_', ' ')}: {outcome.reason}"
-    if outcome.kind in ("agent_failed", "cage_refused", "clock_disagrees"):
-        raise EnvironmentProblem("saturate fails here, not the command", cause=cause, evidence=str(log),
-                                 remedy=outcome.remedy or "saturate doctor looks for the cause")
-    raise WorkloadFailed(
-        "the command fails by itself; no optimization was tried", cause=cause,
-        evidence=str(log), remedy=outcome.remedy or "make the command work without saturate first",
-    )
-
-
-def _race_mode(study: Study) -> str:
-    """Whether two processes of the workload fit into memory at once."""
-    if study.request.race_mode != "auto":
-        return study.request.race_mode
-    assert study.facts is not None
-    limit = study.facts.machine.memory_bytes
-    if limit and 2.5 * study.baseline["memory_bytes"] > limit:
-        study.notes.append("memory does not hold two processes of this workload: fresh runs alternate instead")
-        return "alternate"
-    device = study.facts.device_memory_bytes
-    if device and 2.2 * study.facts.device_reserved_bytes > device:
-        study.notes.append("the device's memory does not hold two processes of this workload: fresh runs alternate instead")
-        return "alternate"
-    return "concurrent"
-
-
 def _noise(study: Study, racer: Racer, end: float) -> bool:
     study.say("noise: the baseline against itself")
     try:
-        study.aa = racer.run("A/A", (), (), AA, end, share_base=True)
+        deadline = min(end, time.monotonic() + NOISE_SHARE * study.request.budget_s)
+        study.aa = racer.run("A/A", (), (), AA, deadline, share_base=True)
     except TrialEnded as ended:
         if ended.outcome.kind != "too_short":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
@@ -378,7 +276,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     stored = study.store.answer("tuned")
     if stored is None:
         live = racer.bench.live("tuned", kept)
-        stored = _observe(study, live)
+        stored = baseline.observe(study, live)
         racer.bench.finish_live(live)
         study.store.set_answer("tuned", stored)
     study.tuned = stored

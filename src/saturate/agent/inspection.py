@@ -1,0 +1,154 @@
+"""One step under observation: which modules are trained and called, and what else can only be seen from inside."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from saturate.agent.observe import all_modules, trained_parameters
+
+
+class Inspection:
+    """One step under observation: which modules with trained parameters are called, outermost and in training mode.
+
+    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Where
+    the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
+    """
+
+    def __init__(self, session: Any):
+        torch = session.torch
+        self.session = session
+        self.calls = 0
+        self.sdpa_calls = 0
+        self.autocast: str | None = None
+        self.shapes: set[Any] = set()
+        self.set_to_none: bool | None = None
+        self.host_to_device_bytes = 0
+        self._counter: Any = None
+        self._called: dict[int, Any] = {}
+        self._stack: list[int] = []
+        self._undo: list[Any] = []
+        parameters = trained_parameters(session)
+        self.device = parameters[0].device.type if parameters else "cpu"
+        self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else ""
+        wanted = {id(p) for p in parameters}
+        everything = [m for m in all_modules(torch) if any(id(p) in wanted for p in m.parameters())]
+        self.compiled = _user_compiles(everything)
+        children = {id(child) for m in everything for child in m._modules.values() if child is not None}
+        self._roots = [m for m in everything if id(m) not in children]
+        self.modules: tuple[Any, ...] = ()
+        if not self.compiled:
+            for module in everything:
+                self._hook(module)
+            self._count_attention(torch)
+            self._count_flops(torch)
+        self._watch_zero_grad(torch)
+        if self.device == "cuda":
+            self._watch_copies(torch)
+
+    def _hook(self, module: Any) -> None:
+        def before(m: Any, args: Any, kwargs: Any) -> None:
+            if not self._stack and m.training and self.session.torch.is_grad_enabled():
+                self._called[id(m)] = m
+                self.calls += 1
+                self._note_call(args, kwargs)
+            self._stack.append(id(m))
+
+        def after(m: Any, args: Any, output: Any) -> None:
+            if id(m) in self._stack:        # an exception inside a forward leaves entries above ours
+                del self._stack[self._stack.index(id(m)):]
+
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(after, always_call=True).remove)
+
+    def _note_call(self, args: Any, kwargs: Any) -> None:
+        torch = self.session.torch
+        if torch.is_autocast_enabled(self.device):
+            self.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self.shapes.add(tuple(tuple(tensor.shape) for tensor in tensors))
+
+    def _count_attention(self, torch: Any) -> None:
+        functional = torch.nn.functional
+        original = functional.scaled_dot_product_attention
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.sdpa_calls += 1
+            return original(*args, **kwargs)
+
+        functional.scaled_dot_product_attention = counted
+        self._undo.append(lambda: setattr(functional, "scaled_dot_product_attention", original))
+
+    def _count_flops(self, torch: Any) -> None:
+        if self.session.plan["mode"] != "trial" or self.session.plan["techniques"]:
+            return          # only the baseline is asked, and never where numerics are compared
+        from saturate.agent import ceilings
+
+        self._counter = ceilings.flop_counter(torch)
+        self._counter.__enter__()
+        self._undo.append(lambda: self._counter.__exit__(None, None, None))
+
+    @property
+    def flops(self) -> int | None:
+        return self._counter.flops if self._counter is not None else None
+
+    def _watch_zero_grad(self, torch: Any) -> None:
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._watch_one_zero_grad(owner, owner.zero_grad)
+
+    def _watch_one_zero_grad(self, owner: Any, original: Any) -> None:
+        def zero_grad(this: Any, set_to_none: bool = True) -> None:
+            self.set_to_none = bool(set_to_none)
+            return original(this, set_to_none)
+
+        owner.zero_grad = zero_grad
+        self._undo.append(lambda: setattr(owner, "zero_grad", original))
+
+    def _watch_copies(self, torch: Any) -> None:
+        for name in ("to", "cuda"):
+            self._watch_one_copy(torch.Tensor, name, getattr(torch.Tensor, name))
+
+    def _watch_one_copy(self, owner: Any, name: str, original: Any) -> None:
+        def copied(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(this, *args, **kwargs)
+            if this.device.type == "cpu" and result.device.type == "cuda":
+                self.host_to_device_bytes += this.numel() * this.element_size()
+            return result
+
+        setattr(owner, name, copied)
+        self._undo.append(lambda: delattr(owner, name))     # the C method of the base class shows again
+
+    def finish(self) -> None:
+        """Remove everything that was set, and decide which modules techniques act on."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        modules = list(self._called.values()) or [m for m in self._roots if m.training]
+        distributed = self.session.torch.nn.parallel.DistributedDataParallel
+        inner = [m.module if isinstance(m, distributed) else m for m in modules]
+        self.modules = tuple(m for m in inner if next(m.parameters(), None) is not None)
+        self.distributed = any(isinstance(m, distributed) for m in modules)
+        self._called.clear()
+
+    def describe(self) -> str:
+        """The step in words: "forward x1, backward x4, AdamW"."""
+        step = self.session.step
+        names = [type(o).__name__ for o in self.session.living_optimizers()]
+        words = [f"forward x{self.calls}"] if self.calls else []
+        backwards = sum(token == "B" for token in step.tokens)
+        if backwards:
+            words.append(f"backward x{backwards}")
+        for index, name in enumerate(names):
+            count = step.tokens.count(f"S{index}")
+            if count:
+                words.append(f"{name}.step" + (f" x{count}" if count > 1 else ""))
+        if step.token == "B":
+            words.append("update by hand")
+        return ", ".join(words)
+
+
+def _user_compiles(modules: list[Any]) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"].get("ok", 0):
+        return True
+    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules)
