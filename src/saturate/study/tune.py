@@ -213,14 +213,14 @@ def _measure(study: Study, bench: Bench) -> None:
     assert study.facts is not None
     racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
     verifier = Verifier(bench)
-    with _phase(study, "noise"):
-        if not _noise(study, racer, end):
-            return
     with _phase(study, "can it be verified"):
         refusal = verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
+            return
+    with _phase(study, "noise"):
+        if not _noise(study, racer, end):
             return
     study.search = Search(
         study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
