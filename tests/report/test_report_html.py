@@ -217,7 +217,7 @@ def test_the_final_set_is_the_open_plot():
             "failed_baseline",
             ["the workload trains for 3 steps", "No technique was considered", "No race was finished"],
         ),
-        ("empty", ["Inconclusive", "not measured"]),
+        ("empty", ["Undecided within the budget", "not measured"]),
     ],
 )
 def test_other_outcomes(name, texts):

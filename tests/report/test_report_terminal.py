@@ -83,7 +83,7 @@ def test_break_even():
         ("too_noisy", "Too noisy to decide", "saturate tune -- python train.py"),
         ("slower", "Nothing helps, the best set is slower", "saturate explain slower"),
         ("failed_baseline", "Cannot verify, so nothing is claimed", "saturate explain inconclusive"),
-        ("empty", "Inconclusive", "saturate tune --"),
+        ("empty", "Undecided", "saturate tune --"),
     ],
 )
 def test_every_outcome_has_its_own_first_and_last_line(name, first, last):

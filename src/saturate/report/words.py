@@ -130,6 +130,11 @@ def kept(record: StudyRecord) -> list[TechniqueOutcome]:
     return sorted(found, key=lambda outcome: -(outcome.gain or 0.0))
 
 
+#: Without a final race, a study is undecided for want of time rather than for noise, unless the noise is this many times
+#: the gain that counts.
+NOISY_WITHOUT_A_FINAL_RACE = 5.0
+
+
 def _kind(record: StudyRecord) -> Kind:
     result = record.result
     if result.verified is False:
@@ -140,7 +145,8 @@ def _kind(record: StudyRecord) -> Kind:
         return "nothing"
     if result.verdict == "slower":
         return "slower"
-    noisy = result.noise_floor is not None and result.noise_floor >= record.threshold
+    noisy = result.noise_floor is not None and result.noise_floor >= record.threshold * (
+        1.0 if result.speedup_ci is not None else NOISY_WITHOUT_A_FINAL_RACE)
     # A clear race that nobody could verify is a question of numerics, however noisy the machine.
     undecided = result.speedup_ci is not None and result.speedup_ci[0] <= 1 + record.threshold
     if result.verified is None and result.verified_reason and not (noisy and undecided):
@@ -155,7 +161,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
     before, after = result.baseline.step_ms, result.tuned.step_ms
     change = f"{ms(before)} -> {ms(after)} ms/step" if before is not None and after is not None else ""
     stays = f"the baseline stays at {ms(before)} ms/step" if before is not None else "the step was not measured"
-    raced = f"final race {speed}" if result.speedup is not None else stays
+    raced = f"final race {speed}" if result.speedup_ci is not None else stays
     reason = result.verified_reason
     if kind == "win":
         return Headline(kind, f"{speed.replace(times, f'{times} faster', 1)}, verified", change, moved(record))
@@ -172,8 +178,9 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
     if kind == "noisy":
         floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
         return Headline(kind, "Too noisy to decide", raced, floor)
-    open_ = "the interval neither reaches nor excludes a gain that counts" if result.speedup_ci else ""
-    return Headline(kind, "Inconclusive", raced, reason or open_)
+    if result.speedup_ci is None:       # nothing came as far as a final race
+        return Headline(kind, "Undecided within the budget", raced, best_tried(record) or reason)
+    return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
 
 
 def _counts_from(record: StudyRecord) -> str:

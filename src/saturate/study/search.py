@@ -19,7 +19,6 @@ from saturate.study.candidates import Candidate, Set, conflict, without
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.techniques import _registry
-from saturate.techniques._api import STAGES
 from saturate.trial.process import TrialEnded
 
 #: A technique that cannot remove more than this share of a step is not worth a process.
@@ -97,8 +96,8 @@ class Search:
                 continue
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
             found.append(answer)
-        # Of equal bounds, what changes the work itself comes before what changes where it runs.
-        return sorted(found, key=lambda entry: (-entry[0], -STAGES.index(entry[1][0].module.TECHNIQUE.stage)))
+        # What changes the work itself comes before what changes where it runs: that depends on the former.
+        return sorted(found, key=lambda entry: (entry[1][0].module.TECHNIQUE.stage == "environment", -entry[0]))
 
     def _ask(self, module: ModuleType) -> Fate | tuple[float, list[Candidate]]:
         """What a technique says of this workload: why not, or how much it could give and with which options."""

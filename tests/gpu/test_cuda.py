@@ -1,0 +1,70 @@
+"""What only a CUDA device can show. Run by `pytest -m gpu`, and by bench/gpu_evidence.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from saturate.study.candidates import Candidate
+from saturate.techniques import _registry
+from saturate.trial.launch import Chosen
+
+pytestmark = pytest.mark.gpu
+
+LOOP = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.Flatten(),
+                      nn.Linear(32 * 32 * 32, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+while True:
+    x = torch.randn(256, 3, 32, 32); y = torch.randint(10, (256,))
+    opt.zero_grad(); nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward(); opt.step()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    probe = subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"], capture_output=True, text=True)
+    if probe.stdout.strip() != "True":
+        pytest.skip("no CUDA device")
+
+
+def chosen(identity: str, **options: object) -> Chosen:
+    module = _registry.load()[identity]
+    return Candidate(module, module.Options(**options)).chosen()
+
+
+def test_blocks_are_drained_and_facts_know_the_device(script, start):
+    """A block must last as long as its kernels, not as long as it takes to launch them."""
+    trial = start(str(script(LOOP)), timeout_s=120.0)
+    trial.wait_ready()
+    trial.run_block(5, 5)
+    few, many = trial.run_block(1, 2), trial.run_block(1, 40)
+    assert 0.3 < few.mean_ns / many.mean_ns < 3.0
+    facts = trial.ask("facts")
+    assert facts["device"] == "cuda" and facts["device_reserved_bytes"] > 0
+    assert facts["host_to_device_bytes"] == 256 * 3 * 32 * 32 * 4 + 256 * 8
+    rates = trial.ask("ceilings")
+    assert rates["bfloat16"] > rates["float32"] > 1e12
+
+
+@pytest.mark.parametrize("identity, options", [
+    ("bf16-autocast", {}), ("tf32", {}), ("compile", {}), ("compile", {"mode": "reduce-overhead"}), ("channels-last", {}),
+    ("fused-optimizer", {}), ("cudnn-benchmark", {}), ("allocator", {}),
+])
+def test_techniques_take_effect(identity, options, script, start):
+    import msgspec
+
+    from saturate.records.facts import Evidence
+
+    technique = chosen(identity, **options)
+    trial = start(str(script(LOOP)), timeout_s=240.0, techniques=[technique])
+    hello = trial.wait_ready()
+    assert hello["applied"] == [{"id": identity, "problem": ""}]
+    trial.run_block(10, 5)
+    module = _registry.load()[identity]
+    proof = module.active(msgspec.convert(trial.ask("evidence"), Evidence), module.Options(**options))
+    assert proof.active, proof.evidence
