@@ -149,7 +149,6 @@ class Session:
         if self.capture is not None:
             self.guard(self.capture.saw_batch, observe.tensors_of(self.torch, batch))
         if not self.loaders_known:
-
             self.guard(observe.remember_loader, self, iterator, batch)
 
     def backward_begins(self) -> None:
@@ -183,7 +182,10 @@ class Session:
         if self.splitting:
             self._add_part("optimizer")
         self.step_counts[id(optimizer)] = self.step_counts.get(id(optimizer), 0) + 1
-        self.guard(self._token, self._name(optimizer))
+        self.guard(self._stepped, optimizer)
+
+    def _stepped(self, optimizer: Any) -> None:
+        self._token(self._name(optimizer))
 
     def steps_of(self, optimizer: Any) -> int:
         return self.step_counts.get(id(optimizer), 0)

@@ -94,8 +94,8 @@ def _excess(found: Deviation, allowed: Tolerance, k: int) -> str | None:
         if math.isnan(value) or value <= limit:
             continue
         if metric == "update cosine":
-            cosine, least = 1 - value * value / 2, 1 - limit * limit / 2
-            return f"update cosine is {cosine:.4f} in update {k}, at least {least:.4f} wanted"
+            return (f"update cosine is {1 - value * value / 2:.4f} in update {k}: it points {value:.2g} rad elsewhere, "
+                    f"{limit:.2g} rad allowed")
         if metric == "loss":
             return f"loss deviates by {value:.3g} in update {k}, {limit:.3g} allowed"
         return f"{metric} deviates by {_percent(value)} in update {k}, {_percent(limit)} allowed"
