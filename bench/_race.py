@@ -25,8 +25,9 @@ from saturate.records.result import StudyRecord
 from saturate.study.bench import Bench, Live
 from saturate.study.candidates import Candidate, Set
 from saturate.study.racing import Racer, Result
+from saturate.study.state import Request
 from saturate.study.store import Store
-from saturate.study.tune import AA, Request, environment_of_user, tune
+from saturate.study.tune import AA, environment_of_user, tune
 from saturate.techniques import _registry
 from saturate.trial.process import Workload
 

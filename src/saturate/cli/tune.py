@@ -42,7 +42,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from saturate.report import terminal
     from saturate.study import summary
     from saturate.study.ending import Interrupted
-    from saturate.study.tune import Request, environment_of_user, tune
+    from saturate.study.state import Request
+    from saturate.study.tune import environment_of_user, tune
 
     command = arguments.command
     directory = arguments.dir.absolute()

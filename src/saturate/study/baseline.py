@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -10,11 +10,9 @@ from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFaile
 from saturate.machine import facts as machine_facts
 from saturate.records.facts import Facts
 from saturate.study.bench import Bench, Live
+from saturate.study.state import Study
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
-
-if TYPE_CHECKING:
-    from saturate.study.tune import Study
 
 
 def establish(study: Study, bench: Bench) -> bool:

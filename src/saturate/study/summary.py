@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import saturate
 from saturate.errors import VerificationFailed
@@ -24,9 +24,7 @@ from saturate.records.result import (
 )
 from saturate.report import html
 from saturate.study.candidates import key
-
-if TYPE_CHECKING:
-    from saturate.study.tune import Study
+from saturate.study.state import Study
 
 
 def write(study: Study, record: StudyRecord) -> None:

@@ -1,0 +1,77 @@
+"""What the user asked for, and the state of a study while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import saturate
+from saturate.errors import SaturateError
+from saturate.machine import fingerprint
+from saturate.records.facts import Facts
+from saturate.study.racing import Racer, Result
+from saturate.study.search import Search
+from saturate.study.store import Store
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    argv: list[str]
+    cwd: Path
+    environment: dict[str, str]
+    directory: Path
+    budget_s: float = 600.0
+    threshold: float = 0.02
+    only: frozenset[str] | None = None
+    skip: frozenset[str] = frozenset()
+    allow_convergence: bool = False
+    race_mode: str = "auto"             # "concurrent", "alternate", or "auto": by memory
+    step: str | None = None             # "backward:4" or "optimizer:1": overrides what was found
+    timeout_s: float = 300.0
+
+    def identity(self) -> str:
+        """The same for a command that asks the same question again, so that it can resume."""
+        script = fingerprint.script_of(self.argv, self.cwd)
+        parts = [self.argv, str(self.cwd), fingerprint.digest(script) if script else "", sorted(self.only or ()),
+                 self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
+                 self.step, saturate.__version__]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@dataclass
+class Study:
+    """The state of one tune while it runs, and what a record is made from at any moment."""
+
+    request: Request
+    folder: Path
+    store: Store
+    registry: dict[str, ModuleType]
+    say: Callable[[str], None]
+    started: float = field(default_factory=time.monotonic)
+    facts: Facts | None = None
+    baseline: dict[str, Any] = field(default_factory=dict)
+    search: Search | None = None
+    racer: Racer | None = None
+    aa: Result | None = None
+    final: Result | None = None
+    tuned: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
+    notes: list[str] = field(default_factory=list)
+    error: SaturateError | None = None
+    isolation: str = ""
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.folder / "recipe.toml"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "report.html"
