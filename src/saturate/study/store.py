@@ -50,6 +50,8 @@ class StudyLock:
         refused = f"cannot write in {folder}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / ".gitignore").exists():
+                (folder / ".gitignore").write_text("*\n", encoding="utf-8")     # nobody wants a study in a commit
             self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - held open as long as the lock
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
