@@ -210,6 +210,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if study.final.decision.verdict in ("no_difference", "slower"):
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain")
         return
+    if len(kept) == 1:      # its gain in the final set is what the final race measured
+        fate = study.search.fates[kept[0].id]
+        fate.gain, fate.gain_ci = study.final.gain, study.final.gain_ci
     stored = study.store.answer("tuned")
     if stored is None:
         live = racer.bench.live("tuned", kept)
