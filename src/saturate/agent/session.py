@@ -63,7 +63,7 @@ class Session:
         self.grad_scaler = False
         self.splitting = False
         self.loaders_known = False
-        self.loaders: dict[int, Any] = {}
+        self.loaders: dict[Any, Any] = {}          # by kind of loader: see observe.remember_loader
         self.losses: list[Any] = []
         self.recording = plan["mode"] == "trial" and step is not None
         self.early: list[list[Any]] = []        # losses of the first updates, by update, until they are reported
