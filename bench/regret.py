@@ -72,9 +72,10 @@ def candidates(record: StudyRecord, only: frozenset[str] | None) -> list[Candida
     return [Candidate(registry[o.id], options_from(registry[o.id], o.options)) for o in record.result.techniques if usable(o)]
 
 
-def speedups_alone(record: StudyRecord) -> dict[str, float]:
-    """Speed-up of each technique that tune raced alone against the baseline, by its label with options."""
-    return {race.b[0]: race.speedup for race in record.races if not race.a and len(race.b) == 1 and race.question.startswith("screen ")}
+def speedups_alone(record: StudyRecord) -> dict[str, tuple[float, float]]:
+    """(speed-up, upper end of its interval) of each technique that tune raced alone, by its label with options."""
+    return {race.b[0]: (race.speedup, race.speedup_ci[1]) for race in record.races
+            if not race.a and len(race.b) == 1 and race.question.startswith("screen ")}
 
 
 def subsets(chosen: list[Candidate]) -> list[Set]:
@@ -96,7 +97,7 @@ class Exhaustive:
         self.bench, self.care = bench, care
         self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench)
 
-    def run(self, pool: list[Candidate], alone: dict[str, float]) -> tuple[Set, int]:
+    def run(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> tuple[Set, int]:
         """The fastest subset that verifies (perhaps none: the baseline), and how many subsets were raced."""
         live = self.bench.live("baseline", ())
         self.bench.step, self.bench.reference_tokens = live.hello["step"], live.hello["step"]["tokens"]
@@ -114,14 +115,14 @@ class Exhaustive:
                 return subset, len(raced)
         return (), len(raced)
 
-    def _most_effective(self, pool: list[Candidate], alone: dict[str, float]) -> list[Candidate]:
-        """The best alone; those that tune had no time to screen are screened here."""
+    def _most_effective(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> list[Candidate]:
+        """The best alone, but for those that are slower beyond doubt; what tune had no time to screen is screened here."""
         for candidate in pool:
             if candidate.label() not in alone:
                 result = self._race("screen", (candidate,), SCREEN)
-                alone = {**alone, candidate.label(): result.record.speedup if result else 0.0}
-        running = [c for c in pool if alone[c.label()] > 0]
-        return sorted(running, key=lambda c: -alone[c.label()])[:MOST]
+                alone = {**alone, candidate.label(): (result.record.speedup, result.record.speedup_ci[1]) if result else (0.0, 0.0)}
+        running = [c for c in pool if alone[c.label()][1] > 1.0]
+        return sorted(running, key=lambda c: -alone[c.label()][0])[:MOST]
 
     def _race(self, question: str, subset: Set, limits: Limits) -> Result | None:
         label = " + ".join(c.label() for c in subset)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,12 +43,15 @@ CASES = {
     "does not parse": Case("def broken(:", 4, "SyntaxError"),
     "exits with a code": Case("import sys; print('bad flag'); sys.exit(7)", 4, "exit code 7: bad flag"),
     "exits with a code, silent": Case("import sys; sys.exit(7)", 4, "exit code 7"),
-    "hangs before training": Case("import time; time.sleep(1000)", 4, "hung: no sign of progress for 2 s", ("--timeout", "2s")),
+    "hangs before training": Case("import time; time.sleep(1000)", 4, "hung: nothing was printed, and no training step was seen for 2 s", ("--timeout", "2s")),
     "hangs and traps SIGTERM": Case("""
         import signal, time
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
         while True: time.sleep(1)
         """, 4, "hung", ("--timeout", "2s")),
+    "prints for ever": Case(
+        "import time\nwhile True: print('.', flush=True); time.sleep(0.1)", 4, "it printed, but no training step was seen",
+        ("--timeout", "1s")),
     "never trains": Case("print('hello')", 0, "does not train, or for too few steps"),
     "prints a lot": Case("line = 'x' * (1 << 20)\nfor _ in range(300): print(line)\nraise ValueError('at the end')", 4, "at the end"),
     "kills itself": Case("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 4, "out of memory host"),
@@ -140,6 +144,28 @@ def test_a_hang_between_two_blocks_is_noticed(script, start):
             trial.run_block(0, 10)
     assert ended.value.outcome.kind == "hung"
     assert "--timeout" in ended.value.outcome.remedy
+
+
+def test_what_prints_is_not_hung(script, start):
+    """Tokenising takes longer than any silence that is a hang, but it shows that it goes on."""
+    printing = textwrap.dedent("""
+        import threading, time
+        def printer():
+            while True: print(".", flush=True); time.sleep(0.1)
+        threading.Thread(target=printer, daemon=True).start()
+        time.sleep(3.5)
+        """)
+    trial = start(str(script(printing + TRAINING + FOREVER)))
+    trial.workload = replace(trial.workload, timeout_s=3.0)
+    assert trial.wait_ready()["rank"] == 0
+
+
+def test_an_endless_command_that_ignores_us_is_told_so(script, start):
+    trial = start("-I", str(script("import time\nwhile True: time.sleep(1)")))
+    trial.workload = replace(trial.workload, timeout_s=0.5)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "no_agent" and "-I" in ended.value.outcome.remedy
 
 
 def test_a_trial_whose_supervisor_is_gone_is_over(script, start):

@@ -75,15 +75,25 @@ class GateServer:
         """Rank 0's greeting, once it has arrived."""
         return next((r.hello for r in self.ranks if r.hello and r.hello["rank"] == 0), None)
 
-    def wait_gates(self, timeout_s: float, alive: Any) -> list[dict[str, Any]]:
+    def wait_gates(self, timeout_s: float, alive: Any, sign_of_life: Any = lambda: None, longest_s: float = 0.0) -> list[dict[str, Any]]:
         """The `gate` message of every rank, rank 0 first, once all stand at the gate.
 
-        `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised.
+        `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised. GateTimeout is
+        raised after `timeout_s` in which `sign_of_life()` did not change, or after `longest_s` whatever it says.
         """
         waiting: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline, sign = began + timeout_s, sign_of_life()
         while True:
-            for rank, message in self._receive(deadline, alive):
+            try:
+                received = self._receive(deadline, alive)
+            except GateTimeout:
+                before, sign = sign, sign_of_life()
+                if sign == before or time.monotonic() - began >= longest_s:
+                    raise
+                deadline = time.monotonic() + timeout_s
+                continue
+            for rank, message in received:
                 if message["at"] == "gate":
                     waiting[id(rank)] = message
             greeted = [r for r in self.ranks if r.hello]

@@ -96,13 +96,31 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"))
 
 
+def stalled(timeout_s: float, greeted: bool, printed: bool, injectable: str | None) -> Outcome:
+    """Name a workload that had to be ended because it did not come to the gate. It has been silent for `timeout_s`, or has
+    printed without training for a multiple of it."""
+    if greeted:
+        return Outcome("hung", f"no sign of progress for {timeout_s:.0f} s",
+                       "see what it waits for; if it only needs long, give it more time with --timeout")
+    if injectable:
+        return _ignores_us(injectable)
+    seen = "it printed, but" if printed else "nothing was printed, and"
+    return Outcome("hung", f"{seen} no training step was seen for {timeout_s:.0f} s or more",
+                   "see what it waits for, and check that it trains with PyTorch and that Python is started with PYTHONPATH "
+                   "kept; if it only needs long before its first step, give it more time with --timeout")
+
+
+def _ignores_us(injectable: str) -> Outcome:
+    return Outcome("no_agent", f"`python {injectable}` ignores PYTHONPATH, so the agent could not start",
+                   f"run the command without {injectable}")
+
+
 def _ended_well(steps: int, greeted: bool, injectable: str | None) -> Outcome:
     if greeted or steps:
         return Outcome("too_short", f"the script ended after {steps} training steps",
                        "give it more steps or epochs: a measurement needs a few dozen")
     if injectable:
-        return Outcome("no_agent", f"`python {injectable}` ignores PYTHONPATH, so the agent could not start",
-                       f"run the command without {injectable}")
+        return _ignores_us(injectable)
     return Outcome("never_trained", "the command ended before a training step could be recognised: "
                    "it does not train, or for too few steps",
                    "give it more steps; check that it trains with PyTorch, and that Python is started with PYTHONPATH kept")

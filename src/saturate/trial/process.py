@@ -15,12 +15,16 @@ from typing import Any
 
 from saturate.trial import launch, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep
-from saturate.trial.outcome import Outcome, classify
+from saturate.trial.outcome import Outcome, classify, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks of at least this length before it is not believed.
 CLOCK_TOLERANCE = 0.10
 CLOCK_LEAST_NS = 150_000_000
 CLOCK_BLOCKS = 4
+
+#: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
+#: times the silence that would be a hang.
+PATIENCE = 4
 
 
 def clock_problem(began: int, stamps: list[int], ended: int) -> str | None:
@@ -145,11 +149,11 @@ class Trial:
         (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
         return hello
 
-    def run_block(self, skip: int, steps: int, split: bool = False) -> Block:
-        """Run `skip` steps, then `steps` timed ones, and come back to the gate."""
+    def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None) -> Block:
+        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`."""
         assert not self.frozen
         began = time.perf_counter_ns()
-        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split}))
+        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch}))
         counts, sample = self.counts, self.sample
         gates = self._wait_gate()
         ended = time.perf_counter_ns()
@@ -175,12 +179,18 @@ class Trial:
         """Facts or evidence, while at the gate."""
         return self._guarded(lambda: self.server.ask({"do": question}, self.workload.timeout_s, self._alive))
 
+    def look(self, kind: str, skip: int, steps: int, **options: Any) -> dict[str, Any]:
+        """Look closely at `steps` steps after `skip` (at least 1): what rank 0 saw. `kind` and `options`: `agent.profiling`."""
+        self.run_block(skip, steps + 1, watch={"kind": kind, "skip": skip, "steps": steps, **options})
+        return self.ask("seen")
+
     def wait_capture(self) -> None:
         """Wait until a verification run has recorded its last update."""
         self.wait_ready()
 
     def _wait_gate(self) -> list[dict[str, Any]]:
-        gates = self._guarded(lambda: self.server.wait_gates(self.workload.timeout_s, self._alive))
+        silence = self.workload.timeout_s
+        gates = self._guarded(lambda: self.server.wait_gates(silence, self._alive, self._printed_bytes, PATIENCE * silence))
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
         return gates
@@ -189,10 +199,8 @@ class Trial:
         try:
             return action()
         except GateTimeout:
-            raise self.end(Outcome(
-                "hung", f"no sign of progress for {self.workload.timeout_s:.0f} s",
-                "see what it waits for; if it only needs long, give it more time with --timeout",
-            )) from None
+            raise self.end(stalled(self.workload.timeout_s, self.server.hello() is not None, self._printed_bytes() > 0,
+                                   launch.defeated_by(self.workload.argv))) from None
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
         except NoStep as error:
@@ -200,6 +208,12 @@ class Trial:
                                    "say what ends a step with --step backward:N")) from None
         except GateClosed as error:
             raise self._collect(str(error)) from None
+
+    def _printed_bytes(self) -> int:
+        try:
+            return os.stat(self.log).st_size
+        except FileNotFoundError:
+            return 0                # nothing was started yet
 
     def _alive(self) -> bool:
         return self.supervisor.poll() is None
