@@ -1,23 +1,17 @@
-"""The small verbs: recipe, explain, techniques, doctor, report."""
+"""The small verbs: recipe, explain, techniques, report."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import types
 import typing
-from pathlib import Path
 
 import pytest
 
-import saturate
 from saturate import errors
 from saturate.cli import explain, main, techniques
-from saturate.machine import doctor
-from saturate.machine.doctor import Check
 from saturate.records import recipe as recipes
 from saturate.records import result
 from saturate.records.recipe import Entry, MadeFor, MeasuredEvidence, Recipe
@@ -162,32 +156,6 @@ def test_a_third_party_technique_says_where_it_comes_from(capsys, monkeypatch):
     item = techniques.Found("x.y", "fast-stuff 2.0", types.SimpleNamespace(TECHNIQUE=_api.Technique("y", "Y", "exact", "model", ())), None)
     monkeypatch.setattr(techniques, "installed", lambda: [item])
     assert "Y  [from fast-stuff 2.0]" in call(capsys, "techniques")[1]
-
-
-CHECKS = [Check("torch", "problem", "not installed for /home/ann/p", "pip install torch"), Check("disk", "ok", "5 GiB free")]
-
-
-def test_doctor(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda python, folder, extra: CHECKS)
-    code, out, _ = call(capsys, "doctor")
-    assert code == 3 and "fix: pip install torch" in out and out.endswith("1 problem to fix before tune can work\n")
-    code, out, _ = call(capsys, "doctor", "--json", "--paste")
-    assert code == 3 and json.loads(out)["ready"] is False and "ann" not in out
-    monkeypatch.setattr(doctor, "examine", lambda python, folder, extra: CHECKS[1:])
-    code, out, _ = call(capsys, "doctor")
-    assert code == 0 and out.endswith("ready to tune\n")
-
-
-def test_doctor_works_with_nothing_installed(tmp_path):
-    """`-S` hides site-packages: no msgspec, no rich, no tomlkit, no NVML, and a Python without torch."""
-    source = Path(saturate.__file__).parent.parent
-    code = f"import sys; sys.path.insert(0, {str(source)!r}); from saturate.cli.main import main; sys.exit(main(['doctor', '--json', '--python', 'false']))"
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={"PATH": os.defpath})
-    assert done.returncode == 3, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert "msgspec" in checks["saturate"]["found"] and "pip install msgspec" in checks["saturate"]["fix"]
-    assert checks["python"]["status"] == "problem"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_report_prints_the_newest(capsys, tmp_path):

@@ -1,16 +1,34 @@
-"""How fast this device multiplies matrices and copies memory, measured in the workload's own process and threads.
+"""How fast this device multiplies matrices and moves memory, measured in the workload's own process and threads.
 
 A share of a measured rate says how much is left to gain; a share of a data sheet says little.
+
+`measure` is short and runs at the gate of a trial. `survey` measures everything a roofline needs; this file is then
+run as a script by the workload's Python (`python ceilings.py DEVICE THREADS MOST_BYTES`), which need not have
+saturate. So it uses the standard library and torch only, and the syntax of old Pythons.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from typing import Any
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}     # well beyond any cache
 _SECONDS = 0.25
+
+#: A survey's products grow until one takes so long: a slow device need not multiply what a fast one must.
+_ENOUGH_SECONDS = 0.02
+_SURVEY_SECONDS = 0.12
+_LEAST_SIZE, _MOST_SIZE = {"cpu": 256, "cuda": 1024}, {"cpu": 2048, "cuda": 8192}
+#: Bytes of each array, from what caches hold to what none does.
+_ARRAY_BYTES = {"cpu": [1 << 17, 1 << 20, 1 << 23, 1 << 26, 1 << 28],
+                "cuda": [1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30]}
+_HOST_BYTES = 1 << 28
+_LAUNCHES = 2000
+#: Between it and the end of the line stands what a survey found; a program's other output is ignored.
+MARK = "saturate-ceilings "
 
 
 def measure(torch: Any, device: str) -> dict[str, float]:
@@ -28,19 +46,163 @@ def measure(torch: Any, device: str) -> dict[str, float]:
     return rates
 
 
-def _seconds(torch: Any, device: str, action: Any) -> float:
-    """The shortest of several runs: a rate to compare with is the best that the device does."""
+def survey(torch: Any, device: str, most_bytes: int = 1 << 30) -> dict[str, Any]:
+    """Everything of `saturate.records.ceilings.Ceilings` that torch can tell. Some seconds, and three arrays of at
+    most `most_bytes` each. What fails is left out, with the reason in "unknown". Leaves the random generators
+    alone."""
+    unknown: dict[str, str] = {}
+    with torch.no_grad():
+        found = {
+            "rates": _products(torch, device, unknown),
+            "bandwidth": _bandwidth(torch, device, unknown, most_bytes),
+            "host_to_device": _host_to_device(torch, device, unknown) if device == "cuda" else {},
+            "launch_ns": _launch_ns(torch, device),
+        }
+    cuda = device == "cuda"
+    return {**found, "unknown": unknown, "device": device, "torch": str(torch.__version__),
+            "device_name": torch.cuda.get_device_name() if cuda else "",
+            "threads": None if cuda else torch.get_num_threads()}
+
+
+def _products(torch: Any, device: str, unknown: dict[str, str]) -> dict[str, float]:
+    """Operations per second of square matrix products, by format; the best of all sizes."""
+    rates = {}
+    formats = ["float32", "bfloat16", "float16"] + (["tfloat32", "float8", "int8"] if device == "cuda" else [])
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        formats.remove("tfloat32")      # the setting would be ignored, and fp32 measured again
+        unknown["tfloat32"] = "the device has no TF32"
+    for name in formats:
+        try:
+            rates[name] = _product(torch, device, name)
+        except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError) as error:
+            # Neither every device nor every torch multiplies every format, and they say so in all these ways.
+            unknown[name] = _first_line(error)
+    return rates
+
+
+def _product(torch: Any, device: str, name: str) -> float:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32 if device == "cuda" else None
+    best, size = 0.0, _LEAST_SIZE[device]
+    try:
+        if before is not None:
+            matmul.allow_tf32 = name == "tfloat32"
+        while size <= _MOST_SIZE[device]:
+            action = _operands(torch, device, name, size)
+            action()                    # the first one of a format prepares (and may take long)
+            took = _seconds(torch, device, action, _SURVEY_SECONDS)
+            best = max(best, 2 * size**3 / took)
+            if took > _ENOUGH_SECONDS:
+                break
+            size *= 2
+    finally:
+        if before is not None:
+            matmul.allow_tf32 = before
+    return best
+
+
+def _operands(torch: Any, device: str, name: str, size: int) -> Any:
+    """The product to time. Random numbers, of a generator of their own: a GPU that multiplies ones draws less power,
+    and clocks higher, than one at work."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(0)
+    if name == "int8":
+        a = torch.randint(-128, 128, (size, size), generator=generator, device=device, dtype=torch.int8)
+        return lambda: torch._int_mm(a, a.t())
+    a = torch.randn(size, size, generator=generator, device=device)
+    if name == "float8":
+        a = a.to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    a = a if name == "tfloat32" else a.to(getattr(torch, name))
+    return lambda: a @ a
+
+
+def _bandwidth(torch: Any, device: str, unknown: dict[str, str],
+               most_bytes: int) -> dict[str, list[tuple[int, float]]]:
+    """STREAM's kernels at several sizes: (bytes moved by one, bytes per second). McCalpin, 1995."""
+    found: dict[str, list[tuple[int, float]]] = {"read": [], "write": [], "copy": [], "triad": []}
+    for size in _ARRAY_BYTES[device]:
+        if size > most_bytes:
+            unknown[f"bandwidth of {size >> 20} MiB"] = "it would need too much of the memory"
+            break
+        try:
+            a, b, c = (torch.ones(size // 4, device=device) for _ in range(3))
+        except RuntimeError as error:   # out of memory: another program, or a small device
+            unknown[f"bandwidth of {size >> 20} MiB"] = _first_line(error)
+            break
+        actions = {
+            "read": (1, lambda a=a: a.sum()),
+            "write": (1, lambda a=a: a.fill_(1.0)),
+            "copy": (2, lambda a=a, b=b: b.copy_(a)),
+            "triad": (3, lambda a=a, b=b, c=c: torch.add(a, b, alpha=3.0, out=c)),
+        }
+        for name, (arrays, action) in actions.items():
+            found[name].append((arrays * size, arrays * size / _seconds(torch, device, action, _SURVEY_SECONDS / 4)))
+        del a, b, c, actions, action
+    return found
+
+
+def _host_to_device(torch: Any, device: str, unknown: dict[str, str]) -> dict[str, float]:
+    """Bytes per second of a large copy from pageable and from pinned memory."""
+    rates = {}
+    for name in ("pageable", "pinned"):
+        try:
+            source = torch.ones(_HOST_BYTES // 4)
+            source = source.pin_memory() if name == "pinned" else source
+            target = torch.empty(source.shape, device=device)
+        except RuntimeError as error:   # a limit on locked memory, or none left
+            unknown[f"host to device, {name}"] = _first_line(error)
+            continue
+        took = _seconds(torch, device, lambda s=source, t=target: t.copy_(s, non_blocking=True), _SURVEY_SECONDS)
+        rates[name] = _HOST_BYTES / took
+    return rates
+
+
+def _launch_ns(torch: Any, device: str) -> float:
+    """From one launch of a kernel on one number to the next, in a queue that never runs empty; on a CPU, of an
+    operator."""
+    one = torch.ones(1, device=device)
     best = float("inf")
-    end = time.perf_counter() + _SECONDS
+    for _ in range(5):
+        _wait(torch, device)
+        began = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            one.add_(1.0)
+        _wait(torch, device)
+        best = min(best, time.perf_counter() - began)
+    return best / _LAUNCHES * 1e9
+
+
+def _seconds(torch: Any, device: str, action: Any, budget: float = _SECONDS) -> float:
+    """The shortest of several runs: a rate to compare with is the best that the device does.
+
+    Runs too short for a clock, or for a launch, are timed several at a time.
+    """
+    best = float("inf")
+    end = time.perf_counter() + budget
     runs = 0
+    batch = 1
     while runs < 3 or time.perf_counter() < end:
         began = time.perf_counter()
-        action()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
+        for _ in range(batch):
+            action()
+        _wait(torch, device)
+        took = time.perf_counter() - began
+        best = min(best, took / batch)
         runs += 1
+        if took < 5e-4 and batch < 256:
+            batch *= 4
     return best
+
+
+def _wait(torch: Any, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def flop_counter(torch: Any) -> Any:
@@ -61,3 +223,19 @@ def flop_counter(torch: Any) -> Any:
             return out
 
     return Counter()
+
+
+def _main(arguments: list[str]) -> None:
+    # The folder of this file would come first in the search for modules, and its neighbours have plain names.
+    sys.path.pop(0)
+    import torch
+
+    device, threads, most_bytes = arguments
+    if int(threads):
+        torch.set_num_threads(int(threads))
+    found = survey(torch, device, int(most_bytes))
+    sys.__stdout__.write("\n" + MARK + json.dumps(found) + "\n")        # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -86,12 +86,36 @@ def memory_bytes(root: Path = _ROOT) -> int | None:
     found = [limit for folder in _cgroup_folders(root, "memory")
              for name in ("memory.max", "memory.limit_in_bytes")
              if (limit := _number(_read(folder / name))) is not None and limit < _NO_LIMIT_BYTES]
-    total = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    if total:
-        found.append(int(total[1]) * 1024)
-    elif root == _ROOT and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    found.append(installed_bytes(root) or 0)
     return min((limit for limit in found if limit > 0), default=None)
+
+
+def installed_bytes(root: Path = _ROOT) -> int | None:
+    """Memory of the machine, whatever a container allows of it."""
+    total = _kibibytes(root, "MemTotal")
+    if total is None and root == _ROOT and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Host memory that this process can still take: what the machine has available, or what the tightest cgroup leaves,
+    whichever is less. File caches that can be dropped count as available."""
+    found = [_kibibytes(root, "MemAvailable")]
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, usage_name, cache in (("memory.max", "memory.current", "inactive_file"),
+                                              ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+            limit, usage = _number(_read(folder / limit_name)), _number(_read(folder / usage_name))
+            if limit is not None and usage is not None and limit < _NO_LIMIT_BYTES:
+                droppable = re.search(rf"^{cache} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                found.append(max(0, limit - usage + (int(droppable[1]) if droppable else 0)))
+    return min((free for free in found if free is not None), default=None)
+
+
+def tasks_limit(root: Path = _ROOT) -> int | None:
+    """Processes and threads that the tightest cgroup allows; None without a limit."""
+    found = (_number(_read(folder / "pids.max")) for folder in _cgroup_folders(root, "pids"))
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def physical_cores(root: Path = _ROOT) -> int | None:
@@ -191,6 +215,12 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 def _ratio(quota: str, period: str) -> float | None:
     limit, window = _number(quota), _number(period)
     return limit / window if limit and window and limit > 0 and window > 0 else None
+
+
+def _kibibytes(root: Path, name: str) -> int | None:
+    """A size of /proc/meminfo, in bytes."""
+    found = re.search(rf"^{name}:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _number(text: str) -> int | None:
