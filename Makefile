@@ -23,7 +23,7 @@ bench: $(VENV)/.tested            ## every benchmark in full: some two hours; re
 	$(BIN)/python bench/expert.py
 	$(BIN)/python bench/regret.py
 
-docs: $(VENV)/.installed          ## the technique pages, from the techniques' docstrings
+docs: $(VENV)/.installed          ## the pages of techniques and findings, from their docstrings
 	$(BIN)/python docs/generate.py
 
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt

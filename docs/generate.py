@@ -1,4 +1,4 @@
-"""Write docs/techniques/*.md and the table in docs/techniques/README.md from the techniques' own docstrings.
+"""Write docs/techniques/*.md and docs/findings/*.md, with a table in each README.md, from the modules' docstrings.
 
     python docs/generate.py            write
     python docs/generate.py --check    exit 1 when a page is not what the docstrings say
@@ -6,43 +6,78 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from saturate.techniques import _registry
+from saturate.findings import _registry as rules
+from saturate.techniques import _registry as techniques
 from saturate.techniques._api import HEADINGS
 
-FOLDER = Path(__file__).resolve().parent / "techniques"
-NOTE = "<!-- Made by docs/generate.py from the technique's docstring. -->\n"
+FOLDER = Path(__file__).resolve().parent
+NOTE = "<!-- Made by docs/generate.py from the {}'s docstring. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """File name -> text, for every built-in technique and the overview."""
+    """Path below docs/ -> text, for every built-in technique and rule, and the two overviews."""
+    return {**_of_techniques(), **_of_rules()}
+
+
+def _of_techniques() -> dict[str, str]:
     found = {}
     rows = ["| technique | what it does | numerics | applied at |", "|---|---|---|---|"]
-    for identity, module in _registry.load().items():
+    note = NOTE.format("technique")
+    for identity, module in techniques.load().items():
         if not module.__name__.startswith("saturate.techniques."):
             continue
         technique = module.TECHNIQUE
-        sections = _registry.documentation(module)
+        sections = techniques.documentation(module)
         body = "\n\n".join(f"## {heading}\n\n{sections[heading]}" for heading in HEADINGS)
         facts = f"Numerics class `{technique.numerics}`, stage `{technique.stage}`, since {technique.since}, {technique.status}."
-        found[f"{identity}.md"] = f"{NOTE}# {identity}\n\n{technique.title}. {facts}\n\n{body}\n"
+        found[f"techniques/{identity}.md"] = f"{note}# {identity}\n\n{technique.title}. {facts}\n\n{body}\n"
         rows.append(f"| [{identity}]({identity}.md) | {technique.title} | `{technique.numerics}` | {technique.stage} |")
-    found["README.md"] = f"{NOTE}# Techniques\n\n" + "\n".join(rows) + "\n"
+    found["techniques/README.md"] = f"{note}# Techniques\n\n" + "\n".join(rows) + "\n"
     return found
+
+
+def _of_rules() -> dict[str, str]:
+    found = {}
+    rows = ["| finding | what it means | techniques |", "|---|---|---|"]
+    note, existing = NOTE.format("rule"), techniques.load()
+    for identity, module in rules.load().items():
+        if not module.__name__.startswith("saturate.findings."):
+            continue
+        first = " ".join(inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0].split())
+        helped_by = _links((name for name in module.RULE.techniques if name in existing), "../techniques/")
+        body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in rules.documentation(module).items())
+        facts = f"Since {module.RULE.since}. Techniques that address it: {helped_by or 'none'}."
+        found[f"findings/{identity}.md"] = f"{note}# {identity}\n\n{first}\n\n{facts}\n\n{body}\n"
+        rows.append(f"| [{identity}]({identity}.md) | {first} | {helped_by} |")
+    found["findings/README.md"] = f"{note}# Findings\n\n" + "\n".join(rows) + "\n"
+    return found
+
+
+def _links(names: Iterable[str], folder: str) -> str:
+    return ", ".join(f"[{name}]({folder}{name}.md)" for name in names)
 
 
 def main(check: bool) -> int:
     expected = pages()
+    folders = {FOLDER / name.partition("/")[0] for name in expected}
+    surplus = [path.relative_to(FOLDER).as_posix() for folder in sorted(folders) for path in folder.glob("*.md")
+               if path.relative_to(FOLDER).as_posix() not in expected]
     if check:
         stale = [name for name, text in expected.items()
                  if not (FOLDER / name).exists() or (FOLDER / name).read_text(encoding="utf-8") != text]
-        print("stale: " + ", ".join(stale) if stale else "up to date")
-        return 1 if stale else 0
-    FOLDER.mkdir(exist_ok=True)
+        print("stale: " + ", ".join(stale + surplus) if stale or surplus else "up to date")
+        return 1 if stale or surplus else 0
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
     for name, text in expected.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+    for name in surplus:
+        (FOLDER / name).unlink()
     return 0
 
 

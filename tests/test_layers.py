@@ -15,16 +15,18 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name 
 #: room -> what of saturate it may import: rooms, or single modules. Its own room and `errors` are always allowed.
 MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
-    "study": {"trial", "measure", "verify", "techniques", "machine", "records", "report"},
+    "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report"},
     "trial": {"records"},
     "agent": {"techniques", "records.facts"},
     "techniques": {"records.facts"},
     "measure": set(),
     "verify": {"records"},
+    "findings": {"records"},
+    "trace": {"machine", "records"},
     "machine": {"records"},
     "report": {"records"},
     "records": set(),
-    "testing": {"techniques", "records", "agent.context"},
+    "testing": {"techniques", "findings", "records", "agent.context"},
 }
 
 #: Packages from elsewhere, besides the standard library. `torch` is the user's, and never imported at the top.
@@ -36,6 +38,8 @@ MAY_USE = {
     "techniques": {"torch"},
     "measure": set(),
     "verify": set(),
+    "findings": set(),
+    "trace": {"msgspec", "numpy"},
     "machine": {"pynvml", "torch"},
     "report": {"msgspec"},
     "records": {"msgspec", "tomlkit"},

@@ -3,7 +3,9 @@
     SaturateError                 what happened, cause, evidence, remedy, exit code
     ├── UsageError            2   the command line or a file that the user wrote is wrong
     │   ├── RecipeError           a recipe cannot be read or does not validate
-    │   └── TechniqueError        an unknown, damaged or conflicting technique
+    │   ├── TechniqueError        an unknown, damaged or conflicting technique
+    │   ├── TraceError            a trace cannot be read
+    │   └── RuleError             a rule that looks for bottlenecks does not load or does not work
     ├── EnvironmentProblem    3   this machine or folder does not allow what was asked
     │   ├── StudyLocked           another process works in the same study folder
     │   ├── StudyDamaged          the study file is not one, or is of another version
@@ -65,6 +67,26 @@ class TechniqueError(UsageError):
     """
 
     code = "E220"
+
+
+class TraceError(UsageError):
+    """A trace file is not one, ends too early to say anything, or holds what no trace can hold.
+
+    Readable are Kineto JSON (`.json`, `.json.gz`, what `torch.profiler` exports) and Nsight Systems SQLite
+    (`nsys export --type sqlite report.nsys-rep`). The message names the file and, where one is known, the byte offset.
+    """
+
+    code = "E230"
+
+
+class RuleError(UsageError):
+    """A rule that looks for a bottleneck does not load, breaks the contract of a rule, or failed while it looked.
+
+    Rules are the files of `saturate.findings`, and modules that other packages register under the entry-point group of that
+    name. `saturate explain` lists them.
+    """
+
+    code = "E240"
 
 
 class EnvironmentProblem(SaturateError):

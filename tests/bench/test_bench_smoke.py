@@ -22,11 +22,13 @@ LINES = {
     "aa": r"^real quiet, true \+5%: \w+ 1\n    false verdicts [\d.]+% \[[\d.]+%, [\d.]+%\]; by one pair's median ",
     "regret": r"^slow_rows    tuned / best \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  tune took \d+% of the time",
     "expert": r"^tuned / the best by hand \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(\w+, by hand: bf16\)$",
+    "step_split": r"^split - by hand: at most \d+\.\d+ points$",
+    "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert"))])
+    "overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis"))])
 def test_smoke(name, tmp_path, clean_environment):
     numbers = tmp_path / "numbers.json"
     found = subprocess.run(
@@ -134,3 +136,19 @@ def test_a_command_that_is_slower_loses(bench, monkeypatch, clean_environment):
     assert 0.3 < race.time_ratio(found)[0] < 0.8
     assert (found.record.a, found.record.b) == (["slow"], ["fast"])
     assert not arena.folder.exists()
+
+
+def test_only_the_first_finding_counts(bench):
+    """And on the clean workload any but the one that says that nothing is wrong is a false alarm."""
+    diagnosis = bench("diagnosis")
+    planted, clean = diagnosis.Case(("gc-pauses",)), diagnosis.Case(())
+    assert diagnosis.right(planted, ["gc-pauses", "slow-optimizer"])
+    assert not diagnosis.right(planted, ["slow-optimizer", "gc-pauses"]) and not diagnosis.right(planted, [])
+    assert diagnosis.right(clean, []) and diagnosis.right(clean, ["nothing-to-gain"])
+    assert not diagnosis.right(clean, ["nothing-to-gain", "gc-pauses"])
+    assert len(diagnosis.CASES) >= 12 and all((diagnosis.FOLDER / f"{name}.py").is_file() for name in diagnosis.CASES)
+
+
+def test_shares_by_hand(bench):
+    assert bench("step_split").by_hand([[10, 20, 30, 40, 100], [30, 20, 10, 40, 100]]) == \
+        {"input": 20.0, "forward": 20.0, "backward": 20.0, "optimizer": 40.0}

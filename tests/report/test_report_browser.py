@@ -18,8 +18,13 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
 
 
 def screenshot(tmp_path, name, record, width):
-    page, picture = tmp_path / f"{name}.html", tmp_path / f"{name}.png"
-    page.write_text(render(record), encoding="utf-8")
+    return draw(tmp_path, render(record), width, 500)
+
+
+def draw(tmp_path, text, width, height):
+    """The pixels of a page in a window of this size."""
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(text, encoding="utf-8")
     result = subprocess.run(
         [
             BROWSER,
@@ -29,7 +34,7 @@ def screenshot(tmp_path, name, record, width):
             "--disable-background-networking",
             "--hide-scrollbars",
             f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},500",
+            f"--window-size={width},{height}",
             f"--screenshot={picture}",
             page.as_uri(),
         ],

@@ -72,7 +72,7 @@ def _connect(session: Any) -> None:
         session.capture.on_done = lambda: session.gate.boundary(False)
     else:
         session.gate.boundary(False)
-        session.split(session.gate.split)
+        session.released()
 
 
 def _farewell(session: Any) -> None:
@@ -114,6 +114,8 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
         return observe.facts(session)
     if order["do"] == "evidence":
         return observe.evidence(session)
+    if order["do"] == "seen":
+        return session.seen
     if order["do"] == "ceilings":
         from saturate.agent import ceilings
 

@@ -6,7 +6,8 @@ then. Between gates a step costs one clock reading and two integer operations.
     agent -> {"at": "hello", ...}         once per rank
     agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
     <- {"do": "go", "skip": 1, "steps": 10, "split": false}   run, time the last 10, come back
-    <- {"do": "facts"} | {"do": "evidence"} | {"do": "ceilings"}   answer with {"at": "answer", ...}, stay at the gate
+       with "watch": {...} look closely at some of them (see `agent.profiling`)
+    <- {"do": "facts"} | "evidence" | "ceilings" | "seen"     answer with {"at": "answer", ...}, stay at the gate
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Gate:
         self.remaining = 0
         self._timed = 0
         self.split = False
+        self.watch: dict[str, Any] | None = None    # a window to be opened, until the session takes it
         self.stamps: list[int] = []
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
@@ -65,6 +67,7 @@ class Gate:
         self._timed = order["steps"]
         self.remaining = order["skip"] + order["steps"]
         self.split = bool(order.get("split"))
+        self.watch = order.get("watch")
         self.evaluations = []
         self.parts = {}
         self.stamps = [self._clock()]

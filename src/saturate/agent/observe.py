@@ -205,7 +205,8 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
 
 
 def _is_ours(module: Any) -> bool:
-    return getattr(vars(module)["forward"], "__func__", None).__module__ == "saturate.agent.context"
+    function = getattr(vars(module)["forward"], "__func__", None)       # dynamo binds plain functions there
+    return getattr(function, "__module__", None) == "saturate.agent.context"
 
 
 def _drops(nn: Any, module: Any) -> bool:

@@ -71,6 +71,8 @@ class Session:
         self.capture: Any = None
         self.watchdog: Any = None
         self.inspection: Any = None
+        self.window: Any = None                 # a close look at a few steps: see agent.profiling
+        self.seen: dict[str, Any] | None = None # what the last one saw
         self.watched: list[Any] | None = None   # parameters that are looked at whenever the gate is reached
         self.applied: list[tuple[dict[str, Any], str]] = []
         self._woke = 0
@@ -276,6 +278,8 @@ class Session:
 
     def _boundary(self) -> None:
         self.boundaries += 1
+        if self.window is not None:
+            self.window.boundary()
         if self.capture is not None:
             self.capture.record(self)
         elif self.recording:
@@ -285,7 +289,7 @@ class Session:
         if self.phase == "active":
             if self.gate is not None and self.capture is None:
                 self.gate.boundary(self.evaluated)
-                self.split(self.gate.split)
+                self.released()
             if self.watchdog is not None:
                 self.watchdog.check(self)
         else:
@@ -293,6 +297,15 @@ class Session:
 
             application.advance(self)
         self.evaluated = False
+
+    def released(self) -> None:
+        """The gate is open: do what the order asks for besides running."""
+        self.split(self.gate.split)
+        if self.gate.watch is not None:
+            from saturate.agent import profiling
+
+            order, self.gate.watch = self.gate.watch, None
+            profiling.open_window(self, order)
 
     def split(self, on: bool) -> None:
         """Start or stop measuring where a step's host time goes. Never on in a timed block that decides anything."""

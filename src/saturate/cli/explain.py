@@ -1,9 +1,10 @@
-"""Explain one technique, verdict, fate, numerics class or error code; without an id, list them all."""
+"""Explain a technique, finding, verdict, limit, fate, numerics class or error code; without an id, list them all."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+from types import ModuleType
 
 from saturate import errors
 from saturate.cli._output import paint, table
@@ -39,11 +40,25 @@ NUMERICS = {
     "convergence": "Changes the training itself (global batch, learning rate, algorithm). Tried only with --allow convergence.",
 }
 
-_GROUPS = (("verdict", VERDICTS), ("fate", FATES), ("numerics class", NUMERICS))
+LIMITS = {
+    "input-bound": "The largest loss is waiting for the next batch while the device has nothing to do. Which part of "
+                   "the input is slow is a finding of its own.",
+    "host-bound": "The largest loss is idle time because the host launched the next work too late (on a CPU: time "
+                  "outside operators).",
+    "sync-bound": "The largest loss is idle time while the host waited for the device, to read a value or to copy.",
+    "communication-bound": "The largest loss is communication between ranks that no computation hides.",
+    "memory-bound": "The device works at least 85 % of the step, and most of that time is limited by moving bytes.",
+    "compute-bound": "The device works at least 85 % of the step, and most of that time is limited by arithmetic.",
+    "device-wait-bound": "The largest loss is idle time although the next work was already launched: it waited for "
+                         "another stream, an event or a peer.",
+    "unknown": "The evidence does not carry a verdict. The reason is beside it: no steps, lost records, or no roofline.",
+}
+
+_GROUPS = (("verdict", VERDICTS), ("fate", FATES), ("numerics class", NUMERICS), ("limit", LIMITS))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", help="for example: compile, inconclusive, stream, E210")
+    parser.add_argument("id", nargs="?", help="for example: compile, input-bound, inconclusive, stream, E210")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -59,28 +74,45 @@ def explanation(word: str) -> str:
         for kind, group in _GROUPS for name, text in group.items() if _key(name) == key
     ]
     parts += [_of_error(code, cls) for code, cls in errors.catalogue().items() if key in (_key(code), cls.__name__.lower())]
-    if parts:  # a broken technique must not hide what an error code means
+    documented: list[str] = []
+    for kind, registry in (("technique", _techniques), ("finding", _rules)):
+        try:
+            modules = registry()
+        except errors.UsageError:
+            if parts:
+                continue        # a broken technique or rule must not hide what a word or an error code means
+            raise
+        documented += modules
+        if key in modules:
+            parts.append(_of_module(kind, modules[key]))
+    if parts:
         return "\n\n".join(parts)
-    registry = _registry()
-    if key in registry:
-        return _of_technique(registry[key])
     from saturate.records.spelling import suggestion
 
-    known = [*(name for _, group in _GROUPS for name in group), *errors.catalogue(), *registry]
+    known = [*(name for _, group in _GROUPS for name in group), *errors.catalogue(), *documented]
     raise errors.UsageError(f"nothing here is called '{word[:60]}'", remedy=suggestion(word, known) or "saturate explain lists everything")
 
 
 def contents() -> str:
     """Everything that can be explained."""
-    sections = [("techniques", [(name, module.TECHNIQUE.title) for name, module in _registry().items()])]
+    sections = [
+        ("techniques", [(name, module.TECHNIQUE.title) for name, module in _techniques().items()]),
+        ("findings", [(name, module.RULE.title) for name, module in _rules().items()]),
+    ]
     sections += [(f"{kind}s" if kind != "numerics class" else "numerics classes",
                   [(name, text.partition(". ")[0].rstrip(".")) for name, text in group.items()]) for kind, group in _GROUPS]
     sections.append(("errors", [(code, _first_line(cls)) for code, cls in errors.catalogue().items()]))
     return "\n\n".join(f"{paint(title, 'bold')}\n{table(rows, indent='  ')}" for title, rows in sections)
 
 
-def _registry() -> dict:
+def _techniques() -> dict[str, ModuleType]:
     from saturate.techniques import _registry as registry
+
+    return registry.load()
+
+
+def _rules() -> dict[str, ModuleType]:
+    from saturate.findings import _registry as registry
 
     return registry.load()
 
@@ -89,14 +121,34 @@ def _of_error(code: str, cls: type[errors.SaturateError]) -> str:
     return f"{paint(code, 'bold')} {cls.__name__}, exit code {cls.exit_code}\n{inspect.getdoc(cls)}"
 
 
-def _of_technique(module) -> str:
-    from saturate.techniques import _registry as registry
+def _of_module(kind: str, module: ModuleType) -> str:
+    """A technique's or a rule's own documentation."""
+    if kind == "technique":
+        from saturate.techniques import _registry as registry
 
-    technique = module.TECHNIQUE
-    parts = [f"{paint(technique.id, 'bold')}: {technique.title}\n{technique.numerics}, stage {technique.stage}, "
-             f"since {technique.since}, {technique.status}"]
+        about = module.TECHNIQUE
+        facts = f"{about.numerics}, stage {about.stage}, since {about.since}, {about.status}"
+    else:
+        from saturate.findings import _registry as registry
+
+        about = module.RULE
+        facts = f"finding, since {about.since}; {_addressed_by(about.techniques)}\n{_first_paragraph(module)}"
+    parts = [f"{paint(about.id, 'bold')}: {about.title}\n{facts}"]
     parts += [f"{paint(heading, 'bold')}\n{text}" for heading, text in registry.documentation(module).items()]
     return "\n\n".join(parts)
+
+
+def _addressed_by(techniques: tuple[str, ...]) -> str:
+    """Those that exist: a rule may name some that are yet to come."""
+    try:
+        known = [name for name in techniques if name in _techniques()]
+    except errors.UsageError:       # a broken technique must not hide what a finding means
+        known = list(techniques)
+    return f"tune tries {', '.join(known)}" if known else "no technique addresses it"
+
+
+def _first_paragraph(module: ModuleType) -> str:
+    return inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
 
 
 def _first_line(cls: type) -> str:

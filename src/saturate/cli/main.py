@@ -25,8 +25,10 @@ from saturate.errors import SaturateError, UsageError
 VERBS = (
     ("tune", "saturate.cli.tune", "find what makes a training command faster, prove it, write a recipe"),
     ("run", "saturate.cli.run", "run a training command with a recipe"),
+    ("profile", "saturate.cli.profile", "say where the time of a training command goes, and what would help"),
+    ("analyze", "saturate.cli.analyze", "say the same of recorded traces: Kineto JSON or Nsight Systems SQLite"),
     ("recipe", "saturate.cli.recipe", "show, compare and validate recipes"),
-    ("explain", "saturate.cli.explain", "what a technique, a verdict or an error code means"),
+    ("explain", "saturate.cli.explain", "what a technique, a finding, a verdict or an error code means"),
     ("techniques", "saturate.cli.techniques", "list what can be tried"),
     ("doctor", "saturate.cli.doctor", "look for what keeps this machine from tuning, with the fix"),
     ("report", "saturate.cli.report", "print the path of the last report"),
@@ -137,7 +139,8 @@ def _execute(verb: str, module: ModuleType, words: list[str]) -> int:
 
 def _extra(verb: str, module: ModuleType, parser: Parser, words: list[str], extra: list[str]) -> UsageError:
     """The error for words that the parser could not place."""
-    prog, first = f"saturate {verb}", min(extra, key=words.index)
+    prog, unknown = f"saturate {verb}", set(extra)
+    first = next(word for word in words if word in unknown)
     if first.startswith("-"):
         return _unknown("option", first.partition("=")[0], options_of(parser), prog)
     if takes_command(module):

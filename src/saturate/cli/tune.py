@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
             allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
             timeout_s=arguments.timeout,
         )
-        with _one_signal_interrupts():
+        with one_signal_interrupts():
             record, error = tune(request, Progress(sys.stderr))
     except UsageError:
         raise
@@ -78,7 +78,7 @@ def execute(arguments: argparse.Namespace) -> int:
     error = error or summary.verification_error(record)
     show(record.result)
     if error is not None:
-        _show_log(error)
+        show_log(error)
         raise error
     width = min(120, shutil.get_terminal_size((80, 24)).columns)
     stream = sys.stderr if arguments.json else sys.stdout
@@ -104,7 +104,7 @@ class Progress:
             self.gone = True        # the terminal was closed: nobody reads, but the study goes on
 
 
-class _one_signal_interrupts:
+class one_signal_interrupts:
     """The first Ctrl-C, SIGTERM or SIGHUP ends a tune: trials are killed and the best so far is written. Later ones
     change nothing, so that they cannot end the cleaning up. A signal that was ignored stays ignored (nohup)."""
 
@@ -129,7 +129,7 @@ class _one_signal_interrupts:
             signal.signal(number, handler)
 
 
-def _show_log(error: SaturateError) -> None:
+def show_log(error: SaturateError) -> None:
     """The workload's own last words, before our error: they are what the user needs to see."""
     if not error.evidence.endswith("output.log") or not os.path.exists(error.evidence):
         return

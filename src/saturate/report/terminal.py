@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-import unicodedata
 from collections.abc import Callable
 
 from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.report import words
+from saturate.report.cells import cells, cut, fit, wrap
 
 MAX_LINES = 12
 MAX_KEPT = 4
@@ -46,7 +45,7 @@ def summary(record: StudyRecord, *, width: int, color: bool) -> str:
     ]
     payback = words.break_even(record)
     if payback:
-        tail.insert(0, _row("pays back", _fit(payback, width - LABEL), paint))
+        tail.insert(0, _row("pays back", fit(payback, width - LABEL), paint))
     body = _body(record, answer, width - LABEL, MAX_LINES - len(head) - len(tail))
     return "\n".join(head + [_row(label, text, paint) for label, text in body] + tail)
 
@@ -66,10 +65,10 @@ def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
 def _headline(answer: words.Headline, width: int, paint: Paint) -> list[str]:
     """One line where it fits, else the numbers below the title."""
     codes = _TITLE_CODES[answer.kind]
-    title, detail = _fit(answer.title, width), _fit(answer.detail, width)
+    title, detail = fit(answer.title, width), fit(answer.detail, width)
     if not detail:
         return [paint(title, *codes)]
-    if _cells(title) + 2 + _cells(detail) <= width:
+    if cells(title) + 2 + cells(detail) <= width:
         return [paint(title, *codes) + ": " + detail]
     return [paint(title, *codes), detail]
 
@@ -80,16 +79,16 @@ def _body(record: StudyRecord, answer: words.Headline, width: int, room: int) ->
     if answer.kind == "win":
         # One part that can be read says more than two of which the second is cut.
         moved = [words.moved(record, parts) for parts in (2, 1)]
-        why = _labelled("why", [_fit(moved[_cells(moved[0]) > width], width)] if moved[0] else [])
+        why = _labelled("why", [fit(moved[cells(moved[0]) > width], width)] if moved[0] else [])
     else:
-        why = _labelled("why", _wrap(answer.why, width, 2))
+        why = _labelled("why", wrap(answer.why, width, 2))
     counts, reason = words.dropped(record)
     rest = _labelled("not kept", [_fold(counts, width)] if counts else [])
     if reason:
-        rest.append(("", _fit(reason, width)))
+        rest.append(("", fit(reason, width)))
     if record.notes:
         more = f" (+{len(record.notes) - 1} in the report)" if len(record.notes) > 1 else ""
-        rest.append(("note", _fit(record.notes[0], width - len(more)) + more))
+        rest.append(("note", fit(record.notes[0], width - len(more)) + more))
     return why + _labelled("kept", _kept(words.kept(record), width, room - len(why) - len(rest))) + rest
 
 
@@ -103,9 +102,9 @@ def _fold(parts: list[str], width: int) -> str:
     for shown in range(len(parts), 1, -1):
         more = [f"+{len(parts) - shown} more"] if shown < len(parts) else []
         text = ", ".join(parts[:shown] + more)
-        if _cells(text) <= width:
+        if cells(text) <= width:
             return text
-    return _fit(", ".join(parts), width)
+    return fit(", ".join(parts), width)
 
 
 def _kept(outcomes: list[TechniqueOutcome], width: int, room: int) -> list[str]:
@@ -113,52 +112,17 @@ def _kept(outcomes: list[TechniqueOutcome], width: int, room: int) -> list[str]:
     most = min(MAX_KEPT, room)
     shown = outcomes if len(outcomes) <= most else outcomes[: most - 1]
     rows = [(words.one_line(o.id), words.gain(o.gain), words.gain_interval(o.gain_ci), o.numerics) for o in shown]
-    widths = [max((_cells(row[column]) for row in rows), default=0) for column in range(4)]
+    widths = [max((cells(row[column]) for row in rows), default=0) for column in range(4)]
     columns = 4
     # Rather a column less on every line than a ragged edge: numerics goes first, then the interval.
     while columns > 2 and sum(widths[:columns]) + 2 * (columns - 1) > width:
         columns -= 1
     lines = []
     for row in rows:
-        cells = [row[0] + " " * (widths[0] - _cells(row[0])), row[1].rjust(widths[1])]
-        cells += [row[column].ljust(widths[column]) for column in range(2, columns)]
-        lines.append(_cut("  ".join(cells).rstrip(), width))
+        texts = [row[0] + " " * (widths[0] - cells(row[0])), row[1].rjust(widths[1])]
+        texts += [row[column].ljust(widths[column]) for column in range(2, columns)]
+        lines.append(cut("  ".join(texts).rstrip(), width))
     if len(outcomes) > len(shown):
         rest = outcomes[len(shown) :]
-        lines.append(_fit(f"+{len(rest)} more: " + ", ".join(outcome.id for outcome in rest), width))
+        lines.append(fit(f"+{len(rest)} more: " + ", ".join(outcome.id for outcome in rest), width))
     return lines
-
-
-def _cells(text: str) -> int:
-    """Terminal cells that `text` takes: two for wide characters, none for combining ones."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
-def _fit(text: str, width: int) -> str:
-    """`text` on one line of at most `width` cells."""
-    return _cut(words.one_line(text), width)
-
-
-def _cut(text: str, width: int) -> str:
-    """`text` cut to `width` cells, at a word where one ends near enough."""
-    if _cells(text) <= width:
-        return text
-    end, used = 0, 0
-    while used + _cells(text[end]) <= width - 3:
-        used += _cells(text[end])
-        end += 1
-    cut = text[:end]
-    space = cut.rfind(" ")
-    if space > end * 2 // 3:
-        cut = cut[:space]
-    return cut.rstrip(" ,;:") + "..."
-
-
-def _wrap(text: str, width: int, most: int) -> list[str]:
-    """`text` on at most `most` lines of `width` cells."""
-    lines = textwrap.wrap(words.one_line(text), width, break_on_hyphens=False)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], " ".join(lines[most - 1 :])]
-    return [_fit(line, width) for line in lines]

@@ -33,6 +33,14 @@ _INT_LIMIT = 2**64  # where the JSON encoder ends
 
 def trim(record: StudyRecord, limits: Limits) -> StudyRecord:
     """The record within `limits`, cleaned of unsafe characters; what was left out is appended to `notes`."""
+    flat, cuts = within(_flat_options(msgspec.to_builtins(record, enc_hook=str)), limits, _MAPPINGS)
+    flat["notes"] = [*flat["notes"], *(f"Left out of this page for its size: {cut}." for cut in cuts)]
+    return msgspec.convert(flat, StudyRecord)
+
+
+def within(whole: Any, limits: Limits, mappings: frozenset[str]) -> tuple[Any, list[str]]:
+    """Plain data within `limits`, cleaned, and one line for each kind of thing that was left out. `mappings` are the
+    fields whose keys are data, and may be cut as well."""
     cuts: dict[str, str] = {}
 
     def walk(value: Any, name: str) -> Any:
@@ -45,7 +53,7 @@ def trim(record: StudyRecord, limits: Limits) -> StudyRecord:
             return float(f"{value:.{_SIGNIFICANT}g}")
         if isinstance(value, int) and abs(value) >= _INT_LIMIT:
             return str(value)[: limits.text]
-        if isinstance(value, dict) and name.rpartition(".")[2] in _MAPPINGS:
+        if isinstance(value, dict) and name.rpartition(".")[2] in mappings:
             if len(value) > limits.items:
                 cuts[name] = f"{name}: {limits.items:,} of {len(value):,} entries are shown"
             return {walk(str(key), name): walk(item, name) for key, item in list(value.items())[: limits.items]}
@@ -61,9 +69,7 @@ def trim(record: StudyRecord, limits: Limits) -> StudyRecord:
             return [walk(item, name) for item in value]
         return value
 
-    flat = walk(_flat_options(msgspec.to_builtins(record, enc_hook=str)), "")
-    flat["notes"] = [*flat["notes"], *(f"Left out of this page for its size: {cut}." for cut in cuts.values())]
-    return msgspec.convert(flat, StudyRecord)
+    return walk(whole, ""), list(cuts.values())
 
 
 def _flat_options(record: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ _UNSAFE = {
     **{code: "\ufffd" for code in range(0x7F, 0xA0)},
     **{code: "\ufffd" for code in range(0xD800, 0xE000)},
     **{code: "\ufffd" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF)},
+    **{code: "\ufffd" for code in (0x061C, 0x200E, 0x200F)},  # marks of direction
     ord("\t"): "\t",
     ord("\n"): "\n",
 }

@@ -17,7 +17,7 @@ from saturate.trial.process import TrialEnded
 
 def establish(study: Study, bench: Bench) -> bool:
     """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why)."""
-    bench.step = _step_override(study.request.step)
+    bench.step = step_override(study.request.step)
     stored = study.store.answer("baseline")
     if stored is None:
         try:
@@ -29,7 +29,7 @@ def establish(study: Study, bench: Bench) -> bool:
             finally:
                 bench.finish_live(live)
         except TrialEnded as ended:
-            return _failed(study, ended.outcome)
+            return failed(study, ended.outcome)
         study.store.set_answer("baseline", stored)
     study.baseline = stored
     study.facts = msgspec.convert(stored["facts"], Facts)
@@ -44,7 +44,7 @@ def establish(study: Study, bench: Bench) -> bool:
     return True
 
 
-def _step_override(text: str | None) -> dict[str, Any] | None:
+def step_override(text: str | None) -> dict[str, Any] | None:
     """What `--step` says, in the agent's terms (see `agent.motif.Step`)."""
     if text is None:
         return None
@@ -83,7 +83,7 @@ def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, floa
     return {**split, "garbage collector": collector, "forward and rest": max(0.0, rest - collector)}
 
 
-def _failed(study: Study, outcome: Outcome) -> bool:
+def failed(study: Study, outcome: Outcome) -> bool:
     """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
     log = study.folder / study.store.trials()[-1]["log"]
     if outcome.kind in ("too_short", "never_trained", "no_step"):

@@ -13,9 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from saturate.measure.race import Limits
+from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.records.result import TechniqueOutcome
 from saturate.study.candidates import Candidate, Set, conflict, without
+from saturate.study.guidance import promise
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.techniques import _registry
@@ -69,6 +71,7 @@ class Search:
     only: frozenset[str] | None = None
     skip: frozenset[str] = frozenset()
     allow_convergence: bool = False
+    findings: tuple[Finding, ...] = ()
     fates: dict[str, Fate] = field(default_factory=dict)
     kept: Set = ()
     stairs: list[tuple[Candidate, Result]] = field(default_factory=list)    # in the order in which they were added
@@ -79,8 +82,8 @@ class Search:
 
     # -- eligibility -----------------------------------------------------------------------------------------------
 
-    def eligible(self) -> list[tuple[float, list[Candidate]]]:
-        """(bound, variants) of every technique worth a trial, most promising first; the others get their fate."""
+    def eligible(self) -> list[list[Candidate]]:
+        """The variants of every technique worth a trial, most promising first; the others get their fate."""
         found = []
         for identity, module in self.registry.items():
             excluded = self._excluded(identity, module)
@@ -97,9 +100,11 @@ class Search:
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
             found.append(answer)
         # What changes the work itself comes before what changes where it runs: that depends on the former.
-        return sorted(found, key=lambda entry: (entry[1][0].module.TECHNIQUE.stage == "environment", -entry[0]))
+        found.sort(key=lambda entry: (entry[1][0].module.TECHNIQUE.stage == "environment",
+                                      promise(entry[1][0].id, entry[0], self.findings)))
+        return [variants for _, variants in found]
 
-    def _ask(self, module: ModuleType) -> Fate | tuple[float, list[Candidate]]:
+    def _ask(self, module: ModuleType) -> Fate | tuple[float | None, list[Candidate]]:
         """What a technique says of this workload: why not, or how much it could give and with which options."""
         answer = module.eligible(self.facts)
         if not answer:
@@ -110,7 +115,7 @@ class Search:
         variants = [Candidate(module, options) for options in module.variants(self.facts)]
         for candidate in variants:
             candidate.chosen()      # asks for its variables
-        return 1.0 if bound is None else bound, variants
+        return bound, variants
 
     def _excluded(self, identity: str, module: ModuleType) -> Fate | None:
         if identity in self.skip:
@@ -134,10 +139,10 @@ class Search:
             self._try_to_add(candidate)
         self._ablate()
 
-    def _screen(self, eligible: list[tuple[float, list[Candidate]]]) -> list[Candidate]:
+    def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
         """Race each technique alone; the candidates to combine, best first."""
         scored: list[tuple[float, Candidate]] = []
-        for _, variants in eligible:
+        for variants in eligible:
             best: tuple[float, Candidate] | None = None
             for candidate in variants:
                 if time.monotonic() > self.deadline:

@@ -13,13 +13,11 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import os
-import pkgutil
-import re
 import sys
 from types import ModuleType
 from typing import Any
 
+from saturate import plugins
 from saturate.errors import TechniqueError
 from saturate.techniques._api import FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
 
@@ -35,27 +33,7 @@ _PARAMETERS = {
 
 def load() -> dict[str, ModuleType]:
     """Every technique by id, in id order. Raises `TechniqueError` for the first one that is damaged."""
-    from importlib.metadata import entry_points  # slow to import, and not needed in the agent
-
-    package = importlib.import_module("saturate.techniques")
-    names = [
-        f"{package.__name__}.{info.name}"
-        for info in pkgutil.iter_modules(package.__path__)
-        if not info.name.startswith("_")
-    ]
-    names += [entry.value for entry in entry_points(group=GROUP)]
-    found: dict[str, ModuleType] = {}
-    for name in names:
-        module = load_one(name)
-        identity = module.TECHNIQUE.id
-        if identity in found and found[identity] is not module:
-            raise TechniqueError(
-                f"two techniques are called {identity!r}",
-                evidence=f"{origin(found[identity])[1]} and {origin(module)[1]}",
-                remedy="uninstall one of the two packages, or rename its module",
-            )
-        found[identity] = module
-    return dict(sorted(found.items()))
+    return plugins.load("saturate.techniques", GROUP, "technique", load_one, lambda module: module.TECHNIQUE.id, TechniqueError)
 
 
 def load_one(name: str, path: str | None = None) -> ModuleType:
@@ -112,7 +90,7 @@ def _metadata_problems(module: ModuleType) -> list[str]:
     if not isinstance(technique, Technique):
         return ["TECHNIQUE is missing or is not a Technique"]
     problems = []
-    expected = module.__name__.rpartition(".")[2].replace("_", "-")
+    expected = plugins.expected_id(module)
     if technique.id != expected:
         problems.append(f"TECHNIQUE.id is {technique.id!r}, the file says {expected!r}")
     for label, value, allowed in (
@@ -160,15 +138,12 @@ def _function_problems(module: ModuleType) -> list[str]:
 
 
 def documentation(module: ModuleType) -> dict[str, str]:
-    """The module's docstring by heading. A heading stands alone on its line and is underlined with dashes."""
-    pattern = rf"^({'|'.join(map(re.escape, HEADINGS))})\n-+\n"
-    parts = re.split(pattern, inspect.cleandoc(module.__doc__ or ""), flags=re.MULTILINE)
-    return {heading: text.strip() for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+    """The module's docstring by heading."""
+    return plugins.documentation(module, HEADINGS)
 
 
-def origin(module: ModuleType) -> tuple[str, str]:
-    """Module name and absolute file path: what another process needs for `load_one`."""
-    return module.__name__, os.path.abspath(module.__file__ or "")
+#: Module name and absolute file path: what another process needs for `load_one`.
+origin = plugins.origin
 
 
 def conflicts(modules: list[ModuleType]) -> list[tuple[str, str, str]]:

@@ -1,0 +1,133 @@
+"""What a window reports besides times: modules by name, memory by kind, compilations, and what was left on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from saturate.agent import observe
+
+_MOST_REASONS = 8
+_MOST_LEFT = 20
+
+
+def named_modules(session: Any, most: int) -> dict[int, tuple[str, str]]:
+    """id -> (qualified name, class) of the trained modules and those inside them, outer ones first. With several trained
+    modules, names begin with the class of theirs."""
+    roots = session.context.modules
+    found: list[tuple[int, int, tuple[str, str]]] = []
+    for root in roots:
+        kind = type(root).__name__
+        for name, module in root.named_modules():
+            full = kind if not name else f"{kind}.{name}" if len(roots) > 1 else name
+            found.append((name.count(".") + bool(name), id(module), (full, type(module).__name__)))
+    found.sort(key=lambda entry: entry[0])
+    names: dict[int, tuple[str, str]] = {}
+    for _, identity, entry in found:
+        if len(names) < most:
+            names.setdefault(identity, entry)
+    return names
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(session: Any) -> dict[str, int]:
+    """Bytes of what lives on the training device from step to step; every storage counts once."""
+    parameters = observe.trained_parameters(session)
+    roots = session.context.modules
+    held = [*parameters, *(p for m in roots for p in m.parameters()), *(b for m in roots for b in m.buffers())]
+    gradients = [p.grad for p in held if getattr(p, "grad", None) is not None]
+    states = [value for o in session.living_optimizers() for state in o.state.values()
+              for value in observe.tensors_of(session.torch, state)]
+    return {"parameters": bytes_of(held), "gradients": bytes_of(gradients), "optimizer_state": bytes_of(states)}
+
+
+def bytes_of(tensors: Any) -> int:
+    storages = {}
+    for tensor in tensors:
+        key, size = storage_of(tensor)
+        storages[key] = size
+    return sum(storages.values())
+
+
+def storage_of(tensor: Any) -> tuple[Any, int]:
+    """What is shared by all views of a tensor, and its bytes; of a sharded tensor, this rank's shard."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    try:
+        storage = local.untyped_storage()
+        return (local.device, storage.data_ptr()), storage.nbytes()
+    except (RuntimeError, NotImplementedError):     # sparse and other tensors without a storage
+        return id(tensor), local.numel() * local.element_size()
+
+
+def device_memory(torch: Any) -> dict[str, int]:
+    """What the CUDA allocator says since its peaks were last reset, bytes."""
+    stats = torch.cuda.memory_stats()
+    return {
+        "peak": stats["allocated_bytes.all.peak"],
+        "active_peak": stats["active_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+        "retries": stats["num_alloc_retries"],
+        "total": torch.cuda.get_device_properties().total_memory,
+    }
+
+
+def off_device(session: Any) -> list[str]:
+    """Parameters and buffers of the trained modules that are on the CPU while training runs elsewhere."""
+    if session.context.device == "cpu":
+        return []
+    found = [f"{type(m).__name__}.{name}" for m in session.context.modules
+             for name, tensor in (*m.named_parameters(), *m.named_buffers()) if tensor.device.type == "cpu"]
+    return found[:_MOST_LEFT]
+
+
+# -- compilation -----------------------------------------------------------------------------------------------------
+
+
+def compiler(torch: Any, session: Any, began_ns: int, ended_ns: int) -> dict[str, Any]:
+    """What dynamo did: compilations between two times of `time.time_ns`, and all graph breaks since the start (a break is
+    found when a frame is compiled, and taken in every step after that)."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return {"compiled": False}
+    counters = dynamo.utils.counters
+    compiled = session.inspection.compiled or counters["frames"].get("ok", 0) > 0
+    if not compiled:
+        return {"compiled": False}
+    late = [m for m in dynamo.utils.get_compilation_metrics()
+            if began_ns <= (m.start_time_us or 0) * 1000 < ended_ns]
+    # A frame that is skipped as a whole, for a break inside a loop, is not among the breaks.
+    skipped = [key for key in counters.get("unimplemented", {}) if "kipping the frame" in key]
+    breaks = len(dynamo.utils.graph_break_reasons) + len(skipped)
+    return {
+        "compiled": True,
+        "recompiles": len(late),
+        "recompile_reasons": _distinct(_recompiled(m) for m in late),
+        "compile_s": sum(m.entire_frame_compile_time_s or 0.0 for m in late),
+        "window_s": (ended_ns - began_ns) / 1e9,
+        "graph_breaks": breaks,
+        "graph_break_reasons": _distinct([*map(_break, dynamo.utils.graph_break_reasons), *map(_one_line, skipped)]),
+        "limit_hit": any("recompile_limit" in str(key) or "cache_size_limit" in str(key)
+                         for key in counters.get("unimplemented", {})),
+    }
+
+
+def _recompiled(metrics: Any) -> str:
+    where = f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}"
+    return f"{where}: {_one_line(metrics.recompile_reason)}" if metrics.recompile_reason else where
+
+
+def _break(reason: Any) -> str:
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f"{frame.filename}:{frame.lineno}: " if frame is not None else ""
+    return where + _one_line(reason.reason)
+
+
+def _one_line(text: Any) -> str:
+    lines = str(text).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def _distinct(texts: Any) -> list[str]:
+    return list(dict.fromkeys(texts))[:_MOST_REASONS]

@@ -1,0 +1,170 @@
+"""A window that asks what each module costs: time in all steps but the last, operations and memory in the last one.
+
+Time is the host's on a CPU and the device's (between two events on the current stream) elsewhere. A forward that runs
+inside the backward pass is recomputation: its operations are counted apart, because a model's own need leaves them out.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from saturate.agent import ceilings, kinds
+from saturate.agent.profiling import Window
+
+MOST_MODULES = 256
+
+
+class ModuleCosts(Window):
+    """The window "modules". `steps` is at least 2."""
+
+    def __init__(self, session: Any, order: dict[str, Any]):
+        super().__init__(session, order)
+        self.names: dict[int, tuple[str, str]] = {}
+        self.total: dict[int, float] = {}           # milliseconds, all calls
+        self.inside: dict[int, float] = {}          # of them, in named modules below
+        self.flops: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+        self.recomputed = 0
+        self.saved: dict[Any, int] = {}             # storages kept for the backward pass
+        self.in_backward = False
+        self._timed: list[tuple[list[int], Any, Any]] = []      # chain of open modules, start, end
+        self._open: list[list[Any]] = []
+        self._counter: Any = None
+        self._held: list[Any] = []
+        self._hooks: list[Any] = []
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        self.names = kinds.named_modules(self.session, MOST_MODULES)
+        self._watch_backward()
+        self._hook(self._timing_begins, self._timing_ends)
+        self.on_undo(self._unhook)
+        if self.steps == 1:
+            self.turn()
+
+    def turn(self) -> None:
+        if self.left != 1 - self.steps:
+            return
+        self._unhook()
+        self._counter = ceilings.flop_counter(self.torch)
+        self._counter.__enter__()
+        self.on_undo(self._stop_counting)
+        self._hook(self._counting_begins, self._counting_ends)
+        if self.device == "cpu":
+            self._watch_saved()
+
+    def finish(self) -> None:
+        self._add_up()
+        steps = max(1, self.steps - 1)
+        known = kinds.bytes_of([p for m in self.session.context.modules for p in m.parameters()])
+        self.result.update(
+            modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
+                      "self_ms": (self.total[identity] - self.inside.get(identity, 0.0)) / steps,
+                      "flops": self.flops.get(identity), "memory_bytes": self.bytes.get(identity)}
+                     for identity, (name, kind) in self.names.items() if identity in self.total],
+            flops=self._counter.flops, recomputed_flops=self.recomputed, parameter_bytes=known,
+            saved_bytes=sum(self.saved.values()) if self.device == "cpu" else None,
+        )
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def _hook(self, before: Any, after: Any) -> None:
+        from torch.nn.modules import module as hooks
+
+        self._open.clear()
+        self._hooks = [hooks.register_module_forward_pre_hook(before),
+                       hooks.register_module_forward_hook(after, always_call=True)]
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _stop_counting(self) -> None:
+        while self._held:
+            self._held.pop().__exit__(None, None, None)
+        self._counter.__exit__(None, None, None)
+
+    def _watch_backward(self) -> None:
+        torch = self.torch
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.in_backward = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.in_backward = False
+
+        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def _timing_begins(self, module: Any, inputs: Any) -> None:
+        if id(module) in self.names and not self.in_backward and threading.get_ident() == self._thread:
+            self._open.append([id(module), self._now()])
+
+    def _timing_ends(self, module: Any, inputs: Any, output: Any) -> None:
+        if id(module) not in self.names or self.in_backward or threading.get_ident() != self._thread:
+            return
+        now = self._now()
+        while self._open:               # an exception inside a forward leaves entries above ours
+            chain = [identity for identity, _ in self._open]
+            identity, began = self._open.pop()
+            self._timed.append((chain, began, now))
+            if identity == id(module):
+                return
+
+    def _now(self) -> Any:
+        if self.device != "cuda":
+            return self.session.clock()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add_up(self) -> None:
+        """The device has been drained: every event has its time."""
+        for chain, began, ended in self._timed:
+            took = began.elapsed_time(ended) if self.device == "cuda" else (ended - began) / 1e6
+            self.total[chain[-1]] = self.total.get(chain[-1], 0.0) + took
+            if len(chain) > 1:
+                self.inside[chain[-2]] = self.inside.get(chain[-2], 0.0) + took
+
+    # -- operations and memory -------------------------------------------------------------------------------------
+
+    def _counting_begins(self, module: Any, inputs: Any) -> None:
+        if id(module) in self.names:
+            self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward])
+
+    def _counting_ends(self, module: Any, inputs: Any, output: Any) -> None:
+        if id(module) not in self.names:
+            return
+        while self._open:
+            identity, flops, allocated, again = self._open.pop()
+            added = self._counter.flops - flops
+            if not again:
+                self.flops[identity] = self.flops.get(identity, 0) + added
+                self.bytes[identity] = self.bytes.get(identity, 0) + self._allocated() - allocated
+            elif not any(entry[3] for entry in self._open):     # the outermost one of a recomputation
+                self.recomputed += added
+            if identity == id(module):
+                return
+
+    def _allocated(self) -> int:
+        """Bytes that live tensors take, or on a CPU, whose allocator keeps no count, what is kept for the backward pass."""
+        return self.torch.cuda.memory_allocated() if self.device == "cuda" else sum(self.saved.values())
+
+    def _watch_saved(self) -> None:
+        """Count what autograd keeps. The hooks hand every tensor on as it is, detached: a node that keeps its own output
+        would keep itself alive."""
+        parameters = {kinds.storage_of(p)[0] for m in self.session.context.modules for p in m.parameters()}
+
+        def pack(tensor: Any) -> Any:
+            key, size = kinds.storage_of(tensor)
+            if key not in parameters:
+                self.saved[key] = size
+            return tensor.detach()
+
+        hooks = self.torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hooks.__enter__()
+        self._held.append(hooks)

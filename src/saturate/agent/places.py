@@ -1,0 +1,51 @@
+"""Whose code a frame belongs to: what a profile names by file and line is the user's, not the library's it calls."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from typing import Any
+
+#: Code that has no file of its own: the import system, and what compilers generate.
+_NO_FILE = ("<frozen ", "<eval_with_key>", "<__array_function__")
+
+
+class Places:
+    """Sorts frames by their file name. Answers are remembered, because a hot loop asks for the same files."""
+
+    def __init__(self, torch: Any):
+        paths = sysconfig.get_paths()
+        folder = os.path.dirname(torch.__file__)
+        self._frameworks = (_folder(folder), _folder(os.path.dirname(os.path.dirname(__file__))))
+        beside = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {os.path.dirname(folder)}
+        self._libraries = tuple(map(_folder, beside))
+        self._known: dict[str, int] = {}
+
+    def kind(self, file: str) -> int:
+        """0: torch or saturate; 1: another library; 2: the user's own."""
+        if file not in self._known:
+            if file.startswith((*self._frameworks, *_NO_FILE)):
+                self._known[file] = 0
+            else:
+                self._known[file] = 1 if file.startswith(self._libraries) else 2
+        return self._known[file]
+
+    def nearest(self, frame: Any) -> tuple[str, int, str] | None:
+        """File, line and function of the innermost frame outside torch and saturate."""
+        return self._first(frame, 1)
+
+    def users(self, frame: Any) -> tuple[str, int, str] | None:
+        """The same outside every library; where there is none, the nearest."""
+        return self._first(frame, 2) or self._first(frame, 1)
+
+    def _first(self, frame: Any, least: int) -> tuple[str, int, str] | None:
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if self.kind(file) >= least:
+                return file, frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name
+            frame = frame.f_back
+        return None
+
+
+def _folder(path: str) -> str:
+    return os.path.join(path, "")

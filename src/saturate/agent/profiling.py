@@ -1,0 +1,335 @@
+"""Looking closely at a few steps, in windows between two gates. Nothing that is timed in one decides anything.
+
+    sample    no profiler: input, its lines and what it waits for, pauses of the collector, memory, CPU time
+    record    torch.profiler, with labels for input, forward, backward, optimizer and host syncs; exported as a trace
+    modules   time by module; in the last step floating-point operations and memory by module instead
+
+A window lets `skip` steps pass, looks at `steps`, and takes back everything that it set. The controller orders one step
+more than that, because a window ends behind the last label of its last step, not inside it. Where a window cannot be
+opened (the script profiles itself), `result["problem"]` says why, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from typing import Any
+
+from saturate.agent import kinds, observe
+from saturate.agent.hostsyncs import HostSyncs
+
+#: What the labels in a trace begin with; `trace.phases` knows them.
+LABEL = "saturate."
+
+#: Cost of one label under the profiler, with the hooks that set it: decides how many modules get one.
+_LABEL_MS = 0.02
+_LABEL_SHARE = 0.005
+
+_HOST_NAME = re.compile(rb'("host_name"\s*:\s*)"[^"]*"')
+_HEAD_BYTES = 1 << 16       # what stands before the events
+
+
+def open_window(session: Any, order: dict[str, Any]) -> None:
+    """Open the window of an order (`skip` at least 1). It ends by itself, and leaves what it saw in `session.seen`."""
+    from saturate.agent import modulecosts, sampling
+
+    makers = {"sample": sampling.Sampling, "record": Recording, "modules": modulecosts.ModuleCosts}
+    window: Window = makers[order["kind"]](session, order)
+    session.undo.append(window.withdraw)
+    session.window, session.seen = window, None
+    window.advance()
+
+
+class Window:
+    """Counts step boundaries. `begin`, `turn` (between two observed steps) and `finish` are for the kinds."""
+
+    def __init__(self, session: Any, order: dict[str, Any]):
+        self.session = session
+        self.torch = session.torch
+        self.order = order
+        self.device = session.context.device
+        self.left = order["skip"]           # steps before the window; negative: steps since it began
+        self.steps = order["steps"]
+        self.result: dict[str, Any] = {"kind": order["kind"], "steps": self.steps}
+        self._undo: list[Any] = []
+        self._after: Any = None             # what waits for the end of the optimizer's own label
+
+    # -- for the kinds ---------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """One step before the window."""
+
+    def begin(self) -> None: ...
+
+    def turn(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def replace(self, owner: Any, name: str, wrapper: Any) -> None:
+        """Set an attribute for the length of the window."""
+        original = vars(owner)[name]
+
+        def undo() -> None:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(undo)
+
+    def on_undo(self, undo: Any) -> None:
+        self._undo.append(undo)
+
+    # -- from the session ------------------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """One step has ended."""
+        self.left -= 1
+        self.advance()
+
+    def advance(self) -> None:
+        if self.left == 1:
+            self.prepare()
+        elif self.left == 0:
+            self.session.drain()
+            self.begin()
+        elif self.left < 0:
+            last = self.left == -self.steps
+            self._behind_labels(self._close if last else self.turn)
+
+    def _behind_labels(self, action: Any) -> None:
+        """Run `action` as soon as no label of the step that has just ended is open: a step ends inside torch's
+        `Optimizer.step#...`, and labels that cross each other confuse every reader of traces."""
+        if self.crosses_label():
+            self._after = action
+        else:
+            action()
+
+    def crosses_label(self) -> bool:
+        return False
+
+    def settle(self) -> None:
+        """The label that was in the way has ended."""
+        action, self._after = self._after, None
+        if action is not None:
+            self.session.guard(action)
+
+    def _close(self) -> None:
+        self.session.drain()        # what the last step queued belongs to it
+        self.finish()
+        self.withdraw()
+        self.session.seen = self.result
+
+    def withdraw(self) -> None:
+        """Take everything back. Called twice where the agent fails in between."""
+        if self.withdraw in self.session.undo:
+            self.session.undo.remove(self.withdraw)
+        if self.session.window is self:
+            self.session.window = None
+        while self._undo:
+            self._undo.pop()()
+
+
+class Recording(Window):
+    """One step of warm-up, then `steps` recorded ones, every one with a `ProfilerStep#n` label."""
+
+    def __init__(self, session: Any, order: dict[str, Any]):
+        super().__init__(session, order)
+        self.profile: Any = None
+        self._running = False
+        self.began_ns = 0
+        self.syncs: Any = None
+        self.loading = 0
+        self.in_backward = 0
+        self._stack: list[tuple[int, Any]] = []
+        self._thread = threading.get_ident()
+
+    def prepare(self) -> None:
+        torch = self.torch
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        other = {"cuda": "CUDA", "xpu": "XPU"}.get(self.device)
+        if other is not None and hasattr(torch.profiler.ProfilerActivity, other):
+            activities.append(getattr(torch.profiler.ProfilerActivity, other))
+        profile = torch.profiler.profile(
+            activities=activities, record_shapes=True, with_stack=False, profile_memory=False,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.steps, repeat=1),
+        )
+        if self._taken():
+            return
+        try:
+            profile.start()
+        except RuntimeError as error:       # other tools on the same device (Nsight, CUPTI) can be in the way
+            self.result["problem"] = f"torch.profiler could not be started: {error}"
+            return
+        self.profile, self._running = profile, True
+        self.on_undo(self._stop)
+
+    def _taken(self) -> bool:
+        """Whether the script profiles itself just now: there is one profiler per process, and it is the script's."""
+        if self.torch.autograd._profiler_enabled():
+            self.result["problem"] = "the script runs torch.profiler itself at this moment: switch that off, then profile"
+        return "problem" in self.result
+
+    def begin(self) -> None:
+        if self.profile is None or self._taken():
+            return
+        torch = self.torch
+        label = torch.autograd.profiler.record_function
+        self._keep_from_compiler()
+        self._watch_labels(label)
+        self._watch_loader()
+        self._watch_backward(label)
+        if not self.session.inspection.compiled:    # dynamo guards on hooks: one more would compile everything again
+            self._watch_forward(label)
+        self.syncs = HostSyncs(torch, self.device, self.session.clock, lambda text: label(f"{LABEL}sync {text}"),
+                               lambda: self.loading)
+        self.on_undo(self.syncs.off)
+        self.syncs.on()
+        gc_label: list[Any] = []
+
+        def collector(phase: str, info: dict[str, int]) -> None:
+            if threading.get_ident() != self._thread:
+                return
+            if phase == "start":
+                gc_label.append(label(f"{LABEL}gc"))
+                gc_label[-1].__enter__()
+            elif gc_label:
+                gc_label.pop().__exit__(None, None, None)
+
+        gc.callbacks.append(collector)
+        self.on_undo(lambda: gc.callbacks.remove(collector))
+        self.began_ns = time.time_ns()
+        self.profile.step()
+
+    def turn(self) -> None:
+        if self.began_ns:
+            self.profile.step()
+
+    def finish(self) -> None:
+        if not self.began_ns:
+            return
+        self._stop()
+        ended_ns = time.time_ns()
+        self.result["syncs"] = [[*key, *value] for key, value in self.syncs.found.items()]
+        self.result["compiler"] = kinds.compiler(self.torch, self.session, self.began_ns, ended_ns)
+        self.result["off_device"] = kinds.off_device(self.session)
+        path = os.path.join(self.order["folder"], f"trace-rank{observe.rank()}.json")
+        self.profile.export_chrome_trace(path)
+        self.result["trace"] = _compressed(path)
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            self.profile.stop()
+
+    def _keep_from_compiler(self) -> None:
+        """What compiled code calls in Python is compiled as well: our own functions would look like recompilations."""
+        rules = sys.modules.get("torch._dynamo.trace_rules")
+        if rules is None:
+            return
+        before = list(rules.SKIP_DIRS)
+
+        def undo() -> None:
+            rules.SKIP_DIRS[:] = before
+            rules._recompile_re()
+
+        rules.add("saturate.agent")
+        self.on_undo(undo)
+
+    # -- labels ----------------------------------------------------------------------------------------------------
+
+    def crosses_label(self) -> bool:
+        """Whether the step ended inside torch's label around `Optimizer.step`, or inside ours around a backward pass."""
+        if not self.began_ns:
+            return False
+        if self.in_backward:
+            return True
+        file = self.torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == file and frame.f_code.co_name == "wrapper":
+                return True
+            frame = frame.f_back
+        return False
+
+    def _watch_labels(self, label: Any) -> None:
+        original = label.__exit__
+
+        def leave(this: Any, *exception: Any) -> Any:
+            result = original(this, *exception)
+            if self._after is not None and this.name.startswith("Optimizer.step#"):
+                self.settle()
+            return result
+
+        self.replace(label, "__exit__", leave)
+
+    def _watch_loader(self) -> None:
+        """torch labels every `__next__` itself; here only what happens inside is told apart from the rest of the step."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        original = _BaseDataLoaderIter.__next__
+
+        def next_batch(this: Any) -> Any:
+            self.loading += 1
+            try:
+                return original(this)
+            finally:
+                self.loading -= 1
+
+        self.replace(_BaseDataLoaderIter, "__next__", next_batch)
+
+    def _watch_backward(self, label: Any) -> None:
+        torch = self.torch
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.in_backward += 1
+            try:
+                with label(f"{LABEL}backward"):
+                    return original(*args, **kwargs)
+            finally:
+                self.in_backward -= 1
+                if not self.in_backward and self._after is not None and not self.crosses_label():
+                    self.settle()
+
+        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+
+    def _watch_forward(self, label: Any) -> None:
+        """A label around the forward of the trained modules and, as far as that stays cheap, of those inside them."""
+        from torch.nn.modules import module as hooks
+
+        most = max(1, int(self.order.get("step_ms", 0.0) * _LABEL_SHARE / _LABEL_MS))
+        names = {identity: f"{LABEL}module {name} ({kind})"
+                 for identity, (name, kind) in kinds.named_modules(self.session, most).items()}
+
+        def before(module: Any, inputs: Any) -> None:
+            text = names.get(id(module))
+            if text is not None and threading.get_ident() == self._thread:
+                self._stack.append((id(module), label(text)))
+                self._stack[-1][1].__enter__()
+
+        def after(module: Any, inputs: Any, output: Any) -> None:
+            if id(module) not in names or threading.get_ident() != self._thread:
+                return
+            while self._stack:          # an exception inside a forward leaves labels above ours
+                identity, opened = self._stack.pop()
+                opened.__exit__(None, None, None)
+                if identity == id(module):
+                    return
+
+        self.on_undo(hooks.register_module_forward_pre_hook(before).remove)
+        self.on_undo(hooks.register_module_forward_hook(after, always_call=True).remove)
+
+
+def _compressed(path: str) -> str:
+    """Replace an exported trace by its gzip, without the name of this machine; its path."""
+    with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=3) as target:
+        target.write(_HOST_NAME.sub(rb'\1""', source.read(_HEAD_BYTES)))
+        shutil.copyfileobj(source, target, 1 << 20)
+    os.unlink(path)
+    return f"{path}.gz"

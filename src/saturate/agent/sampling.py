@@ -1,0 +1,290 @@
+"""A window without a profiler: what the input pipeline waits for, where its time goes, and pauses of the collector.
+
+A thread looks at the training thread every few milliseconds while a batch is being fetched. Loader workers are other
+processes, whose Python stacks cannot be seen from here: of them only CPU time and state are read from /proc.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from saturate.agent import kinds
+from saturate.agent.partclock import PartClock
+from saturate.agent.places import Places
+from saturate.agent.profiling import Window
+
+PERIOD_S = 0.005
+
+#: How long the training thread may keep the sampler waiting while it runs Python: what is seen is where it was then.
+_SWITCH_S = 1e-5
+
+
+class Sampling(Window):
+    """The window "sample"."""
+
+    def __init__(self, session: Any, order: dict[str, Any]):
+        super().__init__(session, order)
+        self.clock = session.clock
+        self.parts = PartClock(session.clock)
+        self.fetching = 0
+        self.fetch_ns = 0
+        self.fetch_cpu_ns = 0
+        self.fetch_queued_ns = 0        # ready to run, on a core that was busy with something else
+        self.longest_ns = 0
+        self.pauses: list[int] = []
+        self.workers: list[Any] = []
+        self.dataset: Any = None
+        self.clocked: dict[str, int] = {}
+        self._sampler = Sampler(session.torch, self)
+        self._began = 0
+        self._paused = 0
+        self._usage: dict[int, tuple[int, int]] = {}
+        self._read = 0
+
+    def begin(self) -> None:
+        self._watch_loader()
+        self._watch_parts()
+        gc.callbacks.append(self._collector)
+        self.on_undo(lambda: gc.callbacks.remove(self._collector))
+        if self.device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+            self._retries = kinds.device_memory(self.torch)["retries"]
+        self._usage = {pid: schedule(pid) for pid in self._processes()}
+        self._cpu = time.process_time_ns()
+        self._read = self._read_bytes()
+        self._began = self.clock()
+        self.parts.start()
+
+    def turn(self) -> None:
+        """The clock has the first half of the steps for itself; in the other the sampler looks on."""
+        if self.left != -(self.steps // 2):
+            return
+        self.clocked = self.parts.stop()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        self.on_undo(lambda: sys.setswitchinterval(interval))
+        self.on_undo(self._sampler.stop)
+        self._sampler.start()
+
+    def finish(self) -> None:
+        wall = self.clock() - self._began
+        own = time.process_time_ns() - self._cpu
+        self._sampler.stop()
+        below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in self._processes()]
+        read = self._read_bytes()
+        self.result.update(
+            wall_ns=wall, parts=self.clocked, clocked_steps=self.steps // 2, process_cpu_ns=own, workers=len(below),
+            worker_cpu_ns=sum(now[0] - then[0] for now, then in below),
+            worker_queued_ns=sum(now[1] - then[1] for now, then in below),
+            fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
+            fetch_queued_ns=self.fetch_queued_ns, longest_fetch_ns=self.longest_ns,
+            read_bytes=None if read is None or self._read is None else read - self._read,
+            gc_ns=sum(self.pauses), gc_pauses=len(self.pauses), **self._sampler.result(),
+            dataset=_described(self.dataset), python=sys.executable, memory=kinds.memory(self.session),
+        )
+        if self.device == "cuda":
+            memory = kinds.device_memory(self.torch)
+            memory["retries"] -= self._retries
+            self.result["device_memory"] = memory
+
+    def _watch_loader(self) -> None:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        original = _BaseDataLoaderIter.__next__
+        clock, cpu, thread = self.clock, time.process_time_ns, threading.get_ident()
+        own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+
+        def queue() -> int:
+            return _schedule(own)[1]
+
+        def next_batch(this: Any) -> Any:
+            if threading.get_ident() != thread or self.fetching:
+                return original(this)       # a prefetching thread of a library, or a loader inside a dataset
+            self.workers = getattr(this, "_workers", [])
+            self.dataset = type(this._dataset)
+            self.fetching += 1
+            self.parts.enter("input")
+            queued, began, used = queue(), clock(), cpu()
+            try:
+                return original(this)
+            finally:
+                took = clock() - began
+                self.fetch_cpu_ns += cpu() - used
+                self.fetch_queued_ns += queue() - queued
+                self.fetch_ns += took
+                self.longest_ns = max(self.longest_ns, took)
+                self.fetching -= 1
+                self.parts.leave()
+
+        self.replace(_BaseDataLoaderIter, "__next__", next_batch)
+
+    def _watch_parts(self) -> None:
+        torch = self.torch
+        backward = self.parts.around("backward", torch.autograd.backward)
+        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+        self._watch_updates()
+        if not self.session.inspection.compiled:        # dynamo guards on hooks
+            self._watch_forward()
+
+    def _watch_forward(self) -> None:
+        from torch.nn.modules import module as hooks
+
+        roots = {id(module) for module in self.session.context.modules}
+        thread = threading.get_ident()
+
+        def before(module: Any, inputs: Any) -> None:
+            if id(module) in roots and threading.get_ident() == thread:
+                self.parts.enter("forward")
+
+        def after(module: Any, inputs: Any, output: Any) -> None:
+            if id(module) in roots and threading.get_ident() == thread:
+                self.parts.leave()
+
+        self.on_undo(hooks.register_module_forward_pre_hook(before).remove)
+        self.on_undo(hooks.register_module_forward_hook(after, always_call=True).remove)
+
+    def _watch_updates(self) -> None:
+        """The seam around `Optimizer.step`, and the `zero_grad` of each class: subclasses bring their own. Hooks cannot be
+        added here, inside one."""
+        session = self.session
+        begins, ends = session.step_begins, session.step_ends
+
+        def step_begins(optimizer: Any) -> None:
+            begins(optimizer)
+            self.parts.enter("optimizer")
+
+        def step_ends(optimizer: Any) -> None:
+            self.parts.leave()
+            ends(optimizer)
+
+        session.step_begins, session.step_ends = step_begins, step_ends
+        self.on_undo(lambda: (vars(session).pop("step_begins"), vars(session).pop("step_ends")))
+        owners = {next(cls for cls in type(o).__mro__ if "zero_grad" in vars(cls)) for o in session.living_optimizers()}
+        for owner in owners:
+            self.replace(owner, "zero_grad", self.parts.around("optimizer", owner.zero_grad))
+
+    def _collector(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._paused = self.clock()
+        elif self._paused:
+            self.pauses.append(self.clock() - self._paused)
+
+    def _processes(self) -> list[int]:
+        known = {worker.pid for entry in self.session.loaders.values() for worker in entry["workers"] if worker.is_alive()}
+        return sorted(known | {worker.pid for worker in self.workers if worker.is_alive()})
+
+    def _read_bytes(self) -> int | None:
+        """Fetched from storage by this process and its workers since they began; None: not told here."""
+        counts = [read_bytes(pid) for pid in (os.getpid(), *self._processes())]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+
+class Sampler(threading.Thread):
+    """Looks at the training thread and at the states of the workers.
+
+    A thread can only look when the other one lets go of the interpreter, so after a long call of a C function that keeps
+    hold of it the line behind that call is seen; the function is right in any case.
+    """
+
+    def __init__(self, torch: Any, window: Sampling):
+        super().__init__(name="saturate-sampler", daemon=True)
+        self._window = window
+        self._places = Places(torch)
+        self._thread = threading.get_ident()
+        self._native = threading.get_native_id()
+        self._done = threading.Event()
+        self.lines: Counter[tuple[str, int, str]] = Counter()
+        self.fetching = self.waiting = 0                # samples of the training thread
+        self.workers = self.workers_waiting = 0         # of workers that are alive
+
+    def run(self) -> None:
+        draw = random.Random(0).uniform         # a fixed period could keep step with the training
+        while not self._done.wait(draw(0.5 * PERIOD_S, 1.5 * PERIOD_S)):
+            if self._window.fetching:
+                self._look()
+            for worker in self._window.workers:
+                state = task_state(worker.pid, worker.pid)
+                self.workers += state != ""
+                self.workers_waiting += state == "D"
+
+    def _look(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or not self._window.fetching:
+            return
+        place = self._places.users(frame)       # before anything lets the training thread go on
+        self.fetching += 1
+        self.waiting += task_state(os.getpid(), self._native) == "D"
+        if place is not None:
+            self.lines[place] += 1
+
+    def stop(self) -> None:
+        self._done.set()
+        if self.is_alive():
+            self.join()
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "fetch_samples": self.fetching, "fetch_waiting": self.waiting,
+            "worker_samples": self.workers, "worker_waiting": self.workers_waiting,
+            "lines": [[*place, count] for place, count in self.lines.most_common(10)],
+        }
+
+
+def _described(dataset: Any) -> dict[str, Any] | None:
+    """Where a dataset's items come from: class, and the file and line of its `__getitem__` or `__iter__`."""
+    if dataset is None:
+        return None
+    for name in ("__getitem__", "__iter__"):
+        code = getattr(getattr(dataset, name, None), "__code__", None)
+        if code is not None:
+            return {"kind": dataset.__name__, "file": code.co_filename, "line": code.co_firstlineno, "function": name}
+    return {"kind": dataset.__name__, "file": "", "line": 0, "function": ""}
+
+
+# -- /proc (proc(5)); None or "" where it does not tell ----------------------------------------------------------------
+
+
+def schedule(pid: int) -> tuple[int, int]:
+    """CPU time of all living threads of a process, and the time they waited for a core, nanoseconds; zeros: not told."""
+    try:
+        threads = [_schedule(f"/proc/{pid}/task/{thread}/schedstat") for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:         # gone meanwhile
+        return 0, 0
+    return sum(used for used, _ in threads), sum(waited for _, waited in threads)
+
+
+def _schedule(path: str) -> tuple[int, int]:
+    try:
+        used, waited, *_ = _first_line(path).split()
+        return int(used), int(waited)
+    except (OSError, ValueError):       # gone meanwhile, or a kernel without schedstat
+        return 0, 0
+
+
+def read_bytes(pid: int) -> int | None:
+    """Bytes that a process has fetched from storage (not from the page cache)."""
+    try:
+        with open(f"/proc/{pid}/io", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def task_state(pid: int, thread: int) -> str:
+    """The scheduler's letter: R running, S sleeping, D waiting for storage."""
+    try:
+        return _first_line(f"/proc/{pid}/task/{thread}/stat").rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _first_line(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline()

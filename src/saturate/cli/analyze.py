@@ -1,0 +1,146 @@
+"""Say where the time of recorded steps went, and what mending it would be worth at most.
+
+Reads what torch.profiler exports (Kineto JSON, also gzipped) and what `nsys export --type sqlite` writes. Several
+files are the ranks of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import EnvironmentProblem, UsageError
+
+#: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
+MOST = 4096
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a trace; several are the ranks of one run")
+    parser.add_argument("--against", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two traces instead")
+    parser.add_argument(
+        "--trim", type=Path, metavar="OUT", help="also write a small trace of a few steps, for Perfetto"
+    )
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps that --trim keeps (default: 3)")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="also write the analysis as one HTML file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Exit code 0 also when a trace carries no conclusion: that is an answer."""
+    files = _files(arguments)
+    try:
+        from saturate.cli import _analysis as analysis
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "numpy":
+            raise
+        raise EnvironmentProblem(
+            "reading a trace needs numpy, which is not installed here",
+            cause=str(error),
+            remedy="pip install 'saturate[trace]'",
+        ) from error
+
+    stream = sys.stderr if arguments.json else sys.stdout
+    progress = analysis.Progress(sys.stderr)
+    if arguments.against:
+        record, text, page = analysis.compared(*files, progress, **_look(stream))
+    else:
+        record, text, page = analysis.analysed(files, progress, **_look(stream))
+    if arguments.json:
+        sys.stdout.write(analysis.encoded(record) + "\n")
+    print(text, file=stream)
+    if arguments.html:
+        _write(arguments.html, page())
+        print(f"wrote {arguments.html}", file=sys.stderr)
+    if arguments.trim:
+        from saturate.report.words import count
+        from saturate.trace.trim import trim
+
+        steps = trim(files[0], arguments.trim, arguments.steps).steps
+        kept = count(len(steps), "step") if steps else "no steps"
+        print(
+            f"wrote {arguments.trim} ({kept}, {arguments.trim.stat().st_size:,} bytes), which opens in Perfetto",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _files(arguments: argparse.Namespace) -> list[Path]:
+    """The files to read. Raises UsageError before any is read: a long list takes long."""
+    names = list(dict.fromkeys(arguments.files))
+    if len(names) > MOST:
+        raise UsageError(
+            f"{len(names):,} traces at once: at most {MOST:,} are read",
+            cause=f"the first is {names[0]}",
+            remedy="a sample of the ranks tells as much: every tenth, say",
+        )
+    files = [Path(name) for name in names]
+    if arguments.against:
+        if files:
+            raise UsageError("--against takes its two traces itself", remedy="saturate analyze --against OLD NEW")
+        files = list(arguments.against)
+    if not files:
+        raise UsageError(
+            "saturate analyze needs a trace",
+            remedy="saturate analyze trace.json.gz; saturate profile -- python train.py records one",
+        )
+    if arguments.trim and (arguments.against or len(files) > 1):
+        raise UsageError("--trim takes one trace", remedy="saturate analyze FILE --trim OUT")
+    missing = [path for path in files if not path.exists()]
+    if missing:
+        raise UsageError(
+            f"there is no file {missing[0]}" + (f", nor {len(missing) - 1:,} more" if missing[1:] else "")
+        )
+    for option, out in (("--html", arguments.html), ("--trim", arguments.trim)):
+        if out is None:
+            continue
+        if any(os.path.samefile(out, path) for path in files if out.exists()):
+            raise UsageError(f"{option} would overwrite the trace {out}")
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise UsageError(
+                f"{option} cannot write {out}", cause="it is a folder" if out.is_dir() else "its folder is missing"
+            )
+    return files
+
+
+def _look(stream: Any) -> dict[str, Any]:
+    """How text looks on `stream`."""
+    from saturate.cli._output import coloured
+    from saturate.report.analysis import can_draw
+
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    return {"width": width, "color": coloured(stream), "blocks": can_draw(stream.encoding)}
+
+
+def _write(path: Path, text: str) -> None:
+    """All of the file or nothing of it. Raises EnvironmentProblem where it cannot be written."""
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be written", cause=error.strerror or str(error)) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # a temporary file is private, a report is not
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)

@@ -1,0 +1,75 @@
+"""Run a training command once, look where its time goes, and say what limits it.
+
+Steps are timed without a profiler first; then a few are recorded with one. The command runs in a cage, as in `saturate
+tune`: files that it writes are thrown away, trackers are offline. Trace, record and report stay in the study folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+
+from saturate.cli._output import coloured
+from saturate.cli.tune import Progress, duration, one_signal_interrupts, show_log
+from saturate.cli.tune import step as step_name
+from saturate.errors import SaturateError, UsageError
+from saturate.records.analysis import Profile
+
+TAKES_COMMAND = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=count, metavar="N", help="steps to record (default: 5 to 40, so that they take 0.4 s; fewer where they are long)")
+    parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long to wait for a steady step (default: 5m)")
+    parser.add_argument("--with", dest="recorder", choices=["torch", "nsys"], default="torch",
+                        help="what records: torch.profiler, or Nsight Systems (default: torch)")
+    parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from saturate.report import analysis
+    from saturate.study.profile import nothing, profile
+    from saturate.study.state import Request
+    from saturate.study.tune import environment_of_user
+
+    command = arguments.command
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+
+    def show(found: Profile) -> None:
+        if arguments.json:
+            print(msgspec.json.encode(found).decode(), flush=True)
+
+    request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
+                      budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
+    try:
+        with one_signal_interrupts():
+            found = profile(request, arguments.steps, Progress(sys.stderr), nsys=arguments.recorder == "nsys")
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        show(nothing(command, problem.message))
+        show_log(problem)
+        raise
+    except KeyboardInterrupt:
+        show(nothing(command, "interrupted"))
+        raise
+    show(found)
+    stream = sys.stderr if arguments.json else sys.stdout
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    blocks = analysis.can_draw(getattr(stream, "encoding", None))
+    print(analysis.summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
+    return 0
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 2 to 1000")
+    return int(text)

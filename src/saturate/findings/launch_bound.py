@@ -1,0 +1,122 @@
+"""Many short operators: launching them takes longer than running them.
+
+What it means
+-------------
+Every operator costs the host some microseconds of Python, dispatch and launch, whatever its size. Where kernels are
+shorter than that, the device waits for the next launch most of the time. On a CPU the same host both launches and
+computes, and most of the step is overhead around tiny operators.
+
+Evidence
+--------
+On an accelerator: idle time because a launch came too late; the share of kernels below 10 us; how soon kernels
+start after their launch, or how shallow the queue is. On a CPU: time outside operators, in all and per operator;
+the median operator.
+
+Threshold
+---------
+On an accelerator: host-late idle of 15 % of the step, 50 % of the kernels shorter than 10 us, after all waits of
+the host were taken off. Of full confidence where the host is never ahead: kernels start at most 20 us after their
+launch (median), or 50 % of them find at most one other in the queue. A host that is ahead in one part of the step
+may be late in another, so else the confidence is lower. On a CPU: 15 % of the step outside operators, a median
+operator below 10 us, and at most 50 us outside operators for each of them: more than that is not launching.
+
+Not to be confused with
+-----------------------
+Gaps whose kernel was already launched: those wait on the device, and no faster launch shortens them. Waiting for
+input, which makes launches late as well. Collector pauses, compilation and waits of the host, which are taken off.
+Reads of values, which are short operators too (on a CPU: where there are at least 10 % as many reads as operators).
+A replayed graph, whose kernels have no launches of their own. A batch that is too small: that is one way to get
+short kernels, and changing it changes the training.
+
+What helps
+----------
+Fewer launches: `torch.compile` (with CUDA graphs), fused optimizers, operations on whole tensors in place of loops.
+The bound on an accelerator is the idle time; on a CPU operators below 10 us count as overhead too.
+
+References
+----------
+HolisticTraceAnalysis, "CUDA Kernel Launch Statistics" (short kernels: shorter than their launch; launches above 50
+us are outliers). NVIDIA, "Accelerating PyTorch with CUDA Graphs".
+"""
+
+from __future__ import annotations
+
+from saturate.findings._api import Rule
+from saturate.findings._common import at_most, concludes, finding, number, of_step, percent, reaches, without
+from saturate.findings._host import (
+    HOST_LATE,
+    LAUNCH_DELAY_US,
+    LAUNCH_US,
+    SHALLOW_QUEUE,
+    SHORT_KERNELS,
+    SHORT_US,
+    late,
+    loops_over_elements,
+    never_ahead,
+    outside_us,
+    waited,
+)
+from saturate.records.analysis import Finding
+from saturate.records.observations import Observations
+
+RULE = Rule(
+    id="launch-bound",
+    title="many short operators",
+    techniques=("compile", "fused-optimizer", "zero-grad-none"),
+    needs=frozenset({"steps", "gaps", "kernels"}),
+)
+
+
+def detect(seen: Observations) -> Finding | None:
+    if not concludes(seen, RULE):
+        return None
+    return _on_cpu(seen) if seen.device == "cpu" else _on_device(seen)
+
+
+def _on_device(seen: Observations) -> Finding | None:
+    kernels, paced = seen.kernels, never_ahead(seen.kernels)
+    lost = without(late(seen), waited(seen, seen.syncs))
+    if lost is None or not reaches(lost, HOST_LATE) or not reaches(kernels.short_share, SHORT_KERNELS):
+        return None
+    if paced is None or kernels.graph_replay or (seen.device_wait or 0.0) > lost:
+        return None
+    short = kernels.short_share or 0.0
+    return finding(
+        RULE,
+        seen,
+        f"The device waits for launches in {percent(lost)} of the step; {percent(short)} of the kernels are short.",
+        [
+            of_step("idle because a launch came too late", lost, HOST_LATE),
+            *number("kernels below 10 us", short, "of the kernels", SHORT_KERNELS),
+            *number("median launch delay", kernels.median_launch_delay_us, "us", LAUNCH_DELAY_US),
+            *number("kernels that find an empty queue", kernels.queue_shallow, "of the kernels", SHALLOW_QUEUE),
+            *number("kernels", kernels.count_per_step, "per step"),
+            *number("median kernel", kernels.median_us, "us"),
+        ],
+        lost,
+        direct=paced,
+    )
+
+
+def _on_cpu(seen: Observations) -> Finding | None:
+    kernels, outside, each = seen.kernels, late(seen), outside_us(seen)
+    if outside is None or each is None or kernels.median_us is None or loops_over_elements(seen):
+        return None
+    if not reaches(outside, HOST_LATE) or not kernels.median_us < SHORT_US or not each <= LAUNCH_US:
+        return None
+    count = kernels.count_per_step or 0.0
+    # Operators below 10 us take less than 10 us each: the most that they can add up to.
+    tiny = count * (kernels.short_share or 0.0) * SHORT_US / 1e3 / (seen.step_ms or 1.0)
+    return finding(
+        RULE,
+        seen,
+        f"{percent(outside)} of the step passes around {count:,.0f} operators of {kernels.median_us:.1f} us.",
+        [
+            of_step("time outside operators", outside, HOST_LATE),
+            *number("outside, per operator", each, "us", LAUNCH_US),
+            *number("median operator", kernels.median_us, "us", SHORT_US),
+            *number("operators", count, "per step"),
+            *number("operators below 10 us", kernels.short_share, "of the operators"),
+        ],
+        at_most(outside, min(tiny, seen.busy if seen.busy is not None else 1.0)),
+    )

@@ -1,0 +1,76 @@
+"""No rule found lost time, and the device is busy: this is about as fast as it gets.
+
+What it means
+-------------
+The device works almost all of the time, and what its operators need is near what it can give. It is a result, not a
+failure: what remains is the ceiling.
+
+Evidence
+--------
+Busy time of the device (on a CPU: time in operators), of the step; where the roofline covers the operators, their
+time above the roof.
+
+Threshold
+---------
+Busy for at least 85 % of the step, and less than 25 % of the step above the operators' roofs. It is printed only
+when no other rule found anything.
+
+Not to be confused with
+-----------------------
+A device that is busy with slow kernels: then their time above the roof is large. Nothing observed: an idle device,
+or one whose idle time is not known, is not at its ceiling.
+
+What helps
+----------
+A faster device, smaller number formats, or less work. The bound is what the idle time and all time above the roof
+could give together; where the roof is not known it is the idle time alone, and the confidence is lower.
+
+References
+----------
+Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
+2009. Definition of the compute- and memory-bound verdicts (85 % busy): docs/analysis.md.
+"""
+
+from __future__ import annotations
+
+from saturate.findings._api import Rule
+from saturate.findings._common import at_most, concludes, finding, of_step, percent, reaches, without
+from saturate.records.analysis import Finding
+from saturate.records.observations import Observations
+
+RULE = Rule(id="nothing-to-gain", title="nothing to gain", needs=frozenset({"steps", "busy"}))
+
+#: Busy, of the step.
+BUSY = 0.85
+#: Time above the roof, of the step.
+RECOVERABLE = 0.25
+
+
+def detect(seen: Observations) -> Finding | None:
+    busy = _busy(seen)
+    if not concludes(seen, RULE) or busy is None or not reaches(busy, BUSY):
+        return None
+    known = [one.recoverable for one in seen.operators if one.recoverable is not None]
+    above = at_most(*known) if known else None
+    if above is not None and above >= RECOVERABLE:
+        return None
+    roof = f", and its operators are {percent(above)} of the step above their roof" if above is not None else ""
+    evidence = [of_step("busy", busy, BUSY)]
+    if above is not None:
+        evidence.append(of_step("above the roof", above, RECOVERABLE))
+    return finding(
+        RULE,
+        seen,
+        f"No lost time was found: {seen.device_name or 'the device'} works {percent(busy)} of the step{roof}.",
+        evidence,
+        at_most(1.0 - busy, above),
+        direct=above is not None,
+        advice="a faster device, smaller number formats or less work would be needed",
+    )
+
+
+def _busy(seen: Observations) -> float | None:
+    """On a CPU without a busy share: what is left of the step after input and the time outside operators."""
+    if seen.busy is not None or seen.device != "cpu" or seen.input_wait is None or seen.overhead is None:
+        return seen.busy
+    return without(1.0, seen.input_wait, seen.overhead)

@@ -1,0 +1,66 @@
+"""One rank arrives late at the collectives, and all others wait for it.
+
+What it means
+-------------
+Ranks that train together are as fast as the slowest of them. The time that the others spend inside a collective is
+not transfer: they wait.
+
+Evidence
+--------
+Over the collectives that all observed ranks took part in: how much later than the first the slowest rank arrives,
+per step; the share of communication that is waiting for later ranks.
+
+Threshold
+---------
+The slowest rank is late by 10 % of the step, and at least two ranks were observed.
+
+Not to be confused with
+-----------------------
+Slow communication: a transfer takes as long on every rank. One rank alone shows only long collectives, and says
+nothing about who is late. Lateness that moves from rank to rank (collector pauses, input) has its cause in every
+rank.
+
+What helps
+----------
+Finding what the late rank does more: its input, its share of the data, a slower or throttled device, a process
+beside it. `saturate analyze` of that rank's trace, or `saturate doctor` on its machine.
+
+References
+----------
+Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis", 2025 (arXiv 2505.05713).
+TraceML warns from a lateness of 10 % of the step; gpuprof from a skew of 10 %.
+"""
+
+from __future__ import annotations
+
+from saturate.findings._api import Rule
+from saturate.findings._common import concludes, finding, number, of_step, per_step, percent, reaches
+from saturate.records.analysis import Finding
+from saturate.records.observations import Observations
+
+RULE = Rule(id="stragglers", title="one rank is late", needs=frozenset({"steps", "communication"}))
+
+#: Lateness of the slowest rank, of the step.
+LEAST = 0.10
+
+
+def detect(seen: Observations) -> Finding | None:
+    peers = seen.communication
+    share = per_step(peers.late_ms_per_step, seen.step_ms)
+    if not concludes(seen, RULE) or share is None or peers.slowest_rank is None or not reaches(share, LEAST):
+        return None
+    if peers.peer_wait is None or peers.world_size == 1:
+        return None  # one rank was observed: nothing to be late against
+    return finding(
+        RULE,
+        seen,
+        f"Rank {peers.slowest_rank} arrives {percent(share)} of the step late, and the others wait for it.",
+        [
+            of_step("lateness of the slowest rank", share, LEAST),
+            *number("waiting for later ranks", peers.peer_wait, "of communication"),
+            *number("slowest rank", peers.slowest_rank, "rank"),
+            *number("ranks", peers.world_size, "processes"),
+        ],
+        share,
+        advice=f"look at what rank {peers.slowest_rank} does more: input, device, other processes",
+    )

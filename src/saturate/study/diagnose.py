@@ -1,0 +1,320 @@
+"""From what the windows of a profile saw to its record: traces analysed, observations completed, rules asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from saturate.findings import _registry as rules
+from saturate.machine import accelerators
+from saturate.records.analysis import Analysis, Memory, ModuleCost, Profile, Sync
+from saturate.records.facts import Facts, LoaderFacts
+from saturate.records.observations import (
+    CommunicationSeen,
+    CompilerSeen,
+    LoaderSeen,
+    MachineSeen,
+    MemorySeen,
+    Observations,
+    SyncSeen,
+)
+from saturate.study.profile import Seen
+from saturate.study.state import Request
+from saturate.trace import analyze, arrivals, phases, windows
+from saturate.trace import observe as trace_observations
+from saturate.trace.columns import Trace
+from saturate.trace.read import read
+
+#: Fewer looks at a process say nothing about its state.
+_LEAST_SAMPLES = 10
+
+#: Rows of each table of a profile.
+_MOST_SYNCS, _MOST_LINES, _MOST_MODULES = 20, 5, 100
+
+
+def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
+    """The profile of one run. `known`: the ids of techniques that exist here. Raises TraceError."""
+    traces = [read(path) for path in seen.traces]
+    first = traces[0]
+    analysis = analyze.analyze(traces, seen.ceilings)
+    if len(traces) > 1 and not analysis.stragglers and (late := arrivals.stragglers(traces)):
+        unknown = {name: why for name, why in analysis.unknown.items() if name != "stragglers"}
+        analysis = msgspec.structs.replace(analysis, stragglers=late, unknown=unknown)
+    device = windows.devices(first)[0]
+    view = windows.window(first, device)
+    recorded = phases.split(first, device)
+    clocked = seen.sample["parts"]
+    split = phases.calibrated(first, clocked) if device == windows.CPU else recorded
+    shorten = _shortener(request.cwd)
+    observed = observe(seen, analysis, first, split, shorten)
+    findings = rules.detect(observed, known)
+    record = Record(request, seen, shorten)
+    rates = record.rates()          # it also finds out what is unknown
+    return Profile(
+        **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
+           "verdict": rules.verdict(observed), "findings": findings,
+           "unknown": {**analysis.unknown, **seen.notes, **record.unknown}},
+        command=request.argv,
+        step_ms=seen.step_ms,
+        step_ms_profiled=sum(recorded.values()) / view.count / 1e6 if view.count else None,
+        split=split,
+        split_steps=view.count if split is recorded else seen.sample["clocked_steps"],
+        recorded_steps=view.count,
+        **rates,
+        flops_per_step=record.flops,
+        flops_coverage=analysis.devices[0].roofline.coverage if analysis.devices else None,
+        memory=record.memory(),
+        syncs=record.syncs(),
+        input_lines=record.input_lines(),
+        modules=record.modules(),
+        off_device=seen.record.get("off_device", []),
+        graph_breaks=[shorten(text) for text in observed.compiler.graph_break_reasons],
+        recompiles=[shorten(text) for text in observed.compiler.recompile_reasons],
+        trace=str(seen.traces[0]),
+        next_command=next_command(request, [name for finding in findings for name in finding.techniques]),
+    )
+
+
+def next_command(request: Request, techniques: list[str]) -> str:
+    """The tune command that tries what the findings name."""
+    words = ["saturate", "tune"]
+    if techniques:
+        words += ["--only", ",".join(dict.fromkeys(techniques))]
+    if request.step:
+        words += ["--step", request.step]
+    if request.directory != request.cwd / ".saturate":
+        words += ["--dir", str(request.directory)]
+    return shlex.join([*words, "--", *request.argv])
+
+
+def _shortener(cwd: Path) -> Callable[[str], str]:
+    """Paths below the working directory are shown relative to it."""
+    above = os.path.join(cwd, "")
+    return lambda text: text.replace(above, "")
+
+
+class Record:
+    """The parts of a Profile that do not come from the trace."""
+
+    def __init__(self, request: Request, seen: Seen, shorten: Callable[[str], str]):
+        self.seen = seen
+        self.facts = seen.facts
+        self.shorten = shorten
+        self.unknown: dict[str, str] = {}
+        counted = seen.modules.get("flops")
+        #: Executed operations of a step, recomputed ones included; None: not counted.
+        self.executed = counted if counted is not None else seen.facts.flops_per_step
+        self.flops = None if self.executed is None else self.executed - seen.modules.get("recomputed_flops", 0)
+        if self.flops is None:
+            self.unknown["flops_per_step"] = "operations of compiled code cannot be counted from outside"
+
+    def rates(self) -> dict[str, float | None]:
+        """MFU, HFU and MFU against the measured rate (Chowdhery et al. 2022, PaLM, appendix B)."""
+        names = ("mfu", "hfu", "mfu_achievable")
+        if not self.flops or not self.seen.step_ms or self.executed is None:
+            why = "the model's operations per step are not known"
+            self.unknown |= dict.fromkeys(names, why)
+            return dict.fromkeys(names)
+        seconds, format_ = self.seen.step_ms / 1e3, number_format(self.facts)
+        if self.facts.device == "cpu":
+            peak, why = None, "there is no table of the peak rates of CPUs"
+        else:
+            spec = accelerators.find(self.facts.device_name)
+            peak = spec.rates.get(format_) if spec else None
+            why = f"the peak rate of {self.facts.device_name} for {format_} is not known"
+        measured = self.seen.ceilings.rates.get(format_) if self.seen.ceilings else None
+        found = {
+            "mfu": peak and self.flops / seconds / peak,
+            "hfu": peak and self.executed / seconds / peak,
+            "mfu_achievable": measured and self.flops / seconds / measured,
+        }
+        for name, value in found.items():
+            if value is None:
+                self.unknown[name] = why if name != "mfu_achievable" else self.seen.notes.get(name, f"the rate of {format_} was not measured")
+            elif value > 1.0:
+                self.unknown[name] = f"{value:.2f} is more than the device can do: the count or the rate is wrong"
+                found[name] = None
+        return found
+
+    def memory(self) -> Memory:
+        kinds = self.seen.sample.get("memory", {})
+        device = self.seen.sample.get("device_memory")
+        known = sum(kinds.values())
+        if device is None:
+            why = "the CPU allocator keeps no peak"
+            saved = self.seen.modules.get("saved_bytes")
+            unknown = {"peak": why, "reserved": why, "fragmentation": why, "allocator_retries": why}
+            if saved is None:
+                unknown["activations"] = self.seen.notes.get("modules", "what is kept for the backward pass was not seen")
+            return Memory(**kinds, activations=saved, unknown=unknown)
+        reserved = device["reserved"]
+        return Memory(
+            **kinds, activations=max(0, device["peak"] - known), peak=device["peak"], reserved=reserved,
+            fragmentation=1.0 - device["active_peak"] / reserved if reserved else None,
+            allocator_retries=device["retries"],
+        )
+
+    def syncs(self) -> list[Sync]:
+        found = [self._place(file, line, what, calls, ns, self.seen.record["steps"])
+                 for file, line, what, calls, ns in self.seen.record.get("syncs", [])]
+        return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
+
+    def input_lines(self) -> list[Sync]:
+        """The slowest code below the dataset; of workers, which are other processes, the dataset's own method."""
+        sample = self.seen.sample
+        dataset, taken = sample.get("dataset"), sample.get("fetch_ns", 0)
+        if not dataset or not taken:
+            return []
+        if sample["workers"]:
+            what = f"{dataset['kind']}.{dataset['function']} (in {sample['workers']} workers)"
+            return [self._place(dataset["file"], dataset["line"], what, sample["steps"], taken, sample["steps"])]
+        looks = sample["fetch_samples"]
+        if looks < _LEAST_SAMPLES:
+            what = f"{dataset['kind']}.{dataset['function']}"
+            return [self._place(dataset["file"], dataset["line"], what, sample["steps"], taken, sample["steps"])]
+        return [self._place(file, line, function, sample["steps"], taken * count / looks, sample["steps"])
+                for file, line, function, count in sample["lines"][:_MOST_LINES]]
+
+    def _place(self, file: str, line: int, what: str, calls: int, ns: float, steps: int) -> Sync:
+        return Sync(file=self.shorten(file), line=line, what=what, calls_per_step=calls / steps, ms_per_step=ns / steps / 1e6)
+
+    def modules(self) -> list[ModuleCost]:
+        rows = msgspec.convert(self.seen.modules.get("modules", []), list[ModuleCost])
+        return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
+
+
+def number_format(facts: Facts) -> str:
+    """The format that most matrix products run in."""
+    if facts.autocast:
+        return facts.autocast
+    stored = [dtype for module in facts.modules for dtype in module.dtypes]
+    format_ = stored[0] if stored else "float32"
+    return "tfloat32" if format_ == "float32" and facts.device == "cuda" and facts.tf32_matmul else format_
+
+
+# -- what the rules look at --------------------------------------------------------------------------------------------
+
+
+def observe(seen: Seen, analysis: Analysis, trace: Trace, split: dict[str, int], shorten: Callable[[str], str]) -> Observations:
+    """The trace's observations, with what only a live run can tell."""
+    facts, sample, record = seen.facts, seen.sample, seen.record
+    base = trace_observations.observations(trace, analysis.devices[0]) if analysis.devices else Observations()
+    total = sum(split.values())
+    optimizer = facts.optimizers[0] if facts.optimizers else None
+    cpu = facts.device == "cpu"
+    clocked = sum(sample["parts"].values()) if sample else 0
+    fetched = sample["parts"].get("input", 0) / clocked if clocked and sample["dataset"] else None
+    changes: dict[str, Any] = {
+        "device": facts.device,
+        "device_name": facts.device_name or facts.machine.cpu_name,
+        "capability": facts.capability and tuple(facts.capability),
+        "bf16_native": facts.machine.cpu_bf16_native if cpu else facts.cuda_bf16_native,
+        "step_ms": seen.step_ms,
+        "step_ms_recorded": base.step_ms,
+        "gc_pause": sample["gc_ns"] / sample["wall_ns"] if sample else None,
+        "gc_collections_per_step": sample["gc_pauses"] / sample["steps"] if sample else None,
+        "optimizer_kind": optimizer.kind if optimizer else "",
+        "optimizer_fused": optimizer.fused if optimizer else None,
+        "optimizer_tensors": optimizer.parameters if optimizer else None,
+        "tf32_allowed": facts.tf32_matmul if not cpu else None,
+        "off_device": tuple(record["off_device"]) if "off_device" in record else None,
+        "loader": _loader(seen, shorten),
+        "syncs": _syncs(record, shorten),
+        "compiler": _compiler(record),
+        "memory": _memory(sample),
+        "communication": _communication(base.communication, facts, analysis, split, total),
+        "machine": MachineSeen(**seen.telemetry) if seen.telemetry else base.machine,
+    }
+    changes["batch_size"] = changes["loader"].batch_size
+    if total:
+        changes |= {name: split[name] / total for name in ("forward", "backward", "optimizer")}
+    if cpu and fetched is not None:        # without a profiler, and nothing to hide behind
+        changes |= {"input_wait": min(1.0, fetched), "input_wait_raw": min(1.0, fetched)}
+    return dataclasses.replace(base, **changes)
+
+
+def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
+    facts, sample = seen.facts, seen.sample
+    loader = next((one for one in facts.loaders if one.num_workers == sample.get("workers")),
+                  facts.loaders[0] if facts.loaders else None)
+    if not sample or loader is None or not sample.get("dataset"):
+        return LoaderSeen(cpu_count=facts.machine.cpu_count)
+    wall, workers = sample["wall_ns"], sample["workers"]
+    busy = (sample["process_cpu_ns"] + sample["worker_cpu_ns"]) / wall * facts.world_size      # ranks are alike
+    read = sample["read_bytes"]
+    lines, dataset = sample["lines"], sample["dataset"]
+    file, line, function = lines[0][:3] if lines and not workers else (dataset["file"], dataset["line"], dataset["function"])
+    return LoaderSeen(
+        num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=busy,
+        fetch_cpu=_fetch_cpu(sample, loader), io_wait=_io_wait(sample),
+        read_bytes_per_s=read / wall * 1e9 if read is not None else None,
+        slowest=f"{shorten(file)}:{line} {function}" if file else "",
+    )
+
+
+def _fetch_cpu(sample: dict[str, Any], loader: LoaderFacts) -> float | None:
+    """CPU time of the fetches over their wall time, of workers over the whole window; several threads count as one. Time
+    in which they were ready to run and other processes had the cores is left out: it says nothing about this code."""
+    if sample["workers"]:
+        return _share_of_time(sample["worker_cpu_ns"], sample["wall_ns"] * sample["workers"] - sample["worker_queued_ns"])
+    if loader.num_workers or not sample["fetch_ns"]:
+        return None         # its workers were gone when they were looked at
+    return _share_of_time(sample["fetch_cpu_ns"], sample["fetch_ns"] - sample["fetch_queued_ns"])
+
+
+def _share_of_time(used_ns: int, had_ns: int) -> float | None:
+    return min(1.0, used_ns / had_ns) if had_ns > 0 else None
+
+
+def _io_wait(sample: dict[str, Any]) -> float | None:
+    """Share of the looks at the fetching processes that found them waiting for storage."""
+    looks, waiting = (sample["worker_samples"], sample["worker_waiting"]) if sample["workers"] \
+        else (sample["fetch_samples"], sample["fetch_waiting"])
+    return waiting / looks if looks >= _LEAST_SAMPLES else None
+
+
+def _syncs(record: dict[str, Any], shorten: Callable[[str], str]) -> tuple[SyncSeen, ...]:
+    return tuple(SyncSeen(where=f"{shorten(file)}:{line}", what=what, calls_per_step=calls / record["steps"],
+                          ms_per_step=ns / record["steps"] / 1e6)
+                 for file, line, what, calls, ns in record.get("syncs", []))
+
+
+def _compiler(record: dict[str, Any]) -> CompilerSeen:
+    seen = record.get("compiler")
+    if seen is None or not seen["compiled"]:
+        return CompilerSeen(compiled=None if seen is None else False)
+    return CompilerSeen(
+        compiled=True, recompiles=seen["recompiles"], recompile_reasons=tuple(seen["recompile_reasons"]),
+        compile_share=min(1.0, seen["compile_s"] / seen["window_s"]), graph_breaks=seen["graph_breaks"],
+        graph_break_reasons=tuple(seen["graph_break_reasons"]), recompile_limit_hit=seen["limit_hit"],
+    )
+
+
+def _memory(sample: dict[str, Any]) -> MemorySeen:
+    device = sample.get("device_memory")
+    if device is None:
+        return MemorySeen()
+    reserved = device["reserved"]
+    return MemorySeen(used=device["peak"] / device["total"], allocator_retries=device["retries"],
+                      fragmentation=1.0 - device["active_peak"] / reserved if reserved else None)
+
+
+def _communication(base: CommunicationSeen, facts: Facts, analysis: Analysis, split: dict[str, int], total: int) -> CommunicationSeen:
+    changes: dict[str, Any] = {"world_size": facts.world_size}
+    if base.exposed is None and total:
+        changes["exposed"] = split["communication"] / total
+    if analysis.stragglers and split and total:
+        last = max(analysis.stragglers, key=lambda one: one.late_ns)
+        waited = sum(one.wait_ns for one in analysis.stragglers)
+        moved = sum(one.wait_ns + one.transfer_ns for one in analysis.stragglers)
+        steps = max(1, analysis.devices[0].steps)
+        changes |= {"slowest_rank": last.rank, "late_ms_per_step": last.late_ns / steps / 1e6,
+                    "peer_wait": waited / moved if moved else None}
+    return dataclasses.replace(base, **changes)

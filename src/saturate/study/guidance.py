@@ -1,0 +1,20 @@
+"""In which order to try techniques: what the diagnosis of the baseline names comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from saturate.records.analysis import Finding
+
+
+def promise(identity: str, bound: float | None, findings: Sequence[Finding]) -> tuple[int, float]:
+    """Sort key of a technique, the most promising first.
+
+    `bound` is the largest share of a step (0 to 1) that it says it can remove; None: nothing bounds it. A finding that
+    names it says how much its cause is worth, and that was seen in this workload. So the named come first, by what their
+    largest finding could give and no more than their own bound; then the bounded; then those nobody can say anything of.
+    """
+    shares = [1.0 - 1.0 / finding.bound for finding in findings if identity in finding.techniques and finding.bound]
+    if shares:
+        return 0, -min(max(shares), 1.0 if bound is None else bound)
+    return (2, 0.0) if bound is None else (1, -bound)

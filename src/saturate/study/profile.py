@@ -1,0 +1,228 @@
+"""`saturate profile`, from the command to the record: one run of the workload, looked at in a few windows.
+
+    time       steps without a profiler: what is slow is decided from these
+    sample     input, collector pauses, memory, with nothing but a clock and a sampling thread
+    record     a short trace by torch.profiler, the same on every rank
+    modules    time, operations and memory by module
+
+Then the workload is ended, and the trace is read and explained (`study.diagnose`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import saturate
+from saturate.errors import EnvironmentProblem
+from saturate.machine import ceilings, telemetry
+from saturate.measure import stationary
+from saturate.records.analysis import Analysis, Integrity, Profile
+from saturate.records.ceilings import Ceilings
+from saturate.records.facts import Facts
+from saturate.study import baseline
+from saturate.study.bench import Bench, Live
+from saturate.study.ending import in_our_words
+from saturate.study.state import Request, Study
+from saturate.study.store import Store, StudyLock, new_run
+from saturate.techniques import _registry
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded, Workload
+
+#: Recorded steps, unless the user wants another number: at least five, more where they are so short that what else runs
+#: on the machine would show; and the longest recording.
+LEAST_RECORDED, MOST_RECORDED = 5, 40
+RECORDED_MS, MOST_RECORDED_MS = 400.0, 3000.0
+
+#: Windows without a profiler last about this long.
+_TIMED_MS = 1500.0
+_LEAST_TIMED, _MOST_TIMED = 6, 200
+
+#: With a step longer than this, modules are timed in one step instead of two.
+_LONG_STEP_MS = 1000.0
+
+
+@dataclass
+class Seen:
+    """What the windows saw. Empty where the workload ended before."""
+
+    facts: Facts
+    step_ns: list[int] = field(default_factory=list)    # without a profiler
+    sample: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    telemetry: dict[str, Any] = field(default_factory=dict)
+    traces: list[Path] = field(default_factory=list)    # by rank
+    notes: dict[str, str] = field(default_factory=dict)
+    ended: Outcome | None = None                        # the workload ended by itself, before everything was seen
+
+    @property
+    def step_ms(self) -> float | None:
+        return statistics.median(self.step_ns) / 1e6 if self.step_ns else None
+
+
+def profile(request: Request, steps: int | None, say: Callable[[str], None], nsys: bool = False) -> Profile:
+    """Run the workload once and say where its time goes. Writes trace, record and report into a run folder.
+
+    Raises SaturateError; KeyboardInterrupt when the user ends it (nothing is left running then).
+    """
+    if find_spec("numpy") is None:
+        raise EnvironmentProblem("reading traces needs numpy", remedy="pip install 'saturate[trace]'")
+    lock = StudyLock(request.directory)
+    try:
+        with in_our_words(request.directory):
+            folder = new_run(request.directory, _identity(request))
+            store = Store(folder)
+            try:
+                study = Study(request, folder, store, _registry.load(), say)
+                store.set_meta("identity", _identity(request))
+                store.set_meta("finished", True)        # a profile is not resumed, it is made again
+                return _finished(study, _watch(study, steps))
+            finally:
+                store.close()
+    finally:
+        lock.release()
+
+
+def _identity(request: Request) -> str:
+    return hashlib.sha256(json.dumps(["profile", request.argv, str(request.cwd), saturate.__version__]).encode()).hexdigest()
+
+
+def _finished(study: Study, seen: Seen | None) -> Profile:
+    from saturate.report import analysis_html
+    from saturate.study import diagnose
+
+    if seen is None or not seen.traces:
+        reason = study.refusal or (seen.record.get("problem") if seen else None) or "the workload ended before it was recorded"
+        return nothing(study.request.argv, reason)
+    study.say("reading the trace")
+    found = diagnose.diagnose(study.request, seen, frozenset(study.registry))
+    found = msgspec.structs.replace(found, report=str(study.report_path))
+    (study.folder / "profile.json").write_bytes(msgspec.json.encode(found))
+    study.report_path.write_text(analysis_html.render(found), encoding="utf-8")
+    return found
+
+
+def nothing(command: list[str], reason: str) -> Profile:
+    """The record where nothing could be seen."""
+    unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[]), verdict="unknown", findings=[],
+                      unknown={"verdict": reason})
+    return Profile(**msgspec.structs.asdict(unseen), command=command)
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+
+
+def _watch(study: Study, steps: int | None) -> Seen | None:
+    """Run the workload through all windows; None where it cannot be measured (`study.refusal` says why)."""
+    request = study.request
+    bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
+                  study.folder, request.directory, study.store, request.budget_s, study.say)
+    bench.step = baseline.step_override(request.step)
+    try:
+        try:
+            live = bench.live("profile", ())
+            try:
+                seen = _look(study, live, steps)
+            finally:
+                bench.finish_live(live)
+        except TrialEnded as ended:
+            baseline.failed(study, ended.outcome)       # raises, unless it merely is too short
+            return None
+        if seen.ended is not None:
+            baseline.failed(study, seen.ended)
+        if seen.traces:
+            _measure_ceilings(study, seen)      # the device is free again
+        return seen
+    finally:
+        bench.close()
+
+
+def _look(study: Study, live: Live, steps: int | None) -> Seen:
+    stored = baseline.observe(study, live)
+    live.trial.thaw()
+    seen = Seen(msgspec.convert(stored["facts"], Facts))
+    study.say(f"step {live.step_ms:.1f} ms ({seen.facts.motif}); first step after {live.startup_s:.1f} s")
+    if not live.stationary:
+        seen.notes["step_ms"] = "the step time was still drifting when it was measured"
+    try:
+        _windows(study, live, seen, steps)
+    except TrialEnded as ended:
+        seen.ended = ended.outcome
+        seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
+    return seen
+
+
+def _windows(study: Study, live: Live, seen: Seen, steps: int | None) -> None:
+    trial, facts = live.trial, seen.facts
+    skip, period = _queue(facts, live.step_ms)
+    many = _whole(min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms))), period)
+    few = _whole(recorded_steps(steps, live.step_ms), period)
+    with telemetry.Sampler(study.request.environment) as sampler:
+        study.say(f"timing {many} steps")
+        seen.step_ns = trial.run_block(skip, many).step_ns
+        study.say(f"sampling {many} steps")
+        seen.sample = trial.look("sample", skip, many)
+        seen.telemetry = sampler.seen()
+    study.say(f"recording {few} steps")
+    began = time.monotonic()
+    seen.record = trial.look("record", skip, few, folder=str(trial.spec.folder), step_ms=live.step_ms)
+    _keep_traces(study, trial.spec.folder, seen)
+    if seen.record.get("problem"):
+        study.say(seen.record["problem"])
+    else:
+        study.say(f"recorded in {time.monotonic() - began:.1f} s")
+    if any(module.compiled for module in facts.modules):
+        seen.notes["modules"] = "the script compiles its model, and hooks on modules would compile it again"
+    else:
+        seen.modules = trial.look("modules", 1, 2 if live.step_ms > _LONG_STEP_MS else 3)
+
+
+def _measure_ceilings(study: Study, seen: Seen) -> None:
+    facts = seen.facts
+    study.say("measuring what this device reaches (kept for the next time)")
+    try:
+        seen.ceilings = ceilings.obtain(seen.sample["python"], facts.device, device_name=facts.device_name or None,
+                                        torch=facts.torch, threads=facts.threads if facts.device == "cpu" else None)
+    except EnvironmentProblem as problem:
+        seen.notes["mfu_achievable"] = f"{problem.message}: {problem.cause or problem.remedy}"
+
+
+def _queue(facts: Facts, step_ms: float) -> tuple[int, int]:
+    """Steps to let pass before a window, because loader workers got ahead at the gate; and the period of the steps."""
+    loader = max(facts.loaders, key=lambda one: one.num_workers, default=None)
+    if loader is None or not loader.num_workers:
+        return 1, 1
+    skip, _ = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2)
+    return skip, loader.num_workers
+
+
+def recorded_steps(wanted: int | None, step_ms: float) -> int:
+    """How many steps to record: two at least, because one proves nothing."""
+    usual = min(MOST_RECORDED, max(LEAST_RECORDED, math.ceil(RECORDED_MS / step_ms)))
+    return max(2, min(wanted or usual, int(MOST_RECORDED_MS / step_ms)))
+
+
+def _whole(steps: int, period: int) -> int:
+    """Whole turns of the loader's workers, whose batches come in bursts."""
+    return math.ceil(steps / period) * period
+
+
+def _keep_traces(study: Study, run_dir: Path, seen: Seen) -> None:
+    """Move the traces out of the trial's folder, by rank."""
+    found = sorted(run_dir.glob("trace-rank*.json.gz"), key=lambda path: int(path.name[10:].partition(".")[0]))
+    for rank, path in enumerate(found):
+        target = study.folder / ("trace.json.gz" if len(found) == 1 else f"trace-rank{rank}.json.gz")
+        seen.traces.append(Path(shutil.move(path, target)))

@@ -1,0 +1,212 @@
+"""Columns that grow: interning, exact times and chunks, for the Kineto reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from mmap import mmap
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from saturate.trace._kineto_events import ANNOTATION, INT64, LATEST_NS, UNKNOWN
+from saturate.trace.columns import Column, GpuEvents, HostEvents
+
+
+class TooFine(Exception):
+    """float64 does not tell the nanoseconds of these times apart."""
+
+
+class Index(dict[Any, int]):
+    """Interns: an unknown key gets the next number."""
+
+    def __missing__(self, key: Any) -> int:
+        found = self[key] = len(self)
+        return found
+
+    def all(self, keys: Iterable[Any]) -> Column:
+        return np.array([self[key] for key in keys], "i8")
+
+
+class Names(Index):
+    """Names, and which of them are annotations whatever their category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marked: list[int] = []
+
+    def __missing__(self, key: str) -> int:
+        found = super().__missing__(key)
+        if ANNOTATION.match(key):
+            self.marked.append(found)
+        return found
+
+    def is_annotation(self, ids: Column) -> Column:
+        return np.isin(ids, self.marked)
+
+
+class Threads(Index):
+    """(pid, tid) -> index of its label; numbers and their text are the same thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.pids: list[int] = []
+        self._of = Index()
+
+    def __missing__(self, key: tuple[int | str, int | str]) -> int:
+        label = f"{key[0]}/{key[1]}"
+        found = self[key] = self._of[label]
+        if found == len(self.labels):
+            self.labels.append(label)
+            self.pids.append(small(key[0]))
+        return found
+
+
+class Table:
+    """Columns that grow. Each is a list of pages that the system, not the allocator, gives and takes back: arrays that are
+    grown in the heap leave as much memory again in holes."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._pages: dict[str, list[Column]] = {}
+
+    def add(self, columns: dict[str, Column]) -> None:
+        for name, values in columns.items():
+            pages = self._pages.setdefault(name, [])
+            dtype = _SMALL.get(name, _DTYPES[name]) if not pages else pages[0].dtype
+            if name in _SMALL and dtype.itemsize < 8 and not _fits(values, dtype):
+                dtype = np.dtype("i8")
+                pages[:] = [page.astype(dtype) for page in pages]
+            values, row = narrow(values, dtype), self._rows
+            while len(values):
+                if row // _PAGE == len(pages):
+                    pages.append(np.frombuffer(mmap(-1, _PAGE * dtype.itemsize), dtype))
+                part = values[:_PAGE - row % _PAGE]
+                pages[-1][row % _PAGE:row % _PAGE + len(part)] = part
+                values, row = values[len(part):], row + len(part)
+        self._rows += len(columns["start"])
+
+    def columns(self) -> dict[str, Column]:
+        """Sorted by start, longer events first. Empties the table on the way: no more than one column is there twice."""
+        start = self._joined("start")
+        if "end" in self._pages:
+            order = np.argsort(-self._joined("end"), kind="stable")
+            order = order[np.argsort(start[order], kind="stable")]
+        else:
+            order = np.argsort(start, kind="stable")
+        del start
+        found = {}
+        for name in list(self._pages):
+            found[name] = self._joined(name)[order]
+            del self._pages[name]
+        return found
+
+    def _joined(self, name: str) -> Column:
+        return np.concatenate([*self._pages[name], np.empty(0, _SMALL.get(name, _DTYPES[name]))])[:self._rows]
+
+
+_PAGE = 1 << 17         # rows
+
+_DTYPES = {name: column.dtype for kind in (HostEvents, GpuEvents) for name, column in vars(kind()).items()}
+_DTYPES |= {"collective": np.dtype("i4"), "allocated": np.dtype("i8"), "reserved": np.dtype("i8")}
+
+#: Ids, kept in half the space as long as every one in the file fits, which is nearly always. Nobody adds ids up.
+_SMALL = dict.fromkeys(("tid", "correlation", "external", "stream"), np.dtype("i4"))
+
+
+def _fits(values: Column, dtype: Any) -> bool:
+    limit = np.iinfo(dtype).max
+    return not len(values) or (int(values.max()) <= limit and int(values.min()) >= -limit)
+
+
+def narrow(values: Column, dtype: Any) -> Column:
+    """As `dtype`; integers that do not fit are unknown."""
+    if dtype.kind == "i" and dtype.itemsize < values.itemsize and not _fits(values, dtype):
+        limit = np.iinfo(dtype).max
+        values = np.where((values > limit) | (values < -limit), UNKNOWN, values)
+    return values.astype(dtype, copy=False)
+
+
+def nanoseconds(values: list[int | float]) -> tuple[Column, int]:
+    """Microseconds as exact integer nanoseconds, and how many were finer than that."""
+    found = np.array(values)
+    if found.dtype.kind == "i":
+        if int(found.max()) >= LATEST_NS // 1000 or int(found.min()) <= -LATEST_NS // 1000:
+            raise OverflowError("no time")
+        return found * 1000, 0
+    if found.dtype.kind != "f":
+        raise OverflowError("beyond 64 bits")
+    if float(np.abs(found).max()) >= 2.0**43:
+        raise TooFine
+    whole = np.floor(found)
+    rest = (found - whole) * 1000
+    nearest = np.rint(rest)
+    finer = np.abs(rest - nearest) > 1e-6 + 1000 * np.spacing(np.abs(found))
+    return whole.astype("i8") * 1000 + nearest.astype("i8"), int(np.count_nonzero(finer))
+
+
+def known(time: int | None) -> int:
+    if time is None:
+        raise ValueError("no time")
+    return time
+
+
+def integers(items: list[Any], name: str) -> Column:
+    return np.fromiter(map(attrgetter(name), items), "i8", len(items))
+
+
+def floats(items: list[Any], name: str) -> Column:
+    return np.fromiter(map(attrgetter(name), items), "f8", len(items))
+
+
+def volume(sides: tuple[int, int, int] | None) -> int:
+    found = sides[0] * sides[1] * sides[2] if sides else 0
+    return found if 0 < found <= INT64 else UNKNOWN
+
+
+def small(value: int | str) -> int:
+    """A process, device or stream number; -1 where the text is none."""
+    try:
+        found = int(value)
+    except ValueError:
+        return UNKNOWN
+    return found if abs(found) <= INT64 else UNKNOWN
+
+
+def label(value: Any) -> int | str:
+    return value if isinstance(value, int | str) else ""
+
+
+def host_events(columns: dict[str, Column], pids: list[int]) -> HostEvents:
+    """The table; what a kind of event does not have is one constant, not a column in memory."""
+    if not columns:
+        return HostEvents()
+    count = len(columns["start"])
+    absent = {name: np.broadcast_to(_DTYPES[name].type(UNKNOWN), count)
+              for name in ("correlation", "external", "shapes") if name not in columns}
+    processes = np.array(pids, "i8")
+    pid = np.broadcast_to(processes[0], count) if (processes == processes[0]).all() else processes[columns["tid"]]
+    return HostEvents(**columns, **absent, pid=pid)
+
+
+def launching(correlation: Column, calls: HostEvents) -> Column:
+    """The process of the call that launched each device event; -1 where no call is recorded."""
+    if not len(calls.start):
+        return np.full(len(correlation), UNKNOWN, "i8")
+    if calls.pid.strides == (0,):
+        return np.full(len(correlation), calls.pid[0], "i8")
+    order = np.argsort(calls.correlation, kind="stable")
+    place = np.searchsorted(calls.correlation, correlation, sorter=order).clip(max=len(order) - 1)
+    call = order[place]
+    return np.where(calls.correlation[call] == correlation, calls.pid[call], UNKNOWN)
+
+
+def repeated(ids: Column, pids: Column) -> int:
+    """How many events have an id that an earlier one of the same process has."""
+    known = ids > 0
+    if pids.strides == (0,):
+        found = ids[known]
+        return len(found) - len(np.unique(found))
+    pairs = np.stack((pids[known], ids[known]))
+    return pairs.shape[1] - np.unique(pairs, axis=1).shape[1]

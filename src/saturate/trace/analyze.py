@@ -1,0 +1,205 @@
+"""From columns to what is printed: one `Device` per device of each trace, and what is wrong with the traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline
+from saturate.records.ceilings import Ceilings
+from saturate.trace import breakdown, gaps, integrity, ranks
+from saturate.trace.columns import Column, Trace
+from saturate.trace.each_step import each_step
+from saturate.trace.intervals import length
+from saturate.trace.labels import labels
+from saturate.trace.occupancy import occupancy
+from saturate.trace.roofline import roofline
+from saturate.trace.verdict import verdict
+from saturate.trace.view import SHORT_NS, View, facts, joined, view
+from saturate.trace.windows import CPU, devices, kernels_of
+
+#: Fields of Device that a blocked conclusion leaves empty.
+FIELDS: dict[str, dict[str, Any]] = {
+    "steps": {"step_ns": None, "busy_of_step": None},
+    "busy": {"busy_of_span": None, "busy_of_step": None, "compute_ns": None, "exposed_communication_ns": None,
+             "exposed_copy_ns": None, "idle_ns": None, "each_step": []},
+    "communication": {"communication_ns": None, "communication_overlap": None, "exposed_communication_ns": None},
+    "gaps": {"gaps": Gaps(input=None, host_late=None, sync=None, already_launched=None, unattributed=None),
+             "gap_ns": {}, "edge_ns": {}},
+    "kernels": {"short_kernels": None, "median_kernel_ns": None, "median_launch_delay_ns": None},
+    "occupancy": {"occupancy": Occupancy(sm_fill=None, sm_fill_of_step=None, tail=None, occupancy=None)},
+    "roofline": {"roofline": Roofline(coverage=None, operators=[])},
+}
+
+
+def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Analysis:
+    """All that the traces say but the findings, which are the rules' to make.
+
+    One trace after the other is looked at and let go, so an iterator keeps no more than one in memory.
+    """
+    parts, seen = [], []
+    for trace in traces:
+        parts.append(analyze_one(trace, ceilings))
+        seen += ranks.observe(trace)
+    together = ranks.across(seen)
+    whole = combine(parts, stragglers=together.stragglers)
+    if together.stragglers:
+        return whole
+    return msgspec.structs.replace(whole, unknown=whole.unknown | {"stragglers": together.unknown})
+
+
+def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Analysis:
+    """Without what needs several ranks."""
+    of = joined(trace)
+    views = [view(of, device) for device in devices(trace)]
+    found = [view_.problems for view_ in views] or [of.problems]
+    table, left_out = labels(trace, of.launches)
+    records = [_device(seen, ceilings) for seen in views]
+    unknown = {"annotations": f"{left_out} more names, of less time, are left out"} if left_out else {}
+    return Analysis(sources=[trace.source], devices=records, integrity=integrity.verdict(_distinct(found)),
+                    verdict=_overall(records), findings=[], annotations=table, unknown=unknown)
+
+
+def combine(parts: Sequence[Analysis], **fields: Any) -> Analysis:
+    """Several traces' analyses as one, with `fields` replaced. Of several, problems and reasons name their file."""
+    if len(parts) == 1:
+        return msgspec.structs.replace(parts[0], **fields)
+    problems = [msgspec.structs.replace(problem, message=f"{part.sources[0]}: {problem.message}")
+                for part in parts for problem in part.integrity.problems]
+    records = [device for part in parts for device in part.devices]
+    totals: dict[str, dict[str, Any]] = {}
+    for row in (row for part in parts for row in part.annotations):
+        total = totals.setdefault(row["name"], {**row, "count": 0, "total_ns": 0, "device_ns": 0})
+        for field in ("count", "total_ns", "device_ns"):
+            total[field] = None if row[field] is None or total[field] is None else total[field] + row[field]
+    unknown = {field: f"{part.sources[0]}: {reason}" for part in parts for field, reason in part.unknown.items()}
+    return Analysis(sources=[source for part in parts for source in part.sources], devices=records,
+                    integrity=integrity.verdict(problems), verdict=_overall(records), findings=[],
+                    annotations=sorted(totals.values(), key=lambda row: -row["total_ns"]),
+                    unknown=unknown, **fields)
+
+
+def _distinct(found: list[list[Problem]]) -> list[Problem]:
+    """Problems of all devices of a trace, each once."""
+    distinct: dict[tuple[str, str], Problem] = {}
+    for problem in (problem for problems in found for problem in problems):
+        distinct.setdefault((problem.id, problem.message), problem)
+    return list(distinct.values())
+
+
+def _overall(records: list[Device]) -> Limit:
+    """The verdict that most of the devices' time bears."""
+    time: Counter[Limit] = Counter()
+    for device in records:
+        time[device.verdict] += (device.step_ns or device.span_ns or 0) + 1
+    return time.most_common(1)[0][0] if time else "unknown"
+
+
+def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Device:
+    trace, here, parts = seen.joined.trace, seen.window, seen.parts
+    info = facts(trace, seen.device)
+    blocked = integrity.blocked(seen.problems)
+    span = breakdown.parts(seen.work, here.span)
+    kernels, unknown = _kernels(seen)
+    if seen.device == CPU:
+        full = FIELDS["occupancy"]["occupancy"]
+        unknown |= ON_A_CPU
+    else:
+        full, reasons = occupancy(trace, info, here, seen.work)
+        unknown |= reasons
+    roof = _roofline(seen, ceilings, blocked)
+    limit, why = _verdict(seen, roof, blocked)
+    idle_in_span = sum(seen.gap_ns.values())
+    device = Device(
+        id=seen.device, name=info.name if info else "cpu" if seen.device == CPU else "", rank=trace.rank,
+        source=trace.source, steps=here.count, span_ns=span.window_ns, step_ns=parts.window_ns,
+        busy_of_span=_share(span.busy_ns, span.window_ns), busy_of_step=_share(parts.busy_ns, parts.window_ns),
+        compute_ns=parts.compute_ns, exposed_communication_ns=parts.exposed_communication_ns,
+        exposed_copy_ns=parts.exposed_copy_ns, idle_ns=parts.idle_ns, communication_ns=parts.communication_ns,
+        communication_overlap=_share(parts.overlapped_ns, parts.communication_ns),
+        data_wait=DataWait(
+            raw=None if seen.waiting is None else _share(length(seen.waiting), parts.window_ns),
+            exposed=None if seen.waiting is None else _share(length(seen.exposed_wait), parts.window_ns)),
+        gaps=Gaps(**{cause: _share(seen.gap_ns.get(cause, 0), idle_in_span) for cause in gaps.CLASSES}),
+        gap_ns=seen.gap_ns, edge_ns=seen.edge_ns, each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
+        verdict=limit, **kernels)
+    for missing, field, reason in (
+            (limit == "unknown", "verdict", why),
+            (not span.window_ns, "busy_of_span", "nothing that was recorded took any time"),
+            (not parts.communication_ns, "communication_overlap", "no communication was recorded"),
+            (seen.waiting is None, "data_wait", NO_LOADER),
+            (not idle_in_span, "gaps", "the device was never idle inside its span"),
+            (roof.coverage is None, "roofline", roof.source or "there is no kernel time to model")):
+        if missing:
+            unknown.setdefault(field, reason)
+    return _without(device, blocked, unknown)
+
+
+NO_LOADER = "the training thread recorded no DataLoader.__next__, so waiting for input cannot be told"
+ON_A_CPU = {
+    "gaps": "a CPU has no queue of launched work whose gaps could be explained",
+    "occupancy": "the share of an accelerator's threads; a CPU has none",
+}
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _verdict(seen: View, roof: Roofline, blocked: Mapping[str, str]) -> tuple[Limit, str]:
+    for conclusion in ("busy", "gaps"):
+        if conclusion in blocked:
+            return "unknown", blocked[conclusion]
+    parts, exposed = seen.parts, length(seen.exposed_wait)
+    losses: dict[Limit, int] = {"input-bound": exposed, "communication-bound": parts.exposed_communication_ns}
+    other = parts.exposed_copy_ns
+    if seen.device == CPU:
+        losses["host-bound"] = parts.idle_ns - exposed      # the interpreter: in no operator, and not in the loader
+    else:
+        losses |= {"host-bound": seen.idle_ns["host_late"], "sync-bound": seen.idle_ns["sync"],
+                   "device-wait-bound": seen.idle_ns["already_launched"]}
+        other += seen.idle_ns["unattributed"]
+    return verdict(parts.window_ns, parts.compute_ns, losses, other, roof)
+
+
+def _kernels(seen: View) -> tuple[dict[str, Any], dict[str, str]]:
+    trace, launches = seen.joined.trace, seen.joined.launches
+    rows = kernels_of(trace, seen.device)
+    if not len(rows):
+        why = "no kernels were recorded"
+        return {"kernels": 0}, {"short_kernels": why, "median_kernel_ns": why, "median_launch_delay_ns": why}
+    time = trace.gpu.end[rows] - trace.gpu.start[rows]
+    single = rows[(launches[rows] >= 0) & ~integrity.replayed(trace, launches)[rows]]
+    delay = trace.gpu.start[single] - trace.calls.start[launches[single]]
+    unknown = {} if len(single) else {
+        "median_launch_delay_ns": "no kernel has a launch of its own: not recorded, or replayed from a graph"}
+    return {"kernels": len(rows), "short_kernels": float((time < SHORT_NS).mean()), "median_kernel_ns": _median(time),
+            "median_launch_delay_ns": _median(delay) if len(single) else None}, unknown
+
+
+def _median(values: Column) -> int:
+    """The middle one, of an even number the lower: a time that was recorded, not a mean of two."""
+    middle = (len(values) - 1) // 2
+    return int(np.partition(values, middle)[middle])
+
+
+def _roofline(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None, blocked: Mapping[str, str]) -> Roofline:
+    if "roofline" in blocked:
+        return FIELDS["roofline"]["roofline"]
+    return roofline(seen.joined.trace, seen.device, seen.window, ceilings)
+
+
+def _without(device: Device, blocked: Mapping[str, str], unknown: dict[str, str]) -> Device:
+    """The record without what the trace cannot carry, and with the reasons for all that is missing."""
+    changes: dict[str, Any] = {}
+    for conclusion, reason in blocked.items():
+        changes |= FIELDS[conclusion]
+        unknown |= {field: reason for field in FIELDS[conclusion]}
+    if "busy" in blocked:
+        changes["data_wait"] = msgspec.structs.replace(device.data_wait, exposed=None)
+        unknown["data_wait.exposed"] = blocked["busy"]
+    return msgspec.structs.replace(device, **changes, unknown=unknown)

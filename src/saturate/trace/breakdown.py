@@ -1,0 +1,161 @@
+"""What a device did with its time: computation, communication, copies, nothing. Definitions: docs/analysis.md.
+
+    COMP = U(kernels that do not communicate, memsets)    COMM = U(kernels that do)    MEM = U(copies)
+
+U is the union over all streams. In any window W the four exclusive parts sum to |W| exactly:
+
+    |COMP| + |COMM - COMP| + |MEM - COMP - COMM| + |W - (COMP U COMM U MEM)| = |W|
+
+On a CPU, operators play the kernels' part, and what runs inside the loader is input, not computation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace
+from saturate.trace.intervals import EMPTY, Intervals, contains, intersect, join, length, subtract, union
+from saturate.trace.launches import by_thread, named, spans, valid
+from saturate.trace.windows import CPU, LOADER, STEP, Window, loader
+
+#: Bump when a pattern below changes: shares of communication are comparable only within one version.
+COMMUNICATION_VERSION = 1
+
+#: Operators whose own kernels communicate. Looked at first: an operator says what a kernel is for, its name hints.
+COMMUNICATION_OPERATORS = re.compile(
+    r"^(c10d::|_c10d_functional::|symm_mem::|record_param_comms|(nccl|gloo|mpi|ucc|xccl):)")
+
+#: Names of communicating kernels, without template arguments: NCCL, RCCL, HCCL; PyTorch's symmetric-memory and
+#: multicast collectives (`multimem_all_reduce_kernel`); the all-reduce of vLLM and SGLang; NVSHMEM and DeepEP.
+COMMUNICATION_KERNELS = re.compile(
+    r"nccl|rccl|hccl|sendrecv|multimem_|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|"
+    r"nvshmem|deep_ep::", re.IGNORECASE)
+
+#: A template argument such as `WarpAllReduce` makes no kernel a collective, so names end at the first bracket.
+_ARGUMENTS = re.compile(r"[<(].*$", re.DOTALL)
+
+
+def communicates(name: str) -> bool:
+    """Whether a kernel's own name is that of a collective.
+
+    >>> communicates("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    True
+    >>> communicates("void softmax_warp_forward<float, WarpAllReduce>(float*)")
+    False
+    """
+    return COMMUNICATION_KERNELS.search(_ARGUMENTS.sub("", name.replace("(anonymous namespace)::", ""))) is not None
+
+
+def communication(trace: Trace, launches: Column) -> Column:
+    """Whether each row of `gpu` is a kernel that communicates: recorded so, launched by a collective, or named so."""
+    kernels = trace.gpu.kind == KERNEL
+    named_so = np.fromiter((communicates(name) for name in trace.names), bool, len(trace.names))
+    found = named_so[trace.gpu.name] if len(trace.names) else np.zeros(len(kernels), bool)
+    found = found | _launched_by_collective(trace, launches)
+    if trace.collectives:
+        found[list(trace.collectives)] = True
+    return found & kernels
+
+
+def _launched_by_collective(trace: Trace, launches: Column) -> Column:
+    """Launched in a communication operator, and not by an ordinary one inside that (a copy into a bucket)."""
+    operators = trace.operators
+    result = np.zeros(len(launches), bool)
+    collective = named(trace, operators.name, COMMUNICATION_OPERATORS)
+    launched = np.flatnonzero(launches >= 0)
+    calls = launches[launched]
+    if not collective.any() or not len(calls):
+        return result
+    for thread, rows in by_thread(operators):
+        outer = spans(operators, rows[collective[rows]])
+        if not len(outer.start):
+            continue
+        inner = rows[~collective[rows] & contains(outer, operators.start[rows])]
+        here = trace.calls.tid[calls] == thread
+        time = trace.calls.start[calls[here]]
+        result[launched[here]] = contains(outer, time) & ~contains(spans(operators, inner), time)
+    return result
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device ran. `rows` are its rows of `gpu`; on a CPU, of `operators`."""
+
+    rows: Column
+    compute: Intervals
+    communication: Intervals
+    copies: Intervals
+    kernels: Intervals          # all kernels, the communicating ones too
+    busy: Intervals
+
+
+def work(trace: Trace, device: int, window: Window, communicating: Column) -> Work:
+    """`communicating`: the result of `communication`."""
+    if device == CPU:
+        return host_work(trace, window)
+    gpu = trace.gpu
+    own = valid(gpu) & (gpu.device == device)
+    kernels, copies = own & (gpu.kind == KERNEL), own & (gpu.kind == MEMCPY)
+
+    def covered(rows: Column) -> Intervals:
+        return union(gpu.start[rows], gpu.end[rows])
+
+    compute, collectives = covered(own & ~copies & ~communicating), covered(own & communicating)
+    moved = covered(copies)
+    return Work(rows=np.flatnonzero(own), compute=compute, communication=collectives, copies=moved,
+                kernels=covered(kernels), busy=join(compute, collectives, moved))
+
+
+def host_work(trace: Trace, window: Window) -> Work:
+    """Operators of all threads but what the loader runs; collectives from operators and from their annotations."""
+    operators, annotations = trace.operators, trace.annotations
+    collective = named(trace, operators.name, COMMUNICATION_OPERATORS)
+    labelled = np.flatnonzero(named(trace, annotations.name, COMMUNICATION_OPERATORS))
+    waiting = loader(trace, window) or EMPTY
+    input_work = (operators.tid == window.thread) & contains(waiting, operators.start)
+    apart = named(trace, operators.name, STEP) | named(trace, operators.name, LOADER)
+    rows = ~collective & ~input_work & ~apart
+    compute = spans(operators, np.flatnonzero(rows))
+    collectives = join(spans(operators, np.flatnonzero(collective)), spans(annotations, labelled))
+    return Work(rows=np.flatnonzero(rows), compute=compute, communication=collectives, copies=EMPTY,
+                kernels=compute, busy=join(compute, collectives))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Integer nanoseconds of one window. The four exclusive parts sum to `window_ns`."""
+
+    window_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    exposed_copy_ns: int
+    idle_ns: int
+    communication_ns: int       # exposed or not
+    overlapped_ns: int          # communication during computation
+
+    @property
+    def busy_ns(self) -> int:
+        return self.window_ns - self.idle_ns
+
+
+def parts(work: Work, within: Intervals) -> Parts:
+    """Each part by its own set operations: the identity is a test's to check, not true by construction."""
+    compute, collectives = intersect(work.compute, within), intersect(work.communication, within)
+    copies = intersect(work.copies, within)
+    return Parts(
+        window_ns=length(within),
+        compute_ns=length(compute),
+        exposed_communication_ns=length(subtract(collectives, compute)),
+        exposed_copy_ns=length(subtract(copies, join(compute, collectives))),
+        idle_ns=length(subtract(within, work.busy)),
+        communication_ns=length(collectives),
+        overlapped_ns=length(intersect(collectives, compute)),
+    )
+
+
+def idle(work: Work, within: Intervals) -> Intervals:
+    """When the device had nothing to do."""
+    return subtract(within, work.busy)

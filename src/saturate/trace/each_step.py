@@ -1,0 +1,29 @@
+"""The exclusive parts of every single step: whether they are alike, or a few of them carry the loss."""
+
+from __future__ import annotations
+
+from saturate.records.analysis import StepParts
+from saturate.trace.breakdown import Work
+from saturate.trace.intervals import covered, join, subtract
+from saturate.trace.windows import Window
+
+#: Steps that are kept: more are not drawn, and a record of a long trace stays small.
+MOST = 1000
+
+
+def each_step(window: Window, work: Work) -> list[StepParts]:
+    """Parts of the first `MOST` steps, in order; [] where there are none. Definitions: `breakdown`."""
+    first, last = window.first[:MOST], window.last[:MOST]
+    exposed = subtract(work.communication, work.compute)
+    copies = subtract(work.copies, join(work.compute, work.communication))
+    columns = [covered(part, first, last) for part in (work.compute, exposed, copies, work.busy)]
+    return [
+        StepParts(
+            start_ns=int(start - first[0]),
+            compute_ns=int(compute),
+            exposed_communication_ns=int(communication),
+            exposed_copy_ns=int(copied),
+            idle_ns=int(end - start - busy),
+        )
+        for start, end, compute, communication, copied, busy in zip(first, last, *columns)
+    ]

@@ -1,0 +1,223 @@
+"""What is wrong with a trace, and which conclusions it therefore cannot carry.
+
+A problem blocks only what it can falsify: records lost on the device make the busy time a guess and block it; records
+lost on the host leave the busy time exact and block only who launched what. Conclusions:
+
+    steps            the step as a denominator          kernels         how many, how long, how late
+    busy             busy and idle, the parts           communication   its length, its exposure and overlap
+    gaps             why the device was idle            occupancy       how full it was
+    roofline         operators against the ceilings
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from saturate.records.analysis import Integrity, Problem
+from saturate.trace.breakdown import Work
+from saturate.trace.columns import KERNEL, Column, Trace
+from saturate.trace.intervals import covered, intersect, length, subtract
+from saturate.trace.launches import GRAPH_LAUNCH, by_thread, named, spans, valid
+from saturate.trace.windows import CPU, Window, devices
+
+CONCLUSIONS = ("steps", "busy", "gaps", "kernels", "communication", "occupancy", "roofline")
+EVERYTHING = list(CONCLUSIONS)
+OF_THE_DEVICE = [name for name in CONCLUSIONS if name != "steps"]
+
+MATCHED_AT_LEAST = 0.95         # kernels whose launching call was recorded; launching calls whose kernel was
+ZERO_AT_MOST = 0.01             # device events of no duration
+HIDDEN_AT_MOST = 0.01           # of the span: the most that such events can hide before busy time is a guess
+REVERSED_AT_MOST = 0.01         # device events that end before they start
+OUTSIDE_AT_MOST = 0.05          # of the busy time: outside the steps
+REPLAYED_AT_MOST = 0.05         # kernels replayed from a graph, before operators and launches mean little
+OVERHEAD_AT_MOST = 0.05         # of the window: the profiler's own work
+
+LAUNCH = re.compile(r"^(cuda|cu|hip|hipExt|hipModule|hipExtModule)Launch\w*Kernel")
+BEGIN_CAPTURE, END_CAPTURE = re.compile(r"StreamBeginCapture"), re.compile(r"StreamEndCapture")
+#: What Kineto calls the profiler's own activity (category `overhead`).
+OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffer Flush|CUPTI.*Overhead|"
+                      r"Profiler Overhead|Lazy Function Loading|Command Buffer Full)", re.IGNORECASE)
+
+#: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
+READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "out-of-range": OF_THE_DEVICE}
+
+
+def problems(trace: Trace, launches: Column) -> list[Problem]:
+    """Everything wrong with the trace as a whole; what concerns one device's window is in `of_window`."""
+    found = [Problem(id=id, message=message, blocks=READING.get(id, [])) for id, message in trace.problems]
+    if devices(trace) in ([], [CPU]):
+        found += _no_accelerator(trace)
+    else:
+        found += _reversed(trace) + _zero(trace) + _unmatched(trace, launches) + _lost(trace, launches)
+        found += _replayed(trace, launches)
+    return found
+
+
+def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
+    """What is wrong with one device's window."""
+    found = []
+    if window.kind == "span":
+        found.append(Problem(id="no-steps", blocks=["steps"], message=(
+            "no steps are marked (ProfilerStep#n: call profiler.step() in each); shares are of the device's span")))
+    busy = length(work.busy)
+    outside = length(subtract(work.busy, window.steps))
+    if busy and outside > OUTSIDE_AT_MOST * busy:
+        found.append(Problem(id="work-outside-steps", blocks=[], message=(
+            f"{outside / busy:.0%} of the busy time lies outside the recorded steps, and not in their shares")))
+    profiler = spans(trace.annotations, np.flatnonzero(named(trace, trace.annotations.name, OVERHEAD)))
+    overhead = length(intersect(profiler, window.steps))
+    if overhead > OVERHEAD_AT_MOST * length(window.steps):
+        found.append(Problem(id="profiler-overhead", blocks=[], message=(
+            f"the profiler's own work took {overhead / length(window.steps):.0%} of the window")))
+    return found
+
+
+def _no_accelerator(trace: Trace) -> list[Problem]:
+    if devices(trace):
+        return [Problem(id="no-accelerator", blocks=[], message=(
+            "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
+    return [Problem(id="no-accelerator", blocks=EVERYTHING, message=(
+        "no accelerator events and no operators: record with ProfilerActivity.CPU and ProfilerActivity.CUDA"))]
+
+
+def _reversed(trace: Trace) -> list[Problem]:
+    total = len(trace.gpu.start)
+    count = int((trace.gpu.end < trace.gpu.start).sum())
+    if not count:
+        return []
+    blocks = OF_THE_DEVICE if count > REVERSED_AT_MOST * total else []
+    return [Problem(id="negative-durations", blocks=blocks, message=(
+        f"{count} of {total} device events end before they start; they are left out"))]
+
+
+def _zero(trace: Trace) -> list[Problem]:
+    """Events of no duration. Where the clock counts microseconds a short kernel may read 0: each hides less than one,
+    and what they hide together is bounded. Where it counts nanoseconds the duration was lost; nothing bounds it."""
+    gpu = trace.gpu
+    total, empty = len(gpu.start), gpu.end == gpu.start
+    count, unplaced = int(empty.sum()), int((empty & (gpu.start == 0)).sum())
+    if count <= ZERO_AT_MOST * total:
+        return []
+    tick = resolution_ns(trace)
+    rows = valid(gpu)
+    span = int(gpu.end[rows].max() - gpu.start[rows].min()) if rows.any() else 0
+    hidden = count * tick
+    bounded = tick > 1 and not unplaced and hidden <= HIDDEN_AT_MOST * span
+    message = f"{count} of {total} device events have no duration"
+    if bounded:
+        message += f"; at this clock of {tick} ns they hide at most {hidden / span:.2%} of the span"
+    else:
+        message += ", so how long the device worked is not known"
+    return [Problem(id="zero-durations", message=message, blocks=[] if bounded else OF_THE_DEVICE)]
+
+
+def resolution_ns(trace: Trace) -> int:
+    """The tick of the device events' clock: 1000 where every time is a whole microsecond, else 1."""
+    whole = not (trace.gpu.start % 1000).any() and not (trace.gpu.end % 1000).any()
+    return 1000 if whole and len(trace.gpu.start) else 1
+
+
+def _unmatched(trace: Trace, launches: Column) -> list[Problem]:
+    kernels = np.flatnonzero(trace.gpu.kind == KERNEL)
+    lost = kernels[launches[kernels] < 0]
+    if len(lost) <= (1 - MATCHED_AT_LEAST) * len(kernels):
+        return []
+    if not len(trace.calls.start):
+        return [Problem(id="unmatched-kernels", blocks=["gaps", "roofline"], message=(
+            "no launching calls were recorded, so gaps and kernels cannot be given to what launched them"))]
+    early = int(_before_recording(trace, lost).sum())
+    matched = len(kernels) - len(lost)
+    if len(lost) - early > (1 - MATCHED_AT_LEAST) * len(kernels):
+        return [Problem(id="unmatched-kernels", blocks=["gaps", "roofline"], message=(
+            f"only {matched} of {len(kernels)} kernels have a recorded launch"))]
+    return [Problem(id="launched-before-recording", blocks=[], message=(
+        f"{early} of {len(kernels)} kernels were launched before the recording began: the gaps before them are "
+        "unattributed and their operators unknown"))]
+
+
+def _before_recording(trace: Trace, rows: Column) -> Column:
+    """Whether rows of `gpu` were launched before the first recorded call: correlations count up within a process."""
+    calls, early = trace.calls, np.zeros(len(rows), bool)
+    pids = trace.gpu.pid[rows]
+    for pid in np.unique(pids).tolist():
+        recorded = calls.correlation[(calls.correlation > 0) & ((calls.pid == pid) | (pid < 0))]
+        if len(recorded):
+            early |= (pids == pid) & (trace.gpu.correlation[rows] < recorded.min())
+    return early & (trace.gpu.correlation[rows] > 0)
+
+
+def _lost(trace: Trace, launches: Column) -> list[Problem]:
+    """Launches without a kernel: the profiler dropped records, so the device looks idler than it was."""
+    launching = np.flatnonzero(named(trace, trace.calls.name, LAUNCH) & ~_captured(trace))
+    graphs = np.flatnonzero(named(trace, trace.calls.name, GRAPH_LAUNCH))
+    arrived = np.zeros(len(trace.calls.start), bool)
+    arrived[launches[launches >= 0]] = True
+    if not arrived.any():
+        return []       # unmatched, all of them: nothing says that they are lost
+    # What was launched after the last call that arrived may have run after the recording ended: that is no loss.
+    last = trace.calls.start[arrived].max()
+    found = []
+    for rows, what in ((launching, "kernel launches"), (graphs, "graph launches")):
+        rows = rows[trace.calls.start[rows] <= last]
+        missing = int((~arrived[rows] & ~_nested(trace, rows, arrived)).sum())
+        if missing > (1 - MATCHED_AT_LEAST) * len(rows):
+            found.append(Problem(id="lost-records", blocks=OF_THE_DEVICE, message=(
+                f"{missing} of {len(rows)} {what} have no device event: records were lost, and the device was busier "
+                "than the trace shows")))
+    return found
+
+
+def _nested(trace: Trace, rows: Column, arrived: Column) -> Column:
+    """Whether each call is around or in one that arrived: a runtime call and its driver call launch one kernel."""
+    calls = trace.calls
+    result = np.zeros(len(calls.start), bool)
+    for _, part in by_thread(calls, rows):
+        result[part] = covered(spans(calls, part[arrived[part]]), calls.start[part], calls.end[part]) > 0
+    return result[rows]
+
+
+def _captured(trace: Trace) -> Column:
+    """Whether each call happened while its thread captured a graph: such a launch runs nothing yet."""
+    calls = trace.calls
+    begins, ends = named(trace, calls.name, BEGIN_CAPTURE), named(trace, calls.name, END_CAPTURE)
+    captured = np.zeros(len(calls.start), bool)
+    if begins.any():
+        for _, rows in by_thread(calls):
+            depth = np.cumsum(begins[rows].astype("i4") - ends[rows].astype("i4"))
+            captured[rows] = depth > 0
+    return captured
+
+
+def _replayed(trace: Trace, launches: Column) -> list[Problem]:
+    kernels = trace.gpu.kind == KERNEL
+    total, count = int(kernels.sum()), int((kernels & replayed(trace, launches)).sum())
+    if not total or count <= REPLAYED_AT_MOST * total:
+        return []
+    return [Problem(id="graph-replay", blocks=["roofline"], message=(
+        f"{count / total:.0%} of the kernels were replayed from a captured graph: they belong to its one launch and "
+        "to no operator"))]
+
+
+def replayed(trace: Trace, launches: Column) -> Column:
+    """Whether each row of `gpu` was replayed from a captured graph."""
+    graphs = named(trace, trace.calls.name, GRAPH_LAUNCH)
+    by_graph = np.zeros(len(launches), bool)
+    known = launches >= 0
+    by_graph[known] = graphs[launches[known]]
+    return by_graph | (trace.gpu.graph == 1)
+
+
+def blocked(found: list[Problem]) -> dict[str, str]:
+    """Conclusion -> why it cannot be drawn."""
+    reasons: dict[str, list[str]] = {}
+    for problem in found:
+        for conclusion in problem.blocks:
+            reasons.setdefault(conclusion, []).append(problem.message)
+    return {conclusion: "; ".join(messages) for conclusion, messages in reasons.items()}
+
+
+def verdict(found: list[Problem]) -> Integrity:
+    """`ok`: nothing is blocked."""
+    return Integrity(ok=not any(problem.blocks for problem in found), problems=found)

@@ -1,0 +1,85 @@
+"""Joins between the tables of a trace: which call launched a device event, which operator surrounds a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
+from saturate.trace.intervals import Intervals, union
+
+GRAPH_LAUNCH = re.compile(r"GraphLaunch")
+
+
+def named(trace: Trace, names: Column, pattern: re.Pattern[str]) -> Column:
+    """Whether each row's name matches (`search`). Each distinct name is looked at once."""
+    if not len(names):
+        return np.zeros(0, bool)
+    return np.fromiter((pattern.search(name) is not None for name in trace.names), bool, len(trace.names))[names]
+
+
+def valid(gpu: GpuEvents) -> Column:
+    """Rows that can be work: not those that end before they start, nor those whose times were lost (both 0)."""
+    return (gpu.end >= gpu.start) & ~((gpu.start == 0) & (gpu.end == 0))
+
+
+def launching_calls(trace: Trace) -> Column:
+    """For each row of `gpu` the row of `calls` that launched it, -1 where none is known.
+
+    Joined by correlation within the process; by correlation alone where the reader could not tell the process. Of
+    several calls with one correlation (a runtime call and the driver call in it) the first, the outer one, is taken.
+    """
+    gpu, calls = trace.gpu, trace.calls
+    if not len(calls.start) or not len(gpu.start):
+        return np.full(len(gpu.start), -1, "i8")
+    pids = np.unique(np.concatenate((calls.pid, gpu.pid)))
+    if len(pids[pids >= 0]) <= 1:
+        call = _first(calls.correlation, gpu.correlation)
+    else:
+        ids, dense = np.unique(np.concatenate((calls.correlation, gpu.correlation)), return_inverse=True)
+        process = np.searchsorted(pids, np.concatenate((calls.pid, gpu.pid)))
+        key = process * len(ids) + dense
+        call = _first(key[:len(calls.start)], key[len(calls.start):])
+        lost = (gpu.pid < 0) & (call < 0)
+        call[lost] = _first(dense[:len(calls.start)], dense[len(calls.start):][lost])
+    call[gpu.correlation <= 0] = -1         # 0 is CUPTI's "unknown"
+    return call
+
+
+def _first(keys: Column, wanted: Column) -> Column:
+    """The first row of `keys` that equals each wanted key, or -1."""
+    low, high = int(keys.min()), int(keys.max())
+    if high - low <= 8 * len(keys):         # counted up, as correlations are: a table is faster than a search
+        table = np.full(high - low + 1, -1, "i8")
+        table[keys[::-1] - low] = np.arange(len(keys))[::-1]    # backwards: of equal keys the first row stays
+        return np.where((wanted >= low) & (wanted <= high), table[np.clip(wanted, low, high) - low], -1)
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    place = np.minimum(np.searchsorted(ordered, wanted, "left"), len(keys) - 1)
+    return np.where(ordered[place] == wanted, order[place], -1).astype("i8")
+
+
+def by_thread(events: HostEvents, rows: Column | None = None) -> Iterator[tuple[int, Column]]:
+    """(thread, rows of it, in order of start) of a table, or of the given rows of it."""
+    rows = np.arange(len(events.start)) if rows is None else rows
+    order = np.argsort(events.tid[rows], kind="stable")
+    rows = rows[order]
+    threads, first = np.unique(events.tid[rows], return_index=True)
+    yield from zip(threads.tolist(), np.split(rows, first[1:]))
+
+
+def spans(events: HostEvents, rows: Column) -> Intervals:
+    """The time that rows of a table cover."""
+    return union(events.start[rows], events.end[rows])
+
+
+def leaves(events: HostEvents) -> Column:
+    """Whether each row has no other row of its thread inside it: what really ran, where operators call operators."""
+    result = np.zeros(len(events.start), bool)
+    for _, rows in by_thread(events):
+        # Parents before children: by start, the longer first. A row is a leaf when the next one starts after its end.
+        rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
+        result[rows] = np.append(events.start[rows[1:]] >= events.end[rows[:-1]], True)
+    return result

@@ -1,0 +1,93 @@
+"""Operators by what they are: matrix products, attention written out, chains. By name, shapes and formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+
+from saturate.records.analysis import Operator
+
+Dims = tuple[tuple[int, ...], ...]
+
+_PRODUCT = re.compile(r"^aten::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear|_addmm_activation|mkldnn_linear|"
+                      r"\w*convolution\w*|conv(_transpose)?[123]d|slow_conv\w*|thnn_conv\w*|_?mkldnn_conv\w*)$")
+_BATCHED = re.compile(r"^aten::(bmm|baddbmm|matmul)$")
+_SOFTMAX = re.compile(r"^aten::(_?softmax|_safe_softmax|_softmax_backward_data)$")
+#: Memory-bound, but not because tensors are written out between one operation and the next.
+_NOT_A_CHAIN = re.compile(r"embedding|index|gather|scatter|sort|topk|unique|nonzero|cumsum|_foreach_|_fused_|pool|"
+                          r"attention|^(?!aten::)")
+#: Names of fp32 kernels, and of those that round their inputs to TF32 for tensor cores.
+_FP32 = re.compile(r"sgemm|simt_s|ffma|f32f32_f32f32|magma_sgemm")
+_TENSOR_CORES = re.compile(r"tf32|tensorop|s1688|s16816|h?mma|xmma_.*tf32|nvjet_[a-z]*t", re.IGNORECASE)
+_SIZES = re.compile(r"\[([\d, ]*)\]")
+
+
+def dims(operator: Operator) -> Dims:
+    """Sizes of its tensors, from the text of the record; () where shapes were not recorded."""
+    return tuple(tuple(int(size) for size in found.split(", ") if size) for found in _SIZES.findall(operator.shapes))
+
+
+def fp32_matmul_ns(operators: Iterable[Operator]) -> int | None:
+    """Time of matrix products and convolutions in fp32 without TF32; None where the formats of most are not known."""
+    fp32 = known = total = 0
+    for operator in operators:
+        if not _PRODUCT.match(operator.name):
+            continue
+        total += operator.time_ns
+        answer = _is_fp32(operator)
+        if answer is not None:
+            known += operator.time_ns
+            fp32 += operator.time_ns if answer else 0
+    return None if 2 * known < total else fp32
+
+
+def _is_fp32(operator: Operator) -> bool | None:
+    longest = operator.kernels[0] if operator.kernels else ""
+    if operator.dtypes:
+        return "float32" in operator.dtypes.split(", ") and not _TENSOR_CORES.search(longest)
+    return True if _FP32.search(longest) else False if _TENSOR_CORES.search(longest) else None
+
+
+def eager_attention_ns(operators: Iterable[Operator]) -> int | None:
+    """Time of softmax(Q K^T) V written out: softmaxes over [.., Lq, Lk] and the batched products that make or use
+    matrices of that size, forward and backward. Needs both kinds; None where no shapes were recorded."""
+    operators = list(operators)
+    if not any(operator.shapes for operator in operators):
+        return None
+    softmaxes = [(operator, scores[0]) for operator in operators
+                 if _SOFTMAX.match(operator.name) and (scores := dims(operator)) and len(scores[0]) >= 3]
+    products = [operator for operator in operators if _BATCHED.match(operator.name)]
+    total, counted = 0, set()
+    for softmax, scores in softmaxes:
+        partners = [operator for operator in products if _touches(operator, scores)]
+        if partners:
+            total += softmax.time_ns
+            for operator in partners:
+                total += operator.time_ns if id(operator) not in counted else 0
+                counted.add(id(operator))
+    return total
+
+
+def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
+    """Whether a batched product makes or multiplies matrices of this batch and these sizes, transposed or not."""
+    matrices = [sizes for sizes in dims(product) if len(sizes) >= 3][-2:]
+    if len(matrices) < 2:
+        return False
+    left, right = matrices
+    sizes = {scores[-2:], scores[-2:][::-1]}
+    made, used = (left[-2], right[-1]), {left[-2:], right[-2:]}
+    return prod(left[:-2]) == prod(scores[:-2]) and (made in sizes or bool(used & sizes))
+
+
+def elementwise_ns(operators: Iterable[Operator]) -> int | None:
+    """Time of elementwise operators and reductions that memory bounds; None where most time was not modelled."""
+    total = modelled = chains = 0
+    for operator in operators:
+        total += operator.time_ns
+        if operator.limit is None:
+            continue
+        modelled += operator.time_ns
+        apart = _PRODUCT.match(operator.name) or _NOT_A_CHAIN.search(operator.name)
+        chains += operator.time_ns if operator.limit != "compute" and not apart else 0
+    return None if 2 * modelled < total or not total else chains

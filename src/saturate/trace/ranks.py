@@ -1,0 +1,313 @@
+"""Who waited for whom: the same collectives, seen by several ranks.
+
+A collective cannot finish before its last rank arrives, so the kernel of an early rank mostly waits. Of collective i
+with duration d(r, i) on rank r (as TraceLens separates skew from transfer):
+
+    latency(i)  = min over ranks of d(r, i)         what the transfer itself costs, at most
+    wait(r, i)  = d(r, i) - latency(i)              what rank r waited for later ones
+    late(r, i)  = how much later than the first rank r arrived: from the starts where the ranks' clocks agree, else
+                  max over ranks of d(., i) - d(r, i), which needs no clock because ranks finish together
+
+Collectives are matched by process group, kind, size and sequence number where those were recorded; else by position,
+as the n-th of their kind in step k (in the whole trace where steps have no numbers). Positions must hold: ranks
+finish a collective together, so once the clocks' offset is taken away its intervals share an instant. Where they do
+not (a sampled trace), collectives are matched by the moment they end, if the clocks allow it. What cannot be matched
+is left out and counted, never guessed at.
+
+On a CPU the collectives are the annotations of the backend ("gloo:all_reduce").
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from saturate.records.analysis import Straggler
+from saturate.trace.breakdown import communication
+from saturate.trace.columns import Column, HostEvents, Trace
+from saturate.trace.launches import launching_calls, named, valid
+from saturate.trace.windows import STEP
+
+#: Sends and receives concern two ranks only; they are no collectives.
+POINT_TO_POINT = re.compile(r"^(\w+:)?i?(send|recv)$", re.IGNORECASE)
+
+#: What a backend calls its collectives on the host.
+ON_THE_HOST = re.compile(r"^(gloo|mpi|ucc):\w+$")
+
+#: Share of the matched collectives that must have been in progress on all ranks at one instant, for positions to be
+#: believed (clock offsets taken away) and for clocks to agree (as they are).
+HOLDS = 0.9
+
+#: Ends of one collective differ by no more than this share of its shortest duration, or by this many ns.
+END_TOLERANCE, END_TOLERANCE_NS = 0.05, 20_000
+
+_NUMBER = re.compile(r"\d+")
+
+
+class Kind(NamedTuple):
+    """What one collective is, apart from its position among its like."""
+
+    group: str
+    name: str
+    size: str       # elements and dtype
+
+
+class Key(NamedTuple):
+    kind: Kind
+    counted: Literal["sequence", "step"]
+    number: int     # of the sequence or of the step; -1: in no numbered step
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The collectives of one rank: all that is kept of its trace. Times in ns of its clock since the epoch."""
+
+    rank: int | None
+    source: str
+    starts: dict[Key, Column] = field(default_factory=dict)         # in order of start
+    ends: dict[Key, Column] = field(default_factory=dict)
+    members: dict[str, frozenset[int]] = field(default_factory=dict)    # process group -> its ranks, where recorded
+    point_to_point: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`stragglers`: the latest first. `unknown` says why there are none; `notes` what was left out or assumed."""
+
+    stragglers: list[Straggler]
+    unknown: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
+    """Each rank across the collectives that all took part in; empty where that cannot be told (`across` says why)."""
+    return across([seen for trace in traces for seen in observe(trace)]).stragglers
+
+
+# One trace ---------------------------------------------------------------------------------------------------------
+
+def observe(trace: Trace) -> list[Seen]:
+    """The ranks of one trace: one, or one for each process where a file holds several (Nsight Systems)."""
+    launches = launching_calls(trace)
+    rows = np.flatnonzero(communication(trace, launches) & valid(trace.gpu))
+    if not len(rows):
+        return _on_the_host(trace)
+    gpu, calls = trace.gpu, trace.calls
+    launched = launches[rows]
+    time = np.where(launched >= 0, calls.start[launched], gpu.start[rows]) if len(calls.start) else gpu.start[rows]
+    steps = _steps(trace, time)
+    names = [trace.names[index].partition("(")[0] for index in gpu.name[rows].tolist()]
+    recorded = [trace.collectives.get(row, {}) for row in rows.tolist()]
+
+    def seen(mask: Column, rank: int | None) -> Seen:
+        own = np.flatnonzero(mask)
+        return _seen(trace, rank, gpu.start[rows[own]], gpu.end[rows[own]], [names[i] for i in own.tolist()],
+                     [recorded[i] for i in own.tolist()], steps[own])
+
+    pids = gpu.pid[rows]
+    processes = np.unique(pids).tolist()
+    if len(processes) == 1:
+        return [seen(pids == processes[0], trace.rank)]
+    devices = [np.unique(gpu.device[rows[pids == pid]]).tolist() for pid in processes]
+    one_each = all(len(own) == 1 for own in devices) and len({own[0] for own in devices}) == len(devices)
+    return [seen(pids == pid, own[0] if one_each else index)
+            for index, (pid, own) in enumerate(zip(processes, devices))]
+
+
+def _on_the_host(trace: Trace) -> list[Seen]:
+    for table in (trace.annotations, trace.operators):
+        rows = np.flatnonzero(named(trace, table.name, ON_THE_HOST))
+        if len(rows):
+            names = [trace.names[index] for index in table.name[rows].tolist()]
+            return [_seen(trace, trace.rank, table.start[rows], table.end[rows], names, [{}] * len(rows),
+                          _steps(trace, table.start[rows]))]
+    return []
+
+
+def _seen(trace: Trace, rank: int | None, start: Column, end: Column, names: list[str],
+          recorded: list[dict[str, Any]], steps: Column) -> Seen:
+    rows: dict[Key, list[int]] = defaultdict(list)
+    members: dict[str, frozenset[int]] = {}
+    point_to_point = 0
+    for row, (name, facts, step) in enumerate(zip(names, recorded, steps.tolist())):    # in order of start
+        name = str(facts.get("Collective name") or name)
+        if POINT_TO_POINT.match(name):
+            point_to_point += 1
+            continue
+        group = str(facts.get("Process Group Ranks", facts.get("Process Group Name", "")))
+        members[group] = _members(group)
+        size = " ".join(str(facts[fact]) for fact in ("In msg nelems", "Out msg nelems", "dtype") if fact in facts)
+        kind, sequence = Kind(group, name, size), facts.get("Seq")
+        rows[Key(kind, "sequence", sequence) if isinstance(sequence, int) else Key(kind, "step", step)].append(row)
+    return Seen(rank=rank, source=trace.source, members=members, point_to_point=point_to_point,
+                starts={key: start[own] + trace.origin_ns for key, own in rows.items()},
+                ends={key: end[own] + trace.origin_ns for key, own in rows.items()})
+
+
+def _members(group: str) -> frozenset[int]:
+    """Ranks of a process group as Kineto writes them, "[0, 1, 2, 3]"; none of a name, or a list cut by "..."."""
+    listed = group.startswith("[") and "..." not in group
+    return frozenset(map(int, _NUMBER.findall(group))) if listed else frozenset()
+
+
+def _steps(trace: Trace, time: Column) -> Column:
+    """Number of the step in which each moment lies, -1 outside of numbered steps."""
+    annotations: HostEvents = trace.annotations
+    numbered = {index: int(found[0]) for index, name in enumerate(trace.names)
+                if STEP.match(name) and (found := _NUMBER.findall(name))}
+    marks = np.flatnonzero(np.isin(annotations.name, list(numbered)))
+    if not len(marks):
+        return np.full(len(time), -1, np.int64)
+    place = np.searchsorted(annotations.start[marks], time, "right") - 1
+    mark = marks[np.maximum(place, 0)]
+    inside = (place >= 0) & (time < annotations.end[mark])
+    return np.where(inside, np.array([numbered[name] for name in annotations.name[mark].tolist()], np.int64), -1)
+
+
+# All of them -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Matched:
+    """The same collectives on several ranks: row i of `start` and `end` belongs to `ranks[i]`."""
+
+    ranks: tuple[int, ...]
+    start: Column
+    end: Column
+
+    @property
+    def together(self) -> Column:
+        """Whether all ranks were in the collective at one instant, by their clocks as they are."""
+        return self.start.max(axis=0) <= self.end.min(axis=0)
+
+    def of(self, mask: Column) -> Matched:
+        return Matched(self.ranks, self.start[:, mask], self.end[:, mask])
+
+
+def across(seen: list[Seen]) -> Ranks:
+    """Match the collectives of all ranks and say who was late."""
+    ranks, unknown, notes = _numbered(seen)
+    if unknown:
+        return Ranks([], unknown, notes)
+    point_to_point = sum(rank.point_to_point for rank in seen)
+    if point_to_point:
+        notes.append(f"{point_to_point:,} sends and receives are not collectives and were left out")
+    total = sum(len(starts) for rank in seen for starts in rank.starts.values())
+    counted, certain = _by_position(ranks)
+    held = [_held(matched) for matched in counted]
+    if counted and sum(each.start.shape[1] for each in held) < HOLDS * sum(each.start.shape[1] for each in counted):
+        held = _by_time(ranks)
+        notes.append("the n-th collectives of the ranks are not the same ones, so they were matched by the moment "
+                     "they end")
+    matched = certain + [each for each in held if each.start.shape[1]]
+    if not matched:
+        return Ranks([], f"no collective could be matched across the {len(seen)} ranks: they ran different kinds, "
+                     "not equally often, or parts of the traces are missing", notes)
+    left_out = total - sum(each.start.size for each in matched)
+    if left_out:
+        notes.append(f"{left_out:,} of {total:,} recorded collectives have no counterpart on all ranks of their "
+                     "group and were left out")
+    together = np.concatenate([each.together for each in matched])
+    agree = bool(together.sum() >= HOLDS * len(together))
+    if not agree:
+        notes.append("the ranks' clocks do not agree, so lateness is from durations")
+    return Ranks(_sum(matched, agree), "", notes)
+
+
+def _numbered(seen: list[Seen]) -> tuple[dict[int, Seen], str, list[str]]:
+    """Ranks by number, or why they have none."""
+    if len(seen) < 2:
+        return {}, ("no collectives were recorded" if not seen else
+                    "only one rank was given: how long it waited for its peers cannot be told from its transfers"), []
+    if all(rank.rank is None for rank in seen):
+        return dict(enumerate(seen)), "", [
+            "the files do not say their rank; ranks are numbered in the order of the files"]
+    by_rank: dict[int, Seen] = {}
+    for rank in seen:
+        if rank.rank is None:
+            return {}, f"{rank.source} does not say its rank", []
+        if rank.rank in by_rank:
+            return {}, f"{by_rank[rank.rank].source} and {rank.source} are both of rank {rank.rank}", []
+        by_rank[rank.rank] = rank
+    return by_rank, "", []
+
+
+def _parties(ranks: dict[int, Seen], group: str, holders: list[int]) -> list[int]:
+    """The ranks that must have run a collective: of its group; of one known by name only, those that did."""
+    members = next((rank.members[group] for rank in ranks.values() if rank.members.get(group)), frozenset())
+    return [rank for rank in ranks if rank in members] if members else holders if group else list(ranks)
+
+
+def _by_position(ranks: dict[int, Seen]) -> tuple[list[Matched], list[Matched]]:
+    """What stands at the same place on all ranks: counted within steps, and numbered by the recording itself."""
+    found: dict[tuple[str, tuple[int, ...]], list[Key]] = defaultdict(list)
+    for key in sorted({key for rank in ranks.values() for key in rank.starts}):
+        holders = [number for number, rank in ranks.items() if key in rank.starts]
+        counts = {len(ranks[number].starts[key]) for number in holders}
+        if len(holders) > 1 and len(counts) == 1 and holders == _parties(ranks, key.kind.group, holders):
+            found[key.counted, tuple(holders)].append(key)
+    stacked = {(counted, holders): Matched(
+        holders, np.stack([np.concatenate([ranks[number].starts[key] for key in keys]) for number in holders]),
+        np.stack([np.concatenate([ranks[number].ends[key] for key in keys]) for number in holders]))
+        for (counted, holders), keys in found.items()}
+    return ([matched for (counted, _), matched in stacked.items() if counted == "step"],
+            [matched for (counted, _), matched in stacked.items() if counted == "sequence"])
+
+
+def _held(matched: Matched) -> Matched:
+    """Those that can be one collective: with each clock set by the median of the ends, all ranks share an instant."""
+    ahead = np.sort(matched.end - matched.end[0], axis=1)[:, [matched.end.shape[1] // 2]]
+    set_right = Matched(matched.ranks, matched.start - ahead, matched.end - ahead)
+    return matched.of(set_right.together)
+
+
+def _by_time(ranks: dict[int, Seen]) -> list[Matched]:
+    """Collectives of one kind that end at one moment on all ranks of their group, by clocks that agree."""
+    found = []
+    for kind in sorted({key.kind for rank in ranks.values() for key in rank.starts}):
+        of_kind = {number: [np.concatenate([table[key] for key in keys]) for table in (rank.starts, rank.ends)]
+                   for number, rank in ranks.items() if (keys := [key for key in rank.starts if key.kind == kind])}
+        parties = _parties(ranks, kind.group, list(of_kind))
+        if len(parties) < 2 or not set(parties) <= of_kind.keys():
+            continue
+        first, *others = parties
+        start, end = of_kind[first]
+        rows = [np.arange(len(end))] + [_nearest(of_kind[number][1], end) for number in others]
+        matched = Matched(tuple(parties), np.stack([of_kind[number][0][own] for number, own in zip(parties, rows)]),
+                          np.stack([of_kind[number][1][own] for number, own in zip(parties, rows)]))
+        shortest = (matched.end - matched.start).min(axis=0)
+        spread = matched.end.max(axis=0) - matched.end.min(axis=0)
+        mutual = np.ones(len(end), bool)
+        for number, own in zip(others, rows[1:]):
+            mutual &= _nearest(end, of_kind[number][1])[own] == rows[0]
+        close = spread <= np.maximum(END_TOLERANCE * shortest, END_TOLERANCE_NS)
+        found.append(matched.of(mutual & close & matched.together))
+    return found
+
+
+def _nearest(times: Column, wanted: Column) -> Column:
+    """For each wanted time the row of the nearest of `times`."""
+    order = np.argsort(times)
+    place = np.searchsorted(times[order], wanted)
+    before, after = order[np.maximum(place - 1, 0)], order[np.minimum(place, len(times) - 1)]
+    return np.where(np.abs(times[before] - wanted) <= np.abs(times[after] - wanted), before, after)
+
+
+def _sum(matched: list[Matched], clocks_agree: bool) -> list[Straggler]:
+    sums: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for each in matched:
+        duration = each.end - each.start
+        latency = duration.min(axis=0)
+        late = each.start - each.start.min(axis=0) if clocks_agree else duration.max(axis=0) - duration
+        for row, rank in enumerate(each.ranks):
+            for place, value in enumerate((duration[row] - latency, latency, late[row])):
+                sums[rank][place] += int(value.sum())
+            sums[rank][3] += duration.shape[1]
+    found = [Straggler(rank=rank, wait_ns=wait, transfer_ns=transfer, late_ns=late, collectives=count,
+                       late_from="starts" if clocks_agree else "durations")
+             for rank, (wait, transfer, late, count) in sums.items()]
+    return sorted(found, key=lambda straggler: (-straggler.late_ns, straggler.rank))

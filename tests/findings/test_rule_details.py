@@ -1,0 +1,174 @@
+"""What single rules say beside their cause: names, counts, techniques, and the second half of a condition."""
+
+from __future__ import annotations
+
+import pytest
+from rule_cases import Case, base, but, on_cpu
+from test_rules import CASES, RULES
+from work_cases import LATENCY, NAMELESS, ODD, SOFTMAX
+
+from saturate.records.analysis import Finding
+from saturate.records.observations import KernelsSeen, OperatorSeen
+
+
+def case(rule: str, device: str = "cuda") -> Case:
+    return next(one for one in CASES if one.rule == rule and one.fires.device == device)
+
+
+def found(rule: str, seen) -> Finding:
+    answer = RULES[rule].detect(seen)
+    assert answer is not None
+    return answer
+
+
+def lost(finding: Finding) -> float:
+    assert finding.bound is not None
+    return 1.0 - 1.0 / finding.bound
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "said"),
+    [
+        ("device-waits", {"communication__world_size": 1}, "it waits for events or other streams."),
+        ("device-waits", {"communication__world_size": 2}, "it waits for peers, events or other streams."),
+        ("exposed-communication", {}, ", and computation hides 0.0 % of it."),
+        ("exposed-communication", {"communication__overlap": None}, "one rank was observed)."),
+        ("exposed-communication", {"communication__peer_wait": 0.1}, "18.0 % of the step, and computation"),
+        ("fragmentation", {"memory__fragmentation": 0.5}, "retry 3 times and 50.0 % of the reserved"),
+        ("graph-breaks", {"compiler__graph_breaks": 1, "compiler__graph_break_reasons": ()}, "has 1 graph break."),
+        ("recompilation", {"compiler__compile_share": None}, "in 20 steps: size of x changed."),
+        ("recompilation", {"compiler__recompile_reasons": ("a\n  b" + 200 * "c",)}, "c..."),
+        ("off-device", {"off_device": ("Net.mask",)}, "Net.mask stayed on the CPU, and"),
+        ("off-device", {"busy": None}, "Net.position and 1 more stayed on the CPU."),
+        ("slow-optimizer", {"optimizer_tensors": None, "optimizer_kind": ""}, "The update of the optimizer takes"),
+        ("small-batch", {"batch_size": None}, "A batch leaves the device"),
+        ("input-bound-workers", {"loader__num_workers": 3, "loader__cpu_count": 8.0}, "3 workers compute for"),
+        ("unaligned-shapes", {"operators": (NAMELESS,)}, "take 12.0 % of the step."),
+        ("nothing-to-gain", {"operators": ()}, "works 95.0 % of the step."),
+    ],
+)
+def test_the_sentence_follows_what_is_known(rule, changes, said):
+    first = next(one for one in CASES if one.rule == rule)
+    assert said in found(rule, but(first.fires, **changes)).reason
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "techniques"),
+    [
+        ("device-waits", {"kernels__short_share": 0.4}, []),
+        ("eager-attention", {"compiler__compiled": True}, []),
+        ("unaligned-shapes", {"compiler__compiled": True}, []),
+        ("fp32-matmul", {"capability": (7, 5), "bf16_native": False}, ["fp16-autocast"]),
+        ("fp32-matmul", {"capability": None}, ["bf16-autocast"]),
+    ],
+)
+def test_techniques_are_those_that_fit(rule, changes, techniques):
+    answer = found(rule, but(case(rule).fires, **changes))
+    assert answer.techniques == techniques and answer.advice
+
+
+def test_the_advice_of_fp32_products_names_what_there_is():
+    first = case("fp32-matmul").fires
+    assert "set_float32_matmul_precision" in found("fp32-matmul", first).advice
+    assert found("fp32-matmul", but(first, capability=(7, 0))).advice == "torch.autocast"
+
+
+def test_attention_names_its_slowest_softmax():
+    other = OperatorSeen("aten::_softmax", "[8, 10]", share=0.01)
+    product = OperatorSeen("aten::bmm", share=0.5)
+    evidence = found("eager-attention", base(attention_eager=0.4, operators=(other, SOFTMAX, product))).evidence
+    assert [one.where for one in evidence] == ["", "aten::_softmax [16, 5185, 5185]"]
+    assert len(found("eager-attention", base(attention_eager=0.4, operators=(product,))).evidence) == 1
+
+
+def test_elementwise_chains_give_way_only_to_launches_that_really_cost():
+    tiny = KernelsSeen(short_share=0.5, median_us=9.9, median_launch_delay_us=8.0, host_late=0.15)
+    for change, silent in (
+        ({}, True),
+        ({"short_share": 0.49}, False),
+        ({"median_us": 10.0}, False),
+        ({"median_us": None}, False),
+        ({"host_late": 0.14}, False),
+    ):
+        seen = base(elementwise=0.45, optimizer=0.1, kernels=but(tiny, **change))
+        assert (RULES["elementwise-chains"].detect(seen) is None) == silent, change
+    levels = [
+        found("elementwise-chains", base(elementwise=0.45, optimizer=share)).confidence for share in (0.1, None)
+    ]
+    assert levels == ["high", "medium"]
+
+
+def test_all_communication_is_waiting_where_peers_say_so():
+    seen = case("exposed-communication").fires
+    for wait, overlap, share in ((1.0, None, None), (0.99, None, 0.2), (0.4, 0.5, 0.2), (0.7, 0.5, 0.12)):
+        answer = RULES["exposed-communication"].detect(
+            but(seen, communication__peer_wait=wait, communication__overlap=overlap)
+        )
+        assert answer is None if share is None else lost(answer) == pytest.approx(share), (wait, overlap)
+
+
+def test_what_is_above_the_roof_counts_for_the_ceiling_only_where_it_is_known():
+    rule = "nothing-to-gain"
+    assert lost(found(rule, base(busy=0.95))) == pytest.approx(0.05)
+    assert found(rule, base(busy=0.95)).confidence == "medium"
+    answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", recoverable=0.1), OperatorSeen("y"))))
+    assert lost(answer) == pytest.approx(0.15) and answer.confidence == "high" and len(answer.evidence) == 2
+    assert RULES[rule].detect(on_cpu(busy=0.5, input_wait=0.0, overhead=0.0)) is None, "what was seen goes first"
+    assert RULES[rule].detect(base(input_wait=0.0, overhead=0.0)) is None, "of a device, only its own busy time"
+
+
+def test_a_small_batch_may_show_as_latency_alone():
+    seen = but(case("small-batch").fires, kernels=KernelsSeen(host_late=0.01), operators=(LATENCY,))
+    assert lost(found("small-batch", seen)) == pytest.approx(0.31)
+    for share, silent in ((0.25, False), (0.2499, True)):
+        seen = but(seen, operators=(but(LATENCY, share=share),))
+        assert (RULES["small-batch"].detect(seen) is None) == silent
+
+
+@pytest.mark.parametrize(
+    ("change", "fires"),
+    [
+        ({"name": "aten::mul"}, False),
+        ({"dtypes": "float16"}, True),
+        ({"dtypes": "c10::Half"}, True),
+        ({"dtypes": "BFloat16"}, True),
+        ({"dtypes": "float8_e4m3fn"}, True),
+        ({"dtypes": "float64"}, False),
+        ({"dtypes": "long"}, False),
+        ({"kernels": ("tensorop_align2",)}, True),
+        ({"kernels": ("tensorop_align4",)}, False),
+        ({"dims": ((16, 100, 64), (16, 64, 65))}, True),
+        ({"dims": ((16, 100, 64), (16, 64, 64))}, False),
+        ({"dims": ((16, 100, 66), (16, 66, 64))}, True),
+        ({"dims": ((5185,), (5185,))}, False),
+    ],
+)
+def test_which_products_are_unaligned(change, fires):
+    seen = base(operators=(but(NAMELESS, **change),), tf32_allowed=True)
+    assert (RULES["unaligned-shapes"].detect(seen) is not None) == fires
+
+
+def test_the_bound_of_unaligned_products_is_their_time_above_the_roof_where_all_of_it_is_known():
+    known, unknown = ODD, but(ODD, recoverable=None)
+    assert lost(found("unaligned-shapes", base(operators=(known, known)))) == pytest.approx(0.20)
+    assert lost(found("unaligned-shapes", base(operators=(known, unknown)))) == pytest.approx(0.24)
+
+
+def test_tiny_operators_take_no_more_than_the_busy_time():
+    seen = case("launch-bound", "cpu").fires
+    assert lost(found("launch-bound", but(seen, busy=0.3))) == pytest.approx(0.7)
+    assert lost(found("launch-bound", but(seen, busy=None))) == pytest.approx(0.99)
+    assert lost(found("launch-bound", but(seen, kernels__short_share=0.05))) == pytest.approx(0.45)
+
+
+def test_equal_waits_of_host_and_device_are_the_hosts():
+    late = case("launch-bound").fires
+    assert found("launch-bound", but(late, device_wait=late.kernels.host_late))
+    late = case("slow-host-code").fires
+    assert found("slow-host-code", but(late, device_wait=late.kernels.host_late))
+
+
+def test_an_optimizer_that_is_known_not_to_be_fused_is_surer():
+    seen = case("slow-optimizer").fires
+    assert found("slow-optimizer", seen).confidence == "high"
+    assert found("slow-optimizer", but(seen, optimizer_fused=None)).confidence == "medium"

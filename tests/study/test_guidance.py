@@ -1,0 +1,31 @@
+"""The order of the search follows the diagnosis."""
+
+from __future__ import annotations
+
+import pytest
+
+from saturate.records.analysis import Finding
+from saturate.study.guidance import promise
+
+
+def finding(bound: float | None, *techniques: str) -> Finding:
+    return Finding(id="x", title="", reason="", evidence=[], bound=bound, confidence="high", techniques=list(techniques))
+
+
+FOUND = [finding(1.5, "loader-workers", "pin-memory"), finding(1.1, "fused-optimizer"), finding(None, "compile"),
+         finding(2.0, "pin-memory")]
+
+
+def test_what_a_finding_names_comes_first_and_by_its_worth() -> None:
+    bounds = {"allocator": None, "compile": 0.9, "fused-optimizer": 0.3, "loader-workers": 0.4, "pin-memory": 0.05}
+    order = sorted(bounds, key=lambda identity: promise(identity, bounds[identity], FOUND))
+    assert order == ["loader-workers", "fused-optimizer", "pin-memory", "compile", "allocator"]
+
+
+@pytest.mark.parametrize(("bound", "share"), [(None, 0.5), (0.05, 0.05), (0.9, 0.5)])
+def test_a_technique_gives_no_more_than_the_finding_or_itself_says(bound: float | None, share: float) -> None:
+    assert promise("pin-memory", bound, FOUND) == (0, -share)
+
+
+def test_without_findings_a_technique_that_nothing_bounds_waits() -> None:
+    assert promise("compile", 0.2, []) < promise("allocator", None, [])

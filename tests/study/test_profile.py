@@ -1,0 +1,297 @@
+"""What a profile says from what its windows saw, and the whole of it on small workloads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tune_kit import Folder
+
+from saturate.errors import EnvironmentProblem
+from saturate.records.analysis import Analysis, Profile
+from saturate.records.ceilings import Ceilings
+from saturate.records.facts import Facts, LoaderFacts, ModuleFacts
+from saturate.study import profile as study_profile
+from saturate.study.profile import Seen, _queue, nothing, recorded_steps
+from saturate.study.state import Request
+
+diagnose = pytest.importorskip("saturate.study.diagnose")
+
+CWD = Path("/home/user/project")
+SAMPLE = {
+    "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "process_cpu_ns": 700_000_000, "workers": 0,
+    "worker_cpu_ns": 0, "worker_queued_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
+    "fetch_queued_ns": 0, "longest_fetch_ns": 50_000_000, "read_bytes": 1_000_000, "gc_ns": 20_000_000, "gc_pauses": 5,
+    "fetch_samples": 80, "fetch_waiting": 8, "worker_samples": 0, "worker_waiting": 0,
+    "lines": [[f"{CWD}/data.py", 17, "__getitem__", 60], [f"{CWD}/data.py", 20, "collate", 20]],
+    "dataset": {"kind": "Rows", "file": f"{CWD}/data.py", "line": 15, "function": "__getitem__"},
+    "memory": {"parameters": 100, "gradients": 90, "optimizer_state": 200}, "python": sys.executable,
+}
+CEILINGS = Ceilings(device="cpu", device_name="a CPU", rates={"float32": 1e12, "bfloat16": 4e12}, bandwidth={})
+
+
+def request(**changes: object) -> Request:
+    return Request(argv=["python", "train.py"], cwd=CWD, environment={}, directory=CWD / ".saturate", **changes)
+
+
+def facts(**changes: object) -> Facts:
+    return dataclasses.replace(Facts(flops_per_step=10**9, loaders=(LoaderFacts(num_workers=0, batch_size=32),),
+                                     modules=(ModuleFacts(dtypes=("float32",)),)), **changes)
+
+
+def record(**changes: object) -> object:
+    values = {"facts": facts(), "step_ns": [10_000_000] * 9, "sample": SAMPLE, "ceilings": CEILINGS, **changes}
+    return diagnose.Record(request(), Seen(**values), diagnose._shortener(CWD))
+
+
+# -- how many steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wanted", "step_ms", "steps"), [
+    (None, 1.0, 40), (None, 20.0, 20), (None, 200.0, 5), (None, 1000.0, 3), (None, 60_000.0, 2), (7, 200.0, 7), (100, 200.0, 15),
+])
+def test_recorded_steps(wanted, step_ms, steps):
+    """Enough to see, never one, and no longer than three seconds unless two steps take that."""
+    assert recorded_steps(wanted, step_ms) == steps
+
+
+def test_batches_that_workers_made_ahead_are_let_pass():
+    assert _queue(facts(), 10.0) == (1, 1)
+    skip, period = _queue(facts(loaders=(LoaderFacts(num_workers=4, prefetch_factor=3),)), 10.0)
+    assert skip == 12 and period == 4
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_on_a_cpu():
+    """1e9 operations in 10 ms are a tenth of 1e12 per second."""
+    made = record()
+    assert made.rates() == {"mfu": None, "hfu": None, "mfu_achievable": pytest.approx(0.1)}
+    assert "CPU" in made.unknown["mfu"] and "CPU" in made.unknown["hfu"]
+
+
+def test_rates_on_an_accelerator():
+    """HFU counts what is computed again, MFU does not; both are of the specification's dense peak."""
+    made = record(facts=facts(device="cuda", device_name="NVIDIA H100 80GB HBM3", autocast="bfloat16"),
+                  modules={"flops": 4 * 10**12, "recomputed_flops": 10**12})
+    found = made.rates()
+    peak = diagnose.accelerators.find("NVIDIA H100 80GB HBM3").rates["bfloat16"]
+    assert found["mfu"] == pytest.approx(3e12 / 0.01 / peak) and found["hfu"] == pytest.approx(4e12 / 0.01 / peak)
+    assert made.flops == 3 * 10**12
+
+
+def test_more_than_the_device_can_do_is_an_error():
+    made = record(facts=facts(flops_per_step=10**11))
+    assert made.rates()["mfu_achievable"] is None and "wrong" in made.unknown["mfu_achievable"]
+
+
+def test_unknown_operations_give_no_rates():
+    made = record(facts=facts(flops_per_step=None))
+    assert set(made.rates().values()) == {None} and "compiled" in made.unknown["flops_per_step"]
+
+
+@pytest.mark.parametrize(("changes", "name"), [
+    ({}, "float32"), ({"autocast": "bfloat16"}, "bfloat16"), ({"device": "cuda", "tf32_matmul": True}, "tfloat32"),
+    ({"tf32_matmul": True}, "float32"), ({"modules": (ModuleFacts(dtypes=("float16",)),)}, "float16"), ({"modules": ()}, "float32"),
+])
+def test_number_format(changes, name):
+    assert diagnose.number_format(facts(**changes)) == name
+
+
+# -- memory, lines -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_on_a_cpu_says_what_it_does_not_know():
+    memory = record(modules={"saved_bytes": 50}).memory()
+    assert (memory.parameters, memory.gradients, memory.optimizer_state, memory.activations) == (100, 90, 200, 50)
+    assert memory.peak is None and memory.unknown["peak"]
+
+
+def test_memory_on_a_device():
+    device = {"peak": 1000, "active_peak": 1200, "reserved": 1600, "retries": 3, "total": 10_000}
+    memory = record(sample={**SAMPLE, "device_memory": device}).memory()
+    assert (memory.activations, memory.peak, memory.reserved, memory.allocator_retries) == (1000 - 390, 1000, 1600, 3)
+    assert memory.fragmentation == pytest.approx(0.25)
+
+
+def test_input_lines_share_the_time_of_the_fetch():
+    first, second = record().input_lines()
+    assert (first.file, first.line, first.what) == ("data.py", 17, "__getitem__")
+    assert first.ms_per_step == pytest.approx(30.0) and second.ms_per_step == pytest.approx(10.0)
+
+
+def test_lines_of_workers_are_the_datasets():
+    (line,) = record(sample={**SAMPLE, "workers": 2, "lines": []}).input_lines()
+    assert line.line == 15 and "in 2 workers" in line.what
+
+
+def test_few_looks_name_no_line():
+    (line,) = record(sample={**SAMPLE, "fetch_samples": 3}).input_lines()
+    assert (line.line, line.what) == (15, "Rows.__getitem__")
+
+
+def test_no_loader_no_lines():
+    assert record(sample={**SAMPLE, "dataset": None}).input_lines() == []
+
+
+def test_syncs_are_per_step_and_relative():
+    (sync,) = record(record={"steps": 4, "syncs": [[f"{CWD}/train.py", 3, "Tensor.item", 8, 2_000_000]]}).syncs()
+    assert (sync.file, sync.line, sync.calls_per_step, sync.ms_per_step) == ("train.py", 3, 2.0, 0.5)
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+def loader(**changes: object):
+    return diagnose._loader(Seen(facts=facts(), sample={**SAMPLE, **changes}), diagnose._shortener(CWD))
+
+
+def test_what_the_rules_see_of_the_loader():
+    seen = loader()
+    assert (seen.num_workers, seen.batch_size, seen.slowest) == (0, 32, "data.py:17 __getitem__")
+    assert seen.fetch_cpu == pytest.approx(0.75) and seen.io_wait == pytest.approx(0.1)
+    assert seen.busy_cores == pytest.approx(0.7) and seen.read_bytes_per_s == pytest.approx(1e6)
+
+
+def test_waiting_for_a_core_is_not_waiting_for_storage():
+    assert loader(fetch_cpu_ns=100_000_000, fetch_queued_ns=290_000_000).fetch_cpu == pytest.approx(100 / 110)
+
+
+def test_workers_that_were_gone_tell_nothing():
+    seen = diagnose._loader(Seen(facts=facts(loaders=(LoaderFacts(num_workers=2),)), sample=SAMPLE), str)
+    assert seen.fetch_cpu is None
+
+
+def test_storage_that_does_not_tell_is_unknown():
+    assert loader(read_bytes=None).read_bytes_per_s is None
+    assert loader(fetch_samples=3).io_wait is None
+
+
+def test_compiler():
+    assert diagnose._compiler({}).compiled is None
+    assert diagnose._compiler({"compiler": {"compiled": False}}).compiled is False
+    seen = diagnose._compiler({"compiler": {
+        "compiled": True, "recompiles": 2, "recompile_reasons": ["a"], "compile_s": 0.5, "window_s": 2.0, "graph_breaks": 1,
+        "graph_break_reasons": ["b"], "limit_hit": False}})
+    assert (seen.recompiles, seen.compile_share, seen.graph_breaks, seen.recompile_limit_hit) == (2, 0.25, 1, False)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_command():
+    assert diagnose.next_command(request(), []) == "saturate tune -- python train.py"
+    said = diagnose.next_command(request(step="backward:4"), ["compile", "gc-freeze", "compile"])
+    assert shlex.split(said) == ["saturate", "tune", "--only", "compile,gc-freeze", "--step", "backward:4", "--", "python", "train.py"]
+    elsewhere = dataclasses.replace(request(), directory=Path("/data/a b"))
+    assert shlex.split(diagnose.next_command(elsewhere, []))[2:4] == ["--dir", "/data/a b"]
+
+
+def test_nothing_to_tell_is_a_whole_record():
+    found = nothing(["python"], "too short")
+    assert isinstance(found, Profile) and found.unknown["verdict"] == "too short"
+    assert set(Analysis.__struct_fields__) < set(Profile.__struct_fields__)
+
+
+def test_without_numpy_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(study_profile, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem) as caught:
+        study_profile.profile(request(), None, print)
+    assert "saturate[trace]" in caught.value.remedy
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+
+class Slow(Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        total = 0
+        for number in range(3000): total += number          # the slow line
+        return torch.full((16,), float(total % 7)), index % 4
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for epoch in range({epochs}):
+    for inputs, labels in DataLoader(Slow(), batch_size=32):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    open("left-behind.txt", "w").write("x")
+"""
+
+
+def run(folder: Folder, *options: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "saturate.cli.main", "profile", *options, "--", sys.executable, script],
+                          cwd=folder.path, env=folder.environment(), capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_profile_from_beginning_to_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Folder(tmp_path)
+    source = folder.write("train.py", TRAIN.replace("{epochs}", "10**6"))
+    line = 1 + source.read_text().splitlines().index(next(text for text in source.read_text().splitlines() if "the slow line" in text))
+    done = run(folder, "--json", "--budget", "60s", "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["command"] == [sys.executable, "train.py"]
+    assert found["recorded_steps"] == found["devices"][0]["steps"] == 4
+    assert sum(found["split"].values()) == pytest.approx(found["step_ms"] * found["split_steps"] * 1e6, rel=0.5)
+    assert found["verdict"] == "input-bound" and found["findings"][0]["id"] == "input-bound-cpu"
+    assert found["input_lines"][0]["file"] == "train.py" and found["input_lines"][0]["line"] == line
+    assert found["step_ms"] > 0 and found["memory"]["parameters"] == 4 * (16 * 32 + 32 + 32 * 4 + 4)
+    assert found["flops_per_step"] == 2 * 32 * 16 * 32 * 2 + 2 * 32 * 32 * 4 * 3
+    assert {row["name"] for row in found["modules"]} == {"Sequential", "0", "1", "2"}
+    assert "--only loader-workers" in found["next_command"] and found["mfu"] is None and found["unknown"]["mfu"]
+    assert Path(found["trace"]).is_file() and Path(found["report"]).read_text(encoding="utf-8").startswith("<!")
+    assert not (tmp_path / "left-behind.txt").exists()
+    assert not folder.wait_until_nothing_lives(10)
+
+
+@pytest.mark.slow
+def test_a_command_that_ends_too_soon(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", "print('no training here')\n")
+    done = run(folder, "--json", "--budget", "30s")
+    assert done.returncode == 0 and "E400" not in done.stderr
+    assert "does not train" in json.loads(done.stdout)["unknown"]["verdict"]
+
+
+@pytest.mark.slow
+def test_a_command_that_fails(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", "raise SystemExit('no data')\n")
+    done = run(folder, "--json", "--budget", "30s")
+    assert done.returncode == 4 and "no data" in done.stderr
+    assert json.loads(done.stdout)["devices"] == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_profile_leaves_nothing_running(tmp_path):
+    import signal
+    import time
+
+    folder = Folder(tmp_path)
+    folder.write("train.py", TRAIN.replace("{epochs}", "10**6"))
+    process = subprocess.Popen([sys.executable, "-m", "saturate.cli.main", "profile", "--", sys.executable, "train.py"],
+                               cwd=folder.path, env=folder.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(folder.alive()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not folder.wait_until_nothing_lives(10)

@@ -1,0 +1,214 @@
+"""Each damage planted, what it blocks, and what it must leave alone."""
+
+from __future__ import annotations
+
+import pytest
+from traces import V100, Recording, training
+
+from saturate.records.analysis import Problem
+from saturate.trace.breakdown import communication, work
+from saturate.trace.columns import Trace
+from saturate.trace.integrity import CONCLUSIONS, blocked, of_window, problems, verdict
+from saturate.trace.launches import launching_calls
+from saturate.trace.windows import CPU, window
+
+
+def found(trace: Trace, device: int = 0) -> dict[str, Problem]:
+    launches = launching_calls(trace)
+    here = window(trace, device)
+    done = work(trace, device, here, communication(trace, launches))
+    return {problem.id: problem for problem in problems(trace, launches) + of_window(trace, here, done)}
+
+
+def recorded(kernels: int = 100, *, tick: int = 1, empty: int = 0, unlaunched: int = 0, early: int = 0,
+             lost: int = 0) -> Trace:
+    """Kernels of 90 ticks every 100: the last `empty` without duration, `unlaunched` without a call (the first
+    `early` of them launched before the recording), and `lost` launches without a kernel."""
+    made = Recording(V100)
+    made.next = 10_000
+    for number in range(kernels):
+        at = 1_000_000 + 100 * tick * number
+        end = at if number >= kernels - empty else at + 90 * tick
+        if number < unlaunched:
+            made.kernel("k", at, end, correlation=number + 1 if number < early else 90_000 + number)
+        else:
+            made.kernel("k", at, end, launched=at - tick)
+    for number in range(lost):
+        at = 1_000_000 + 100 * tick * number
+        made.call("cudaLaunchKernel", at + tick, at + 2 * tick)
+    made.step(1_000_000, 1_000_000 + 100 * tick * kernels)
+    return made.trace()
+
+
+def test_an_ordinary_trace_is_whole() -> None:
+    assert found(recorded()) == {} == found(training())
+    assert verdict([]).ok
+
+
+@pytest.mark.parametrize("unlaunched, expected", [(5, {}), (6, {"unmatched-kernels"})])
+def test_kernels_without_a_launch(unlaunched: int, expected: set[str]) -> None:
+    seen = found(recorded(unlaunched=unlaunched))
+    assert set(seen) == set(expected)
+    if expected:
+        assert seen["unmatched-kernels"].blocks == ["gaps", "roofline"], "busy time is exact all the same"
+        assert "94 of 100" in seen["unmatched-kernels"].message
+
+
+def test_kernels_launched_before_the_recording_are_not_lost() -> None:
+    """Their correlations are below the first recorded one: 12 % of the shared A100 trace, whose gaps still tell."""
+    seen = found(recorded(unlaunched=20, early=18))
+    assert set(seen) == {"launched-before-recording"} and not seen["launched-before-recording"].blocks
+    assert set(found(recorded(unlaunched=20, early=10))) == {"unmatched-kernels"}
+
+
+def test_each_process_counts_its_own_correlations() -> None:
+    made = Recording(V100)
+    made.step(0, 10_000)
+    for process, first in ((1, 1000), (2, 5000)):
+        for number in range(-20, 80):
+            at = 100 * (number + 20)
+            made.kernel("k", at, at + 80, correlation=first + number, pid=process, device=process - 1)
+            if number >= 0:
+                made.call("cudaLaunchKernel", at - 5, at - 4, f"{process}/1", correlation=first + number)
+    assert set(found(made.trace())) == {"launched-before-recording"}
+
+
+def test_launches_without_a_kernel() -> None:
+    assert found(recorded(lost=5)) == {}
+    seen = found(recorded(lost=6))
+    assert set(seen) == {"lost-records"} and set(seen["lost-records"].blocks) == set(CONCLUSIONS) - {"steps"}
+
+
+def test_what_was_still_queued_at_the_end_is_not_lost() -> None:
+    made = Recording(V100)
+    made.step(0, 1000)
+    for number in range(10):
+        made.kernel("k", 100 * number + 50, 100 * number + 90, launched=number + 1)
+    for number in range(10):
+        made.call("cudaLaunchKernel", 20 + number, 21 + number)
+    assert found(made.trace()) == {}
+
+
+def test_a_launch_into_a_graph_runs_nothing_yet() -> None:
+    made = Recording(V100)
+    made.step(0, 1000)
+    made.call("cudaStreamBeginCapture", 10, 11)
+    for number in range(20):
+        made.call("cudaLaunchKernel", 20 + number, 21 + number)
+    made.call("cudaStreamEndCapture", 50, 51)
+    made.kernel("k", 100, 200, launched=90)
+    assert found(made.trace()) == {}
+
+
+def test_a_runtime_call_and_the_driver_call_in_it_launch_one_kernel() -> None:
+    made = Recording(V100)
+    made.step(0, 10_000)
+    for number in range(20):
+        at = 100 * number
+        inner = made.call("cuLaunchKernelEx", at + 5, at + 8)
+        made.call("cudaLaunchKernelExC", at + 4, at + 9)
+        made.kernel("k", at + 20, at + 80, correlation=inner)
+    assert found(made.trace()) == {}
+
+
+def test_a_graph_whose_kernels_are_missing_is_a_loss() -> None:
+    """Otherwise the device looks idle for as long as the graph ran."""
+    made = Recording(V100)
+    made.step(0, 10_000)
+    for number in range(5):
+        made.call("cudaGraphLaunch", 1000 * number, 1000 * number + 10)
+    made.kernel("sample", 9000, 9100, launched=8000)
+    assert "busy" in found(made.trace())["lost-records"].blocks
+
+
+def test_a_graphs_kernels_have_no_operator_and_are_still_busy_time() -> None:
+    made = Recording(V100)
+    made.step(0, 10_000)
+    graph = made.call("cudaGraphLaunch", 10, 20)
+    for number in range(10):
+        made.kernel("k", 100 + 100 * number, 190 + 100 * number, correlation=graph)
+    assert found(made.trace())["graph-replay"].blocks == ["roofline"]
+
+
+def test_zero_durations_block_only_what_they_can_falsify() -> None:
+    """At a clock of microseconds a short kernel may read 0, and hides less than one tick; at nanoseconds none can."""
+    assert found(recorded(empty=1)) == {}
+    assert "busy" in found(recorded(empty=2))["zero-durations"].blocks
+    assert found(recorded(empty=2, tick=1000))["zero-durations"].blocks == []
+    assert "0.02%" in found(recorded(empty=2, tick=1000))["zero-durations"].message
+
+    made = Recording(V100)
+    made.step(0, 1_000_000)
+    for number in range(100):       # half of all: they may hide 50 of the 100 ticks of the span
+        made.kernel("k", 10_000 + 1000 * number, 10_000 + 1000 * number + 1000 * (number % 2), launched=1000 * number)
+    assert "busy" in found(made.trace())["zero-durations"].blocks
+
+
+def test_events_that_lost_their_times() -> None:
+    made = Recording(V100)
+    made.step(1_000_000, 2_000_000)
+    for number in range(20):
+        made.kernel("k", 1_000_000 + 50_000 * number, 1_040_000 + 50_000 * number, launched=1_000_000)
+    made.kernel("k", 0, 0, launched=1_000_000)
+    assert "busy" in found(made.trace())["zero-durations"].blocks, "whole microseconds, yet not a short kernel"
+
+
+def test_all_times_lost() -> None:
+    made = Recording(V100)
+    made.operator("aten::mm", 5, 9)
+    made.kernel("k", 0, 0)
+    assert set(found(made.trace(), CPU)) >= {"no-accelerator"}
+
+
+def test_negative_durations() -> None:
+    made = Recording(V100)
+    made.step(0, 100_000)
+    for number in range(99):
+        made.kernel("k", 100 * number, 100 * number + 50, launched=100 * number)
+    made.kernel("k", 5000, 4000, launched=4900)
+    assert found(made.trace())["negative-durations"].blocks == []
+    made.kernel("k", 6000, 4000, launched=4900)
+    assert "busy" in found(made.trace())["negative-durations"].blocks
+
+
+def test_no_steps() -> None:
+    made = Recording(V100)
+    made.kernel("k", 10, 20, launched=5)
+    assert found(made.trace())["no-steps"].blocks == ["steps"]
+
+
+def test_no_accelerator() -> None:
+    made = Recording()
+    made.step(0, 100)
+    made.operator("aten::mm", 5, 50)
+    assert found(made.trace(), CPU)["no-accelerator"].blocks == []
+    assert set(problems(Recording().trace(), launching_calls(Recording().trace()))[0].blocks) == set(CONCLUSIONS)
+
+
+def test_work_outside_the_steps_is_said() -> None:
+    made = Recording(V100)
+    made.step(0, 100)
+    made.kernel("k", 10, 90, launched=5)
+    made.kernel("k", 100, 104, launched=90)
+    assert found(made.trace()) == {}
+    made.kernel("k", 104, 105, launched=91)
+    assert found(made.trace())["work-outside-steps"].blocks == []
+
+
+def test_the_profilers_own_work_is_said() -> None:
+    made = Recording(V100)
+    made.step(0, 100)
+    made.kernel("k", 10, 90, launched=5)
+    made.annotation("Activity Buffer Request", 0, 5, "1/0")
+    assert found(made.trace()) == {}
+    made.annotation("Activity Buffer Request", 50, 51, "1/0")
+    assert "6%" in found(made.trace())["profiler-overhead"].message
+
+
+def test_what_readers_found() -> None:
+    trace = recorded()
+    trace.problems.extend([("truncated", "the file ends in the middle"), ("odd-name", "a name is no UTF-8")])
+    seen = found(trace)
+    assert seen["truncated"].blocks == list(CONCLUSIONS) and seen["odd-name"].blocks == []
+    reasons = blocked(list(seen.values()))
+    assert reasons["busy"] == "the file ends in the middle" and not verdict(list(seen.values())).ok

@@ -1,0 +1,237 @@
+"""What a trace can tell the rules, and what stays None."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from traces import V100, Recording, training
+
+from saturate.records.analysis import Operator
+from saturate.records.observations import CompilerSeen, CopySeen, KernelsSeen, MemorySeen, Observations
+from saturate.trace import patterns
+from saturate.trace.analyze import analyze_one
+from saturate.trace.columns import Trace
+from saturate.trace.observe import observations
+
+
+def seen(trace: Trace) -> Observations:
+    return observations(trace, analyze_one(trace).devices[0])
+
+
+def steps(made: Recording, count: int = 2, length: int = 1_000_000) -> Recording:
+    for number in range(count):
+        made.step(number * length, (number + 1) * length)
+    return made
+
+
+def test_an_ordinary_training() -> None:
+    found = seen(training(3, step_ns=1_000_000, rank=1))
+    assert (found.device, found.device_name, found.capability, found.bf16_native) \
+        == ("cuda", "Tesla V100-SXM2-32GB", (7, 0), False)
+    assert (found.steps, found.step_ms, found.busy) == (3, 1.0, 0.78)
+    assert (found.input_wait, found.input_wait_raw) == (0.1, 0.1)
+    assert (found.sync_idle, found.device_wait) == (0.0, 0.0)
+    assert found.kernels == KernelsSeen(
+        count_per_step=4.0, short_share=0.0, median_us=200.0, median_launch_delay_us=30.0, queue_shallow=1.0,
+        host_late=pytest.approx(0.18), graph_replay=False)
+    assert found.copies == CopySeen(pageable_bytes=1 << 20, pageable_ms=0.04, pinned_bytes=0, exposed=0.04)
+    assert (found.communication.world_size, found.communication.exposed, found.communication.overlap) == (2, 0.2, 0.2)
+    assert (found.loader.num_workers, found.limit, found.integrity_blocks) == (0, "communication-bound", frozenset())
+
+
+def test_what_was_not_recorded_is_none() -> None:
+    made = steps(Recording(V100))
+    made.kernel("k", 10, 500_000, launched=5)
+    found = seen(made.trace())
+    for name in ("input_wait", "forward", "backward", "optimizer", "overhead", "attention_eager", "gc_pause"):
+        assert getattr(found, name) is None, name
+    assert found.loader.num_workers is None and found.memory == MemorySeen() and found.compiler == CompilerSeen()
+    assert found.communication.overlap is None and found.communication.exposed == 0.0, "none is 0, not unknown"
+
+
+def test_what_the_trace_cannot_carry_is_none_and_named() -> None:
+    trace = training()
+    trace.problems.append(("lost-records", "lost"))
+    found = seen(trace)
+    assert {"busy", "gaps", "kernels"} <= found.integrity_blocks
+    assert (found.busy, found.input_wait, found.sync_idle) == (None, None, None)
+    assert found.kernels.host_late is None is found.kernels.median_us
+
+
+def test_copies_whose_memory_is_not_named_are_not_counted_as_pinned() -> None:
+    """HIP writes "Host -> Device"."""
+    made = steps(Recording(V100))
+    made.kernel("k", 10, 500_000, launched=5)
+    made.copy("Memcpy HtoD (Host -> Device)", 600_000, 700_000, bytes=10, launched=5)
+    found = seen(made.trace()).copies
+    assert (found.pageable_bytes, found.pageable_ms, found.pinned_bytes, found.exposed) == (None, None, None, 0.05)
+
+
+def test_syncs_by_call_and_operator() -> None:
+    made = steps(Recording(V100))
+    made.kernel("k", 10, 500_000, launched=5)
+    for at in (100_000, 200_000, 1_100_000):
+        made.operator("aten::item", at, at + 50_000)
+        made.call("cudaStreamSynchronize", at + 10_000, at + 40_000)
+    made.operator("aten::copy_", 700_000, 800_000)
+    made.copy("Memcpy HtoD (Pageable -> Device)", 710_000, 720_000, launched=705_000)
+    made.call("cudaStreamSynchronize", 730_000, 790_000)
+    made.call("cudaStreamSynchronize", 2_100_000, 2_200_000)                    # after the last step
+    made.call("cudaEventSynchronize", 100_000, 900_000, thread="1/9")           # a pinning thread
+    found = seen(made.trace()).syncs
+    assert [(one.where, one.what, one.calls_per_step, one.ms_per_step) for one in found] == [
+        ("aten::item", "cudaStreamSynchronize", 1.5, 0.045),
+        ("aten::copy_", "cudaStreamSynchronize (HtoD)", 0.5, 0.03)]
+
+
+def test_the_queue_is_shallow_where_nothing_is_launched_ahead() -> None:
+    def queued(*launches: int) -> float | None:
+        made = steps(Recording(V100))
+        for number, launched in enumerate(launches):
+            made.kernel("k", 10_000 * (number + 1), 10_000 * (number + 1) + 9_000, launched=launched)
+        return seen(made.trace()).kernels.queue_shallow
+
+    assert queued(9_000, 19_000, 29_000, 39_000) == 1.0
+    assert queued(1, 2, 3, 4) == 0.5, "the third and the fourth find two and three waiting"
+
+
+def test_a_replayed_graph_has_no_launches_of_its_own() -> None:
+    made = steps(Recording(V100))
+    graph = made.call("cudaGraphLaunch", 10, 20)
+    for number in range(9):
+        made.kernel("k", 100 + 20_000 * number, 10_100 + 20_000 * number, correlation=graph)
+    found = seen(made.trace())
+    assert found.kernels.graph_replay and found.kernels.queue_shallow is None is found.kernels.median_launch_delay_us
+    assert "roofline" in found.integrity_blocks
+
+
+def test_the_optimizer() -> None:
+    def optimizer(name: str, inside: str) -> Observations:
+        made = steps(Recording(V100))
+        for at in (0, 1_000_000):
+            made.annotation(f"Optimizer.step#{name}.step", at + 500_000, at + 800_000)
+            made.operator(inside, at + 510_000, at + 520_000, dims=(((4, 4), (8,), (2, 2)), ()),
+                          types=("TensorList", ""))
+            made.kernel("k", at + 600_000, at + 800_000, launched=at + 515_000)
+        return seen(made.trace())
+
+    plain, fused = optimizer("AdamW", "aten::_foreach_add_"), optimizer("AdamW", "aten::_fused_adamw_")
+    assert (plain.optimizer_kind, plain.optimizer_fused, plain.optimizer_tensors) == ("AdamW", False, 3)
+    assert plain.optimizer == 0.2
+    assert fused.optimizer_fused is True and plain.forward is None is plain.backward, "no backward pass was marked"
+    assert optimizer("FusedAdam", "aten::add").optimizer_fused is True
+
+
+def test_memory_at_its_peak() -> None:
+    made = steps(Recording(V100))
+    made.kernel("k", 10, 500_000, launched=5)
+    for time, allocated, reserved in ((0, 1 << 30, 2 << 30), (5, 16 << 30, 20 << 30), (9, 2 << 30, 24 << 30)):
+        made.allocation(time, allocated, reserved)
+    made.allocation(7, 31 << 30, 31 << 30, device=-1)
+    assert seen(made.trace()).memory == MemorySeen(used=0.5, fragmentation=0.2)
+
+
+def test_compilation() -> None:
+    made = steps(Recording(V100))
+    made.kernel("triton_poi_fused_add_0", 10, 500_000, launched=5)
+    made.operator("aten::add", 0, 10)
+    made.annotation("entire_frame_compile (dynamo_timed)", 100_000, 500_000)
+    made.annotation("compile_inner (dynamo_timed)", 200_000, 300_000)
+    found = seen(made.trace()).compiler
+    assert (found.compiled, found.compile_share) == (True, 0.2)
+
+
+def test_a_cpu_trace() -> None:
+    """Two steps of 1 ms: 0.2 ms loader with an operator in it, linear 0.3-0.5 around addmm, two reads of values."""
+    made = Recording()
+    steps(made)
+    for at in (0, 1_000_000):
+        made.loader(at, at + 200_000)
+        made.operator("aten::stack", at + 10_000, at + 100_000)
+        made.operator("aten::linear", at + 300_000, at + 500_000)
+        made.operator("aten::addmm", at + 300_000, at + 490_000, dims=((4,), (8, 8), (8, 4)), types=("float",) * 3)
+        for read in (600_000, 700_000):
+            made.operator("aten::item", at + read, at + read + 5_000)
+            made.operator("aten::_local_scalar_dense", at + read + 1_000, at + read + 4_000)
+    found = seen(made.trace())
+    assert (found.device, found.steps, found.input_wait, found.input_wait_raw) == ("cpu", 2, 0.2, 0.2)
+    assert (found.busy, found.overhead) == (0.21, 0.59) and found.sync_idle is None is found.kernels.host_late
+    assert found.kernels == KernelsSeen(count_per_step=3.0, short_share=pytest.approx(2 / 3), median_us=3.0)
+    assert [(one.what, one.calls_per_step, one.ms_per_step) for one in found.syncs] == [("aten::item", 2.0, 0.01)]
+    assert found.fp32_matmul == pytest.approx(0.19) and "aten::addmm" in [one.name for one in found.operators]
+    assert found.copies == CopySeen()
+
+
+def test_it_is_pure() -> None:
+    trace = training()
+    device = analyze_one(trace).devices[0]
+    first, second = observations(trace, device), observations(trace, device)
+    assert all(getattr(first, field.name) == getattr(second, field.name) for field in fields(Observations))
+
+
+def operator(name: str, shapes: str = "", dtypes: str = "float32", time_ns: int = 10, **columns: Any) -> Operator:
+    return Operator(**{"name": name, "shapes": shapes, "dtypes": dtypes, "calls": 1, "kernels": [],
+                       "time_ns": time_ns, "flops": None, "bytes": None, **columns})
+
+
+def test_sizes_from_the_text_of_a_record() -> None:
+    assert patterns.dims(operator("aten::bmm", "[16, 5185, 64] [16, 64, 5185]")) == ((16, 5185, 64), (16, 64, 5185))
+    assert patterns.dims(operator("aten::cat", "4 tensors of 1,024 elements [3]")) == ((3,),)
+    assert patterns.dims(operator("aten::add")) == ()
+
+
+@pytest.mark.parametrize("product, expected", [
+    ("[16, 128, 64] [16, 64, 128]", 12),        # Q K^T
+    ("[16, 128, 128] [16, 128, 64]", 12),       # A V, and dA K
+    ("[16, 64, 128] [16, 128, 128]", 12),       # the transposed: K's and V's gradients
+    ("[16, 128, 64] [16, 64, 96]", 0),          # another length
+    ("[8, 128, 64] [8, 64, 128]", 0),           # another batch
+])
+def test_attention_written_out(product: str, expected: int) -> None:
+    found = [operator("aten::_softmax", "[2, 8, 128, 128] []", time_ns=5), operator("aten::bmm", product, time_ns=7),
+             operator("aten::_softmax", "[2, 8, 256, 256] []", time_ns=100),
+             operator("aten::add", "[2, 8, 128, 128]")]
+    assert patterns.eager_attention_ns(found) == expected
+
+
+def test_a_classifiers_softmax_is_no_attention() -> None:
+    products = operator("aten::bmm", "[1, 128, 64] [1, 64, 128]")
+    assert patterns.eager_attention_ns([operator("aten::_softmax", "[128, 128]"), products]) == 0
+    assert patterns.eager_attention_ns([operator("aten::_softmax"), operator("aten::bmm")]) is None, "no shapes"
+
+
+@pytest.mark.parametrize("columns, expected", [
+    ({"dtypes": "float32"}, 10),
+    ({"dtypes": "bfloat16"}, 0),
+    ({"dtypes": "float32", "kernels": ["sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32"]}, 0),
+    ({"dtypes": "float32", "kernels": ["ampere_sgemm_128x64_tn"]}, 10),
+    ({"dtypes": "", "kernels": ["volta_sgemm_128x32_nt"]}, 10),
+    ({"dtypes": "", "kernels": ["cutlass_80_tensorop_s1688gemm_128x128"]}, 0),
+    ({"dtypes": "", "kernels": ["a_kernel_of_unknown_kind"]}, None),
+    ({"name": "aten::add"}, 0),
+])
+def test_products_in_fp32(columns: dict[str, Any], expected: int | None) -> None:
+    assert patterns.fp32_matmul_ns([operator(**{"name": "aten::mm", **columns})]) == expected
+
+
+def test_elementwise_chains() -> None:
+    found = [operator("aten::mul", limit="memory", time_ns=10), operator("aten::sum", limit="latency", time_ns=5),
+             operator("aten::mm", limit="memory", time_ns=3), operator("aten::embedding", limit="memory", time_ns=2),
+             operator("aten::_foreach_add_", limit="memory", time_ns=1), operator("aten::gelu", time_ns=20)]
+    assert patterns.elementwise_ns(found) == 15
+    assert patterns.elementwise_ns([*found, operator("custom::op", time_ns=2)]) is None, "most is not modelled"
+    assert patterns.elementwise_ns([]) is None
+
+
+def test_facts_of_the_device() -> None:
+    def native(**changes: Any) -> bool | None:
+        made = steps(Recording(replace(V100, **changes)))
+        made.kernel("k", 10, 20, launched=5)
+        return seen(made.trace()).bf16_native
+
+    assert native(capability=(8, 0)) is True and native(capability=(7, 5)) is False
+    assert native(capability=None) is None
+    assert native(name="AMD Instinct MI300X", capability=(9, 4)) is True
+    assert native(name="AMD Radeon VII", capability=(9, 0)) is False

@@ -1,0 +1,288 @@
+"""Stragglers planted in made traces: who is named, by how much, and when nothing can be said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nsys_exports import Export
+from traces import Recording
+
+from saturate.trace import nsys, ranks
+from saturate.trace.columns import Trace
+
+NAME = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)"
+TRANSFER = 1_000
+STEP = 100_000
+COLLECTIVES = 4
+LEFT_OUT = "recorded collectives have no counterpart on all ranks of their group and were left out"
+
+
+def recorded(rank: int | None, world: dict[int, dict[int, int]], *, steps: range = range(3), clock: int = 0,
+             arguments: dict[str, Any] | None = None) -> Trace:
+    """One rank of a training with four all-reduces per step.
+
+    `world`: rank -> collective -> ns by which that rank comes later. All end together, `TRANSFER` after the last one.
+    """
+    made = Recording(rank=rank, world_size=2, source=f"rank{rank}.json")
+    for step in steps:
+        at = step * STEP + clock
+        made.annotation(f"ProfilerStep#{step}", at, at + STEP)
+        for number in range(COLLECTIVES):
+            due = at + 10_000 + number * 20_000
+            own = due + world.get(rank or 0, {}).get(number, 0)
+            last = due + max(each.get(number, 0) for each in world.values())
+            made.collective(NAME, own, last + TRANSFER, launched=own - 50, arguments=dict(arguments or {}))
+    return made.trace()
+
+
+def pair(late: dict[int, int], clock: int = 0, **both: Any) -> list[Trace]:
+    """Rank 1 is late; its clock is ahead by `clock`."""
+    world = {0: {}, 1: late}
+    return [recorded(0, world, **both), recorded(1, world, clock=clock, **both)]
+
+
+def test_the_late_rank_and_its_peers_wait() -> None:
+    first, second = ranks.stragglers(pair({2: 700, 3: 300}))
+    assert (first.rank, first.late_ns, first.wait_ns) == (1, 3 * 1_000, 0)
+    assert (second.rank, second.late_ns, second.wait_ns) == (0, 0, 3 * 1_000)
+    assert first.transfer_ns == second.transfer_ns == 12 * TRANSFER
+    assert first.collectives == second.collectives == 12
+    assert first.late_from == "starts"
+
+
+def test_nobody_late() -> None:
+    assert [(each.late_ns, each.wait_ns) for each in ranks.stragglers(pair({}))] == [(0, 0), (0, 0)]
+
+
+def test_three_ranks_and_two_culprits() -> None:
+    world = {0: {}, 1: {0: 500}, 2: {1: 800, 0: 100}}
+    traces = [recorded(rank, world, steps=range(1)) for rank in world]
+    found = {each.rank: each for each in ranks.stragglers(traces)}
+    assert {rank: each.late_ns for rank, each in found.items()} == {0: 0, 1: 500, 2: 900}
+    assert {rank: each.wait_ns for rank, each in found.items()} == {0: 1300, 1: 800, 2: 400}
+
+
+@pytest.mark.parametrize("clock", [5_000_000_000, -7_777])
+def test_clocks_that_do_not_agree(clock: int) -> None:
+    """The durations still tell."""
+    study = ranks.across([seen for trace in pair({2: 700}, clock) for seen in ranks.observe(trace)])
+    assert [(each.rank, each.late_ns, each.wait_ns, each.late_from) for each in study.stragglers] == [
+        (1, 2_100, 0, "durations"), (0, 0, 2_100, "durations")]
+    assert study.notes == ["the ranks' clocks do not agree, so lateness is from durations"]
+
+
+def test_origins_are_part_of_the_clock() -> None:
+    """The same instants, counted from another origin."""
+    one, two = pair({2: 700})
+    moved = recorded(1, {0: {}, 1: {2: 700}}, clock=-40_000)
+    found = ranks.stragglers([one, Trace(**{**vars(moved), "origin_ns": 40_000})])
+    assert found == ranks.stragglers([one, two])
+    assert found[0].late_from == "starts"
+
+
+def test_windows_of_other_steps_are_matched_by_their_numbers() -> None:
+    """One rank recorded steps 0 to 2, the other 1 to 3: two steps are common. Matched by order, nothing would fit."""
+    world = {0: {}, 1: {1: 400}}
+    study = ranks.across(ranks.observe(recorded(0, world, steps=range(3)))
+                         + ranks.observe(recorded(1, world, steps=range(1, 4))))
+    assert [(each.rank, each.late_ns, each.collectives) for each in study.stragglers] == [(1, 800, 8), (0, 0, 8)]
+    assert study.notes[0].startswith("8 of 24 recorded collectives")
+
+
+def test_between_two_steps_is_in_none() -> None:
+    """One rank recorded on for a moment after its step: that collective is not the second one of the step."""
+    def one(rank: int, starts: list[int]) -> Trace:
+        made = Recording(rank=rank, world_size=2)
+        made.annotation("ProfilerStep#3", 0, 50_000)
+        for at in starts:
+            made.kernel(NAME, at + rank * 10, at + 1_000, launched=at)
+        return made.trace()
+
+    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers(
+        [one(0, [20_000, 60_000]), one(1, [20_000])])] == [(1, 10, 1), (0, 0, 1)]
+
+
+def test_sequence_numbers_are_believed_before_steps() -> None:
+    """The steps of one rank are numbered from 0, those of the other from 500, as after a restart of its loop."""
+    def one(rank: int, first: int) -> Trace:
+        made = Recording(rank=rank, world_size=2)
+        made.annotation(f"ProfilerStep#{first}", 0, 90_000)
+        for number in range(3):
+            at = 10_000 * (number + 1)
+            made.collective(NAME, at + rank * 100, at + 1_000, launched=at, arguments={"Seq": 40 + number})
+        return made.trace()
+
+    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([one(0, 0), one(1, 500)])] == [
+        (1, 300, 3), (0, 0, 3)]
+
+
+def test_sizes_tell_collectives_apart() -> None:
+    """A small and a large one run side by side, and the ranks start them in different order."""
+    def one(rank: int, order: list[int]) -> Trace:
+        made = Recording(rank=rank, world_size=2)
+        for place, size in enumerate(order):
+            at = 10_000 + place
+            made.collective(NAME, at, at + size, launched=at - 5, stream=size,
+                            arguments={"Collective name": "allreduce", "In msg nelems": size})
+        return made.trace()
+
+    study = ranks.across(ranks.observe(one(0, [300, 900])) + ranks.observe(one(1, [900, 300])))
+    assert {(each.wait_ns, each.transfer_ns, each.late_ns) for each in study.stragglers} == {(0, 1200, 1)}
+    assert study.notes == []
+
+
+def test_process_groups_keep_to_themselves() -> None:
+    """Ranks 0 and 1 share one group, 2 and 3 another that starts later; in each the second rank is late."""
+    def one(rank: int) -> Trace:
+        group = [rank // 2 * 2, rank // 2 * 2 + 1]
+        made = Recording(rank=rank, world_size=4)
+        for number in range(2):
+            at = 10_000 * (number + 1) + rank // 2 * 500
+            made.collective(NAME, at + (rank % 2) * (100 + rank), at + 2_000, launched=at,
+                            arguments={"Process Group Ranks": str(group), "Process Group Name": str(rank // 2)})
+        return made.trace()
+
+    found = {each.rank: each for each in ranks.stragglers([one(rank) for rank in range(4)])}
+    assert {rank: each.late_ns for rank, each in found.items()} == {0: 0, 1: 202, 2: 0, 3: 206}
+    assert all(each.collectives == 2 for each in found.values())
+
+
+def test_a_group_with_a_missing_rank_is_judged_by_those_that_are_there() -> None:
+    traces = pair({2: 700}, arguments={"Process Group Ranks": "[0, 1, 2, 3]"})
+    assert [each.late_ns for each in ranks.stragglers(traces)] == [2_100, 0]
+
+
+def test_counts_that_do_not_match_are_left_out_and_said() -> None:
+    """A rank that ran one all-reduce more: which of them is the extra one cannot be known."""
+    one, two = (Recording(rank=rank, world_size=2) for rank in (0, 1))
+    for made, count in ((one, 3), (two, 4)):
+        for number in range(count):
+            made.kernel(NAME, 1_000 * number + 100, 1_000 * number + 200, launched=1_000 * number)
+            if number < 2:
+                made.kernel("ncclDevKernel_Broadcast(x)", 1_000 * number + 300, 1_000 * number + 400,
+                            launched=1_000 * number)
+    study = ranks.across([seen for made in (one, two) for seen in ranks.observe(made.trace())])
+    assert [each.collectives for each in study.stragglers] == [2, 2]
+    assert study.notes == [f"7 of 11 {LEFT_OUT}"]
+
+
+def test_sends_and_receives_are_no_collectives() -> None:
+    traces = pair({2: 700}, arguments={"Collective name": "send"})
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert study.stragglers == [] and "no collective could be matched" in study.unknown
+    assert study.notes == ["24 sends and receives are not collectives and were left out"]
+
+
+@pytest.mark.parametrize(("traces", "reason"), [
+    ([], "no collectives were recorded"),
+    ([recorded(0, {0: {}})], "only one rank was given"),
+    ([recorded(0, {0: {}}), recorded(0, {0: {}})], "are both of rank 0"),
+    ([recorded(0, {0: {}}), recorded(None, {0: {}})], "rankNone.json does not say its rank"),
+    ([Recording(rank=0).trace(), Recording(rank=1).trace()], "no collectives were recorded"),
+])
+def test_when_nothing_can_be_said(traces: list[Trace], reason: str) -> None:
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert study.stragglers == [] and reason in study.unknown
+    assert ranks.stragglers(traces) == []
+
+
+def test_files_without_ranks_are_numbered_in_their_order() -> None:
+    traces = [recorded(None, {0: {2: 700}}), recorded(None, {0: {}})]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert {each.rank for each in study.stragglers} == {0, 1}
+    assert study.notes[0].startswith("the files do not say their rank")
+
+
+def test_two_processes_in_one_nsys_export_are_two_ranks(tmp_path: Path) -> None:
+    made = Export(tmp_path / "a.sqlite")
+    for number in range(3):
+        for pid, device, late in ((100, 0, 0), (200, 1, 250)):
+            made.kernel(NAME, 10_000 * number + 100 + late, 10_000 * number + 2_000, pid, device)
+            made.kernel("gemm", 10_000 * number + 3_000, 10_000 * number + 4_000, pid, device)
+    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([nsys.read(made.write())])] == [
+        (1, 750, 3), (0, 0, 3)]
+
+
+def sampled(rank: int, kept: list[int], clock: int = 0) -> Trace:
+    """A trace from which events were removed: of ten collectives of irregular lengths only some are left."""
+    made = Recording(rank=rank, world_size=2)
+    for number in kept:
+        at = 10_000_000 * number + clock
+        made.kernel(NAME, at + rank * 90_000, at + 1_000_000 + 300_000 * (number % 4), launched=at)
+    return made.trace()
+
+
+def test_positions_that_do_not_hold_are_not_believed() -> None:
+    """Both ranks kept five, but not the same five: by position, 3 would be matched with 4, and so on."""
+    study = ranks.across(ranks.observe(sampled(0, [0, 2, 3, 7, 9])) + ranks.observe(sampled(1, [0, 3, 4, 8, 9])))
+    assert [(each.rank, each.late_ns, each.collectives, each.late_from) for each in study.stragglers] == [
+        (1, 3 * 90_000, 3, "starts"), (0, 0, 3, "starts")]
+    assert [note.partition(",")[0] for note in study.notes] == [
+        "the n-th collectives of the ranks are not the same ones",
+        f"4 of 10 {LEFT_OUT}"]
+
+
+def test_neither_positions_nor_clocks() -> None:
+    traces = [sampled(0, [0, 2, 3, 7, 9]), sampled(1, [0, 3, 4, 8, 9], 4_000_000)]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert study.stragglers == [] and "no collective could be matched" in study.unknown
+
+
+def test_by_time_each_has_one_counterpart_and_ends_with_it() -> None:
+    """In microseconds. Those that end at 1,400 and at 2,000 overlap and are nearest to each other, but are not one.
+    Two end near 3,385, and only the nearer one is the peer's."""
+    def one(rank: int, spans: list[tuple[int, int]]) -> Trace:
+        made = Recording(rank=rank, world_size=2)
+        for start, end in spans:
+            made.kernel(NAME, start * 1_000, end * 1_000, launched=start * 1_000)
+        return made.trace()
+
+    first = one(0, [(0, 500), (1_000, 1_400), (3_000, 3_370), (3_375, 3_380), (6_000, 6_100)])
+    second = one(1, [(40, 500), (1_300, 2_000), (3_100, 3_385), (8_000, 8_100), (9_000, 9_100)])
+    study = ranks.across(ranks.observe(first) + ranks.observe(second))
+    assert {(each.collectives, each.late_from) for each in study.stragglers} == {(2, "starts")}
+    assert {each.rank: each.late_ns for each in study.stragglers} == {0: 275_000, 1: 40_000}
+
+
+def test_one_position_that_does_not_hold_is_left_out() -> None:
+    one, two = (Recording(rank=rank, world_size=2) for rank in (0, 1))
+    for number in range(20):
+        at = 10_000 * number
+        one.kernel(NAME, at, at + 1_000, launched=at)
+        at += 5_000 if number == 7 else 0
+        two.kernel(NAME, at + 100, at + 1_000, launched=at)
+    study = ranks.across([seen for made in (one, two) for seen in ranks.observe(made.trace())])
+    assert [(each.rank, each.late_ns, each.collectives) for each in study.stragglers] == [(1, 1_900, 19), (0, 0, 19)]
+    assert study.notes == [f"2 of 40 {LEFT_OUT}"]
+
+
+def test_collectives_of_a_cpu() -> None:
+    """Gloo's annotations lie on threads of its own, and its steps on the training thread."""
+    def one(rank: int) -> Trace:
+        made = Recording(rank=rank, world_size=2)
+        for step in range(3):
+            at = 100_000 * step
+            made.annotation(f"ProfilerStep#{step}", at, at + 100_000)
+            made.annotation("gloo:all_reduce", at + 10_000 + 7_000 * rank, at + 18_000, thread=f"1/{2 + step % 2}")
+            made.operator("c10d::allreduce_", at + 9_000, at + 9_500)
+            made.annotation("gloo:send", at + 20_000, at + 30_000)
+        return made.trace()
+
+    study = ranks.across(ranks.observe(one(0)) + ranks.observe(one(1)))
+    assert [(each.rank, each.late_ns, each.wait_ns, each.collectives) for each in study.stragglers] == [
+        (1, 21_000, 0, 3), (0, 0, 21_000, 3)]
+    assert study.notes == ["6 sends and receives are not collectives and were left out"]
+
+
+def test_two_of_128_ranks(shared_traces: Path) -> None:
+    """The traces are sampled, so positions do not hold: five of ten collectives ended at one moment on both ranks."""
+    from saturate.trace.read import read
+
+    traces = [read(shared_traces / f"ws128_rank{rank}.json.gz") for rank in (0, 1)]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    found = {each.rank: each for each in study.stragglers}
+    assert {(each.collectives, each.late_from) for each in study.stragglers} == {(5, "starts")}
+    assert found[1].late_ns == 31_865_000 and found[0].late_ns == 0
+    assert study.notes[0].startswith("the n-th collectives of the ranks are not the same ones")
