@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import studies
 
+from saturate.records.analysis import Finding
 from saturate.records.result import StudyRecord
 from saturate.report import style
 from saturate.report.html import MAX_BYTES, render
@@ -179,6 +180,13 @@ def test_the_page_says_what_was_found():
         assert part in text, part
     for outcome in studies.big_win().result.techniques:
         assert text.count(outcome.id) >= 1 and outcome.reason in text
+
+
+def test_the_diagnosis_stands_below_the_split():
+    found = Finding(id="input-bound", title="waiting for <input>", reason="51 % of the step.", evidence=[], bound=2.05, confidence="high")
+    text = Page(render(msgspec.structs.replace(studies.big_win(), findings=[found]))).text
+    assert "What limits the baseline" in text and "waiting for <input>" in text and "2.05\u00d7" in text
+    assert "What limits the baseline" not in Page(render(studies.big_win())).text
 
 
 def test_kept_come_first_then_tried_then_folded():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from tune_kit import Folder
 
 from saturate.records.analysis import Finding
 from saturate.study.guidance import promise
@@ -29,3 +32,29 @@ def test_a_technique_gives_no_more_than_the_finding_or_itself_says(bound: float 
 
 def test_without_findings_a_technique_that_nothing_bounds_waits() -> None:
     assert promise("compile", 0.2, []) < promise("allocator", None, [])
+
+
+SLOW_ROWS = """
+import time, torch
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 100_000
+    def __getitem__(self, index):
+        end = time.process_time() + 0.004
+        while time.process_time() < end: pass
+        return torch.ones(8)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for rows in torch.utils.data.DataLoader(Rows(), batch_size=4):
+    optimizer.zero_grad()
+    model(rows).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_tune_says_what_limits_its_baseline(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write("train.py", SLOW_ROWS)
+    ended = folder.tune("--only", "zero-grad-none")
+    assert "diagnosis: making a batch takes too much CPU" in ended.stderr
+    assert "What limits the baseline" in Path(ended.result.report).read_text(encoding="utf-8")
+    assert not list(tmp_path.rglob("trace*.json.gz"))

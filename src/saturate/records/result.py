@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from saturate.records.analysis import Finding
+
 SCHEMA = 1
 
 Verdict = Literal["faster", "no_difference", "slower", "inconclusive"]
@@ -132,4 +134,5 @@ class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float                            # the gain that counts
     budget_s: float
     seed: int | None = None
+    findings: list[Finding] = []                # what a brief profile of the baseline diagnosed; it steered the search
     titles: dict[str, str] = {}                 # technique id -> title

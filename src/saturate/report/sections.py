@@ -225,7 +225,22 @@ def step_split(record: StudyRecord) -> Markup:
             foot=line("Step", [_total(split) for _, split in columns]),
             class_="compact",
         ),
+        *_diagnosis(record),
     )
+
+
+def _diagnosis(record: StudyRecord) -> list[Markup]:
+    """What the baseline loses time to, as a short profile of it saw; `saturate profile` says more."""
+    if not record.findings:
+        return []
+    lines = [
+        [finding.title, "" if finding.bound is None else f"{finding.bound:.2f}\u00d7", finding.reason]
+        for finding in record.findings
+    ]
+    return [
+        tag("h3", "What limits the baseline"),
+        table(["Cause", "At most", "Seen in a short profile"], lines, label="Findings", numeric=[1], class_="compact"),
+    ]
 
 
 def _total(split: Mapping[str, float]) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine import facts as machine_facts
+from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.bench import Bench, Live
 from saturate.study.state import Study
@@ -15,8 +17,11 @@ from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
 
-def establish(study: Study, bench: Bench) -> bool:
-    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why)."""
+def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts], list[Finding]]) -> bool:
+    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why).
+
+    `diagnose` looks at the warm baseline before it is ended; nothing is timed in that process afterwards.
+    """
     bench.step = step_override(study.request.step)
     stored = study.store.answer("baseline")
     if stored is None:
@@ -26,6 +31,8 @@ def establish(study: Study, bench: Bench) -> bool:
                 stored = observe(study, live)
                 live.trial.thaw()
                 stored["ceilings"] = live.trial.ask("ceilings")
+                found = diagnose(study, live, msgspec.convert(stored["facts"], Facts))
+                stored["findings"] = msgspec.to_builtins(found)
             finally:
                 bench.finish_live(live)
         except TrialEnded as ended:
@@ -33,6 +40,7 @@ def establish(study: Study, bench: Bench) -> bool:
         study.store.set_answer("baseline", stored)
     study.baseline = stored
     study.facts = msgspec.convert(stored["facts"], Facts)
+    study.findings = msgspec.convert(stored["findings"], list[Finding])
     bench.step = stored["step"]
     bench.reference_events = stored["events"]
     if (bench.folder / "caches").is_dir():

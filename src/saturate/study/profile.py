@@ -25,10 +25,10 @@ from typing import Any
 import msgspec
 
 import saturate
-from saturate.errors import EnvironmentProblem
+from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
-from saturate.records.analysis import Analysis, Integrity, Profile
+from saturate.records.analysis import Analysis, Finding, Integrity, Profile
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts
 from saturate.study import baseline
@@ -48,6 +48,10 @@ RECORDED_MS, MOST_RECORDED_MS = 400.0, 3000.0
 #: Windows without a profiler last about this long.
 _TIMED_MS = 1500.0
 _LEAST_TIMED, _MOST_TIMED = 6, 200
+
+#: What `tune` gives for a diagnosis of its baseline, of its budget, and how much longer a step is taken to last meanwhile.
+GLANCE_SHARE = 0.1
+PROFILED_IS_SLOWER = 2
 
 #: With a step longer than this, modules are timed in one step instead of two.
 _LONG_STEP_MS = 1000.0
@@ -163,6 +167,45 @@ def _look(study: Study, live: Live, steps: int | None) -> Seen:
         seen.ended = ended.outcome
         seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
     return seen
+
+
+def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
+    """What a brief look at a warm baseline finds, for `tune`. A note of the study says why where nothing can be seen.
+
+    Leaves the process such that nothing should be timed in it any more.
+    """
+    if find_spec("numpy") is None:
+        study.notes.append("the baseline was not diagnosed: reading traces needs numpy (pip install 'saturate[trace]')")
+        return []
+    seen = Seen(facts, step_ns=[round(live.step_ms * 1e6)])
+    skip, period = _queue(facts, live.step_ms)
+    many, few = _whole(_LEAST_TIMED, period), _whole(recorded_steps(None, live.step_ms), period)
+    cost_s = (2 * skip + many + PROFILED_IS_SLOWER * few) * live.step_ms / 1e3
+    if cost_s > GLANCE_SHARE * study.request.budget_s:
+        study.notes.append(f"the baseline was not diagnosed: a look at it would take some {cost_s:.0f} s of the budget")
+        return []
+    from saturate.study import diagnose
+
+    try:
+        seen.sample = live.trial.look("sample", skip, many)
+        seen.record = live.trial.look("record", skip, few, folder=str(live.trial.spec.folder), step_ms=live.step_ms)
+        _keep_traces(study, live.trial.spec.folder, seen)
+        found = diagnose.diagnose(study.request, seen, frozenset(study.registry)) if seen.traces else None
+    except TrialEnded as ended:         # what comes next starts a fresh process, and says what is wrong if it ends as well
+        study.notes.append(f"the baseline was not diagnosed: {ended.outcome.reason}")
+        return []
+    except SaturateError as error:
+        study.notes.append(f"the baseline was not diagnosed: {error.message}")
+        return []
+    finally:
+        for trace in seen.traces:
+            trace.unlink()              # `profile` keeps it; here it only steers the search
+    if found is None:
+        study.notes.append(f"the baseline was not diagnosed: {seen.record.get('problem')}")
+        return []
+    for finding in found.findings[:3]:
+        study.say(f"diagnosis: {finding.title}" + (f", worth at most {finding.bound:.2f}x" if finding.bound else ""))
+    return found.findings
 
 
 def _windows(study: Study, live: Live, seen: Seen, steps: int | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import saturate
 from saturate.errors import SaturateError
 from saturate.machine import fingerprint
+from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
@@ -58,6 +59,7 @@ class Study:
     started: float = field(default_factory=time.monotonic)
     facts: Facts | None = None
     baseline: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)   # of a brief profile of the baseline
     search: Search | None = None
     racer: Racer | None = None
     aa: Result | None = None

@@ -53,6 +53,7 @@ def record_of(study: Study) -> StudyRecord:
         notes=[*_unfinished(study), *_at_the_ceiling(study), *study.notes, *([study.isolation] if study.isolation else [])],
         threshold=racer.threshold if racer else study.request.threshold,
         budget_s=study.request.budget_s,
+        findings=study.findings,
         titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
     )
 

@@ -26,7 +26,7 @@ from saturate.errors import (
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.result import StudyRecord
-from saturate.study import baseline, summary
+from saturate.study import baseline, profile, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
 from saturate.study.ending import Interrupted, in_our_words
@@ -145,7 +145,7 @@ def _measure(study: Study, bench: Bench) -> None:
     end = study.started + max(request.budget_s - used, 0.3 * request.budget_s)
 
     with _phase(study, "baseline"):
-        if not baseline.establish(study, bench):
+        if not baseline.establish(study, bench, profile.glance):
             return
     assert study.facts is not None
     racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
@@ -161,7 +161,7 @@ def _measure(study: Study, bench: Bench) -> None:
             return
     study.search = Search(
         study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
-        request.only, request.skip, request.allow_convergence, on_kept=lambda search: summary.write_recipe(study),
+        request.only, request.skip, request.allow_convergence, tuple(study.findings), on_kept=lambda search: summary.write_recipe(study),
     )
     with _phase(study, "search"):
         study.say("search:")
