@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from _output import close, write_json
@@ -47,29 +46,29 @@ def measure(model: str, timed: int, threads: int) -> list[dict[str, float]]:
     environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
-        workload = Workload([sys.executable, str(SCRIPT), "--model", model], folder, environment)
+        workload = Workload([sys.executable, str(SCRIPT), "--model", model, "--out", str(folder / "steps.txt")], folder, environment)
         with Trial(workload, TrialSpec(id="split", purpose="bench", folder=folder / "trial")) as trial:
             trial.wait_ready()
             block = trial.run_block(1, 8)
-            before = len(_lines(trial))
+            before = len(_lines(folder))
             trial.run_block(1, timed)
             # The step at the gate is printed once the gate opens, and its clock ran while it was closed.
-            plain = _lines(trial)[before + 1:]
-            before = len(_lines(trial))
+            plain = _lines(folder)[before + 1:]
+            before = len(_lines(folder))
             clocked = trial.look("sample", 1, 2 * timed)["parts"]
-            same = _lines(trial)[before + 2: before + 2 + timed]        # the second half is not clocked
+            same = _lines(folder)[before + 2: before + 2 + timed]        # the second half is not clocked
             steps = recorded_steps(None, block.mean_ns / 1e6)
-            before = len(_lines(trial))
+            before = len(_lines(folder))
             seen = trial.look("record", 1, steps, folder=str(folder), step_ms=block.mean_ns / 1e6)
             # Exporting the trace is on the clock of the last one.
-            during = _lines(trial)[before + 2: before + 1 + steps]
+            during = _lines(folder)[before + 2: before + 1 + steps]
             return [by_hand(plain), by_hand(same), by_hand(during), recorded(Path(seen["trace"]), clocked)]
 
 
-def _lines(trial: Trial) -> list[list[int]]:
-    time.sleep(0.2)         # what was printed travels through a pipe
-    whole = trial.log.read_text(errors="replace").splitlines()
-    return [[int(word) for word in line.split()[1:]] for line in whole if line.startswith("step ") and len(line.split()) == 6]
+def _lines(folder: Path) -> list[list[int]]:
+    """What the loop wrote so far: to a file, because a pipe would wake its reader in every step."""
+    whole = (folder / "steps.txt").read_text(encoding="utf-8").splitlines()
+    return [[int(word) for word in line.split()[1:]] for line in whole]
 
 
 def main() -> int:

@@ -3,14 +3,14 @@
     python bench/trace_readers.py --hta-python PATH --tracelens-python PATH
     python bench/trace_readers.py --big
 
-The largest trace of `--traces` is repeated until it has 2 million events: times, correlations and ids of each copy are
-shifted, so that the whole is a valid trace. saturate reads and analyses it; HolisticTraceAnalysis loads it
-(`TraceAnalysis(...)`, before any question is asked). TraceLens loads `owlv2_h100` (`TreePerfAnalyzer.from_file`, and its
-GPU timeline). Without `--traces` a made-up training stands in for both.
+The largest trace of `--traces` is repeated until it has 2 million events: times, correlations and ids of each copy
+are shifted, so that the whole is a valid trace. saturate reads and analyses it; HolisticTraceAnalysis loads it
+(`TraceAnalysis(...)`, before any question is asked). TraceLens loads `owlv2_h100` (`TreePerfAnalyzer.from_file`, and
+its GPU timeline). Without such traces a made-up training stands in for both.
 
-Each run is a fresh process; the sides alternate, and each ratio is the median of the pairs with their least and greatest.
-Time: of the calls, without imports, which would count against the peers. Memory: the peak of the whole process, imports
-included. `--big`: 4 GB of text, saturate alone.
+Each run is a fresh process; the sides alternate, and each ratio is the median of the pairs with their least and
+greatest. Time: of the calls, without imports, which would count against the peers. Memory: the peak of the whole
+process, imports included. `--big`: 4 GB of text, saturate alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Peer:
     option: str
     code: str
     module: str
-    time_target: float          # theirs / ours, at least
+    time_target: float  # theirs / ours, at least
     memory_target: float
 
 
@@ -118,13 +118,24 @@ def beside(peer: Peer, python: str, path: Path, label: str, repeats: int) -> dic
     pairs = []
     for turn in range(repeats):
         sides = [("ours", sys.executable, OURS), ("theirs", python, peer.code)]
-        pairs.append({side: run(executable, code, path) for side, executable, code in (sides if turn % 2 == 0 else sides[::-1])})
+        pairs.append(
+            {
+                side: run(executable, code, path)
+                for side, executable, code in (sides if turn % 2 == 0 else sides[::-1])
+            }
+        )
     time = ratios([pair["theirs"].seconds / pair["ours"].seconds for pair in pairs])
     memory = ratios([pair["theirs"].peak_bytes / pair["ours"].peak_bytes for pair in pairs])
     print(f"{peer.name} / saturate, {label}: time {as_text(time)}  memory {as_text(memory)}")
-    return {"case": label, "peer": peer.name, "time": time, "memory": memory, "repeats": repeats,
-            "runs": [{side: asdict(one) for side, one in pair.items()} for pair in pairs],
-            "met": time[0] >= peer.time_target and memory[0] >= peer.memory_target}
+    return {
+        "case": label,
+        "peer": peer.name,
+        "time": time,
+        "memory": memory,
+        "repeats": repeats,
+        "runs": [{side: asdict(one) for side, one in pair.items()} for pair in pairs],
+        "met": time[0] >= peer.time_target and memory[0] >= peer.memory_target,
+    }
 
 
 def ratios(of_pairs: list[float]) -> tuple[float, float, float]:
@@ -135,32 +146,45 @@ def alone(path: Path, label: str, repeats: int) -> dict[str, Any]:
     found = [run(sys.executable, OURS, path) for _ in range(repeats)]
     seconds, peak = median(one.seconds for one in found), max(one.peak_bytes for one in found)
     size = path.stat().st_size
-    print(f"saturate, {label}, {size / 1e6:,.0f} MB: {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s), {peak / 1e6:,.0f} MB at most")
+    print(
+        f"saturate, {label}, {size / 1e6:,.0f} MB: {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s), "
+        f"{peak / 1e6:,.0f} MB at most"
+    )
     return {"case": label, "peer": None, "bytes": size, "seconds": seconds, "peak_bytes": peak, "repeats": repeats}
 
 
 # a large trace from a small one
 
 
-SHIFTED = re.compile(rb'"(ts|correlation|External id|external id|id|Ev Idx)": ?(\d+)(\.\d+)?(?=[,}\s])|(ProfilerStep#)(\d+)')
-APART = 50_000_000          # larger than any id of a base trace
+SHIFTED = re.compile(
+    rb'"(ts|correlation|External id|external id|id|Ev Idx)": ?(\d+)(\.\d+)?(?=[,}\s])|(ProfilerStep#)(\d+)'
+)
 
 
 def repeated(base: bytes, out: Path, events: int = 0, size: int = 0) -> int:
-    """Write copies of a trace, one behind the other in time, until there are `events` events or `size` bytes of text."""
+    """Write copies of a trace, one behind the other in time, until there are `events` events or `size` bytes."""
     content = json.loads(base)
-    times = [float(event["ts"]) for event in content["traceEvents"] if event.get("ph") == "X" and event.get("cat") not in (None, "Trace")]
+    times = [
+        float(event["ts"])
+        for event in content["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") not in (None, "Trace")
+    ]
     period = int(max(times) - min(times)) + 1_000_000
     head = {key: value for key, value in content.items() if key != "traceEvents"}
     templates = [template(json.dumps(event, separators=(",", ":")).encode()) for event in content["traceEvents"]]
     steps = sum(str(event.get("name", "")).startswith("ProfilerStep#") for event in content["traceEvents"])
+    apart = 1 + max(
+        number for parts in templates for _, kind, number in parts if kind not in (b"", b"ts", b"ProfilerStep#")
+    )
     del content
     written = copies = 0
     with open(out, "wb") as file:
         file.write(json.dumps(head).encode()[:-1] + (b"," if head else b"") + b'"traceEvents":[\n')
         while written < events or file.tell() < size:
             kinds = {b"ts": copies * period, b"ProfilerStep#": copies * steps}
-            file.write((b",\n" if copies else b"") + b",\n".join(filled(parts, kinds, copies * APART) for parts in templates))
+            file.write(
+                (b",\n" if copies else b"") + b",\n".join(filled(parts, kinds, copies * apart) for parts in templates)
+            )
             copies, written = copies + 1, written + len(templates)
         file.write(b"\n]}\n")
     return written
@@ -171,48 +195,117 @@ def template(event: bytes) -> list[tuple[bytes, bytes, int]]:
     pieces, at = [], 0
     for found in SHIFTED.finditer(event):
         group = 2 if found[1] else 5
-        pieces.append((event[at:found.start(group)], found[1] or found[4], int(found[group])))
+        pieces.append((event[at : found.start(group)], found[1] or found[4], int(found[group])))
         at = found.end(group)
     return [*pieces, (event[at:], b"", 0)]
 
 
-def filled(parts: list[tuple[bytes, bytes, int]], kinds: dict[bytes, int], apart: int) -> bytes:
-    return b"".join(text + (b"%d" % (number + kinds.get(kind, apart)) if kind else b"") for text, kind, number in parts)
+def filled(parts: list[tuple[bytes, bytes, int]], kinds: dict[bytes, int], ids: int) -> bytes:
+    return b"".join(text + (b"%d" % (number + kinds.get(kind, ids)) if kind else b"") for text, kind, number in parts)
 
 
 def made_up(steps: int) -> bytes:
-    """A training as Kineto writes it today: per step 40 layers of an operator with shapes, its call, kernel and flow, Python
-    frames beside them."""
+    """A training as Kineto writes it today: per step 40 layers of an operator with shapes, its call, kernel and flow,
+    Python frames beside them."""
+
     def events() -> Iterator[dict[str, Any]]:
         identity = 0
         for step in range(steps):
             at = 1_419_116_104_994.125 + step * 10_000
-            yield {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 9, "tid": 9, "ts": at, "dur": 10_000.0,
-                   "args": {"External id": 0, "Ev Idx": 0}}
+            yield {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": f"ProfilerStep#{step}",
+                "pid": 9,
+                "tid": 9,
+                "ts": at,
+                "dur": 10_000.0,
+                "args": {"External id": 0, "Ev Idx": 0},
+            }
             for layer in range(40):
                 identity += 1
                 start = at + layer * 200
                 host = {"ph": "X", "pid": 9, "tid": 9}
-                yield {**host, "cat": "python_function", "name": "torch/nn/modules/linear.py(116): forward", "ts": start, "dur": 90.5,
-                       "args": {"Python id": identity, "Python parent id": 1, "Ev Idx": identity}}
-                yield {**host, "cat": "cpu_op", "name": "aten::addmm", "ts": start + 5, "dur": 60.25, "args": {
-                    "External id": identity, "Record function id": 0, "Concrete Inputs": ["", "", "", "1", "1"], "Ev Idx": identity,
-                    "Input type": ["float", "float", "float", "Scalar", "Scalar"], "Input Strides": [[1], [512, 1], [1, 512], [], []],
-                    "Input Dims": [[512], [64 + layer, 512], [512, 512], [], []]}}
-                yield {**host, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start + 20, "dur": 8.75,
-                       "args": {"External id": identity, "cbid": 211, "correlation": identity}}
-                yield {"ph": "X", "cat": "kernel", "name": "ampere_sgemm_128x64_tn", "pid": 0, "tid": 7, "ts": start + 120, "dur": 75.5,
-                       "args": {"External id": identity, "queued": 0, "device": 0, "context": 1, "stream": 7, "correlation": identity,
-                                "registers per thread": 122, "shared memory": 12544, "blocks per SM": 0.5, "warps per SM": 2.0,
-                                "grid": [8, 4, 1], "block": [128, 1, 1], "est. achieved occupancy %": 6}}
+                yield {
+                    **host,
+                    "cat": "python_function",
+                    "name": "torch/nn/modules/linear.py(116): forward",
+                    "ts": start,
+                    "dur": 90.5,
+                    "args": {"Python id": identity, "Python parent id": 1, "Ev Idx": identity},
+                }
+                yield {
+                    **host,
+                    "cat": "cpu_op",
+                    "name": "aten::addmm",
+                    "ts": start + 5,
+                    "dur": 60.25,
+                    "args": {
+                        "External id": identity,
+                        "Record function id": 0,
+                        "Concrete Inputs": ["", "", "", "1", "1"],
+                        "Ev Idx": identity,
+                        "Input type": ["float", "float", "float", "Scalar", "Scalar"],
+                        "Input Strides": [[1], [512, 1], [1, 512], [], []],
+                        "Input Dims": [[512], [64 + layer, 512], [512, 512], [], []],
+                    },
+                }
+                yield {
+                    **host,
+                    "cat": "cuda_runtime",
+                    "name": "cudaLaunchKernel",
+                    "ts": start + 20,
+                    "dur": 8.75,
+                    "args": {"External id": identity, "cbid": 211, "correlation": identity},
+                }
+                yield {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": "ampere_sgemm_128x64_tn",
+                    "pid": 0,
+                    "tid": 7,
+                    "ts": start + 120,
+                    "dur": 75.5,
+                    "args": {
+                        "External id": identity,
+                        "queued": 0,
+                        "device": 0,
+                        "context": 1,
+                        "stream": 7,
+                        "correlation": identity,
+                        "registers per thread": 122,
+                        "shared memory": 12544,
+                        "blocks per SM": 0.5,
+                        "warps per SM": 2.0,
+                        "grid": [8, 4, 1],
+                        "block": [128, 1, 1],
+                        "est. achieved occupancy %": 6,
+                    },
+                }
                 flow = {"id": identity, "cat": "ac2g", "name": "ac2g"}
                 yield {"ph": "s", **flow, "pid": 9, "tid": 9, "ts": start + 20}
                 yield {"ph": "f", **flow, "pid": 0, "tid": 7, "ts": start + 120, "bp": "e"}
 
-    return json.dumps({"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}, "deviceProperties": [
-        {"id": 0, "name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 84990623744, "computeMajor": 8, "computeMinor": 0,
-         "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536, "sharedMemPerMultiprocessor": 167936, "numSms": 108}],
-        "traceEvents": list(events())}).encode()
+    return json.dumps(
+        {
+            "schemaVersion": 1,
+            "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1},
+            "deviceProperties": [
+                {
+                    "id": 0,
+                    "name": "NVIDIA A100-SXM4-80GB",
+                    "totalGlobalMem": 84990623744,
+                    "computeMajor": 8,
+                    "computeMinor": 0,
+                    "maxThreadsPerMultiprocessor": 2048,
+                    "regsPerMultiprocessor": 65536,
+                    "sharedMemPerMultiprocessor": 167936,
+                    "numSms": 108,
+                }
+            ],
+            "traceEvents": list(events()),
+        }
+    ).encode()
 
 
 def bases(traces: Path, scratch: Path) -> tuple[bytes, Path, str]:
@@ -228,8 +321,12 @@ def bases(traces: Path, scratch: Path) -> tuple[bytes, Path, str]:
 def in_a_process_of_its_own(arguments: argparse.Namespace, scratch: Path, **until: int) -> tuple[Path, int]:
     """`repeated` takes memory, and what a process holds when it starts another one counts as that one's peak."""
     out = scratch / "repeated.json"
-    done = subprocess.run([sys.executable, __file__, "--traces", arguments.traces, "--make", json.dumps(until), str(out)],
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--traces", str(arguments.traces), "--make", json.dumps(until), str(out)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return out, int(done.stdout)
 
 
@@ -237,7 +334,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hta-python", metavar="PATH", help="a Python that has HolisticTraceAnalysis")
     parser.add_argument("--tracelens-python", metavar="PATH", help="a Python that has TraceLens")
-    parser.add_argument("--traces", type=Path, default=SHARED, metavar="FOLDER", help="real traces to start from (*.json.gz)")
+    parser.add_argument(
+        "--traces", type=Path, default=SHARED, metavar="FOLDER", help="real traces to start from (*.json.gz)"
+    )
     parser.add_argument("--events", type=int, default=2_000_000)
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs")
     parser.add_argument("--big", action="store_true", help="4 GB instead, without peers")
@@ -246,7 +345,7 @@ def main() -> int:
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.smoke:
-        args.events, args.repeats = 20_000, 1
+        args.events, args.repeats, args.traces = 20_000, 1, Path()  # a made-up training
     with tempfile.TemporaryDirectory(prefix="saturate-readers-") as folder:
         scratch = Path(folder)
         if args.make:
@@ -264,8 +363,10 @@ def main() -> int:
         else:
             path, events = in_a_process_of_its_own(args, scratch, events=args.events)
             rows = [alone(path, f"{events:,} events of {name}", args.repeats)]
-            for peer, python, file, label in ((PEERS["hta"], args.hta_python, path, f"{events:,} events of {name}"),
-                                              (PEERS["tracelens"], args.tracelens_python, for_tracelens, for_tracelens.name)):
+            for peer, python, file, label in (
+                (PEERS["hta"], args.hta_python, path, f"{events:,} events of {name}"),
+                (PEERS["tracelens"], args.tracelens_python, for_tracelens, for_tracelens.name),
+            ):
                 if installed(python, peer):
                     rows.append(beside(peer, python, file, label, args.repeats))
                 else:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 
 import pytest
 
@@ -201,13 +202,14 @@ def test_nothing_of_a_window_stays(start, script, tmp_path):
     for kind in ("sample", "record", "modules"):
         before = len(said(trial))
         trial.look(kind, 1, 3, folder=str(tmp_path))
-        trial.run_block(1, 4)
+        trial.run_block(1, 6)
         during = said(trial)[before:]
         assert "OTHER" in during, f"{kind} changed nothing: is the test looking?"
         assert during[-3:] == ["SAME"] * 3, kind
 
 
 def said(trial) -> list[str]:
+    time.sleep(0.3)         # what was printed travels through a pipe
     return [line for line in trial.output().splitlines() if line in ("SAME", "OTHER")]
 
 

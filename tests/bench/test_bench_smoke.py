@@ -22,13 +22,14 @@ LINES = {
     "aa": r"^real quiet, true \+5%: \w+ 1\n    false verdicts [\d.]+% \[[\d.]+%, [\d.]+%\]; by one pair's median ",
     "regret": r"^slow_rows    tuned / best \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  tune took \d+% of the time",
     "expert": r"^tuned / the best by hand \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(\w+, by hand: bf16\)$",
+    "trace_readers": r"^saturate, [\d,]+ events of a made-up training, \d+ MB: [\d.]+ s \([\d,]+ MB/s\), \d+ MB at most$",
     "step_split": r"^split - by hand: at most \d+\.\d+ points$",
     "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis"))])
+    "overhead", "trace_readers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis"))])
 def test_smoke(name, tmp_path, clean_environment):
     numbers = tmp_path / "numbers.json"
     found = subprocess.run(
@@ -65,16 +66,20 @@ def test_candidates_are_the_usable_ones(bench):
 def test_the_most_effective_are_chosen_by_what_they_give_alone(bench, monkeypatch):
     """By tune's screening races only, or by one of our own where tune had no time for one."""
     regret = bench("regret")
-    raced = [("screen gc-freeze", [], ["gc-freeze"], 1.01), ("screen fused-optimizer", [], ["fused-optimizer"], 1.2),
-             ("screen pin-memory", ["gc-freeze"], ["pin-memory"], 9.0), ("A/A", [], [], 1.0)]
-    record = types.SimpleNamespace(races=[types.SimpleNamespace(question=q, a=a, b=b, speedup=s) for q, a, b, s in raced])
+    raced = [("screen gc-freeze", [], ["gc-freeze"], 0.99, 1.05), ("screen fused-optimizer", [], ["fused-optimizer"], 1.2, 1.3),
+             ("screen cpu-threads", [], ["cpu-threads"], 0.8, 0.9),
+             ("screen pin-memory", ["gc-freeze"], ["pin-memory"], 9.0, 9.5), ("A/A", [], [], 1.0, 1.1)]
+    record = types.SimpleNamespace(races=[types.SimpleNamespace(question=q, a=a, b=b, speedup=s, speedup_ci=(0.0, high))
+                                          for q, a, b, s, high in raced])
     alone = regret.speedups_alone(record)
-    assert alone == {"gc-freeze": 1.01, "fused-optimizer": 1.2}
+    assert alone == {"gc-freeze": (0.99, 1.05), "fused-optimizer": (1.2, 1.3), "cpu-threads": (0.8, 0.9)}
     registry = regret._registry.load()
-    pool = [regret.Candidate(registry[i], registry[i].Options()) for i in ("pin-memory", "gc-freeze", "fused-optimizer", "tf32")]
-    late = {"pin-memory": types.SimpleNamespace(record=types.SimpleNamespace(speedup=1.1)), "tf32": None}
+    pool = [regret.Candidate(registry[i], registry[i].Options()) for i in ("pin-memory", "gc-freeze", "fused-optimizer", "tf32", "cpu-threads")]
+    late = {"pin-memory": types.SimpleNamespace(record=types.SimpleNamespace(speedup=1.1, speedup_ci=(1.0, 1.2))), "tf32": None}
     peer = regret.Exhaustive(types.SimpleNamespace(store=None), regret.SMOKE)
     monkeypatch.setattr(peer, "_race", lambda question, subset, limits: late[subset[0].id])
+    # What is slower beyond doubt is no candidate; what merely measured slower is one.
+    assert [c.id for c in peer._most_effective(pool, alone)] == ["fused-optimizer", "pin-memory", "gc-freeze"]
     monkeypatch.setattr(regret, "MOST", 2)
     assert [c.id for c in peer._most_effective(pool, alone)] == ["fused-optimizer", "pin-memory"]
 

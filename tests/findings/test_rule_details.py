@@ -107,6 +107,21 @@ def test_all_communication_is_waiting_where_peers_say_so():
         assert answer is None if share is None else lost(answer) == pytest.approx(share), (wait, overlap)
 
 
+def test_a_waiting_rank_gains_no_more_than_it_waits():
+    seen = case("stragglers").fires
+    for late_ms, exposed, wait, share in (
+        (40.0, 0.3, 0.9, 0.3),
+        (40.0, 0.3, 0.4, 0.4),
+        (40.0, 0.05, 0.9, 0.4),
+        (40.0, None, 0.9, 0.4),
+        (200.0, 0.8, 0.9, 0.8),
+    ):
+        changes = {"communication__late_ms_per_step": late_ms, "communication__exposed": exposed}
+        answer = found("stragglers", but(seen, communication__peer_wait=wait, **changes))
+        assert lost(answer) == pytest.approx(share), (late_ms, exposed, wait)
+    assert lost(found("stragglers", but(seen, step_ms_recorded=160.0))) == pytest.approx(0.25)
+
+
 def test_what_is_above_the_roof_counts_for_the_ceiling_only_where_it_is_known():
     rule = "nothing-to-gain"
     assert lost(found(rule, base(busy=0.95))) == pytest.approx(0.05)

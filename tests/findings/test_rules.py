@@ -3,13 +3,15 @@ fooled by what looks like it."""
 
 from __future__ import annotations
 
+import math
+
 import host_cases
 import input_cases
 import pytest
 import work_cases
 from rule_cases import Case, but
 
-from saturate.findings import _input, _registry
+from saturate.findings import _common, _input, _registry
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations, SyncSeen
 from saturate.testing import rules
@@ -205,6 +207,22 @@ def test_a_core_that_is_just_free_is_free():
     assert ask(case, loader__cpu_count=4.0, loader__busy_cores=3.5) is not None
     assert ask(case, loader__cpu_count=10.0, loader__busy_cores=9.0) is not None
     assert ask(case, loader__cpu_count=10.0, loader__busy_cores=9.001) is None
+
+
+@pytest.mark.parametrize(("steps", "level"), [(1, "low"), (2, "medium"), (19, "medium"), (20, "high")])
+def test_confidence_grows_with_the_steps(steps, level):
+    assert RULES["gc-pauses"].detect(Observations(steps=steps, gc_pause=0.3)).confidence == level
+
+
+def test_shares_that_make_no_sense_are_unknown():
+    assert _common.per_step(5.0, 10.0) == 0.5 and _common.per_step(11.0, 10.0) == 1.0
+    for ms, step_ms in ((None, 10.0), (5.0, None), (-1.0, 10.0), (5.0, 0.0), (math.nan, 10.0), (5.0, math.nan)):
+        assert _common.per_step(ms, step_ms) is None
+    assert not any(_common.reaches(share, 0.1) for share in (None, math.nan, 0.0999, 1.0001, math.inf))
+    assert _common.number("x", math.nan) == [] == _common.number("x", None)
+    assert _common.one_line("a\n  b") == "a b"
+    assert len(_common.one_line(160 * "x")) == len(_common.one_line(161 * "x")) == 160
+    assert _common.one_line(161 * "x").endswith("x...") and not _common.one_line(160 * "x").endswith(".")
 
 
 def test_nothing_observed_nothing_found():

@@ -184,7 +184,7 @@ CASES = [
         edges=(("memory__fragmentation", 0.30, 0.2999), ("memory__used", 0.90, 0.8999)),
         missing=("memory__fragmentation", "memory__used"),
         quiet={"the model needs the memory": {"memory__fragmentation": 0.02, "memory__used": 0.99}},
-        reason="40.0 % of the reserved memory is unused",
+        reason="At the peak 40.0 % of the reserved memory is unused",
         techniques=("allocator",),
     ),
     Case(

@@ -13,6 +13,7 @@ from saturate.report import analysis_words as say
 from saturate.report.analysis import can_draw, columns, drawn, flow, summary
 from saturate.report.analysis_html import render
 from saturate.report.cells import cells
+from saturate.study.profile import nothing
 
 WIDTHS = (60, 80, 120)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -93,7 +94,7 @@ def test_reasons_that_stand_elsewhere_are_not_repeated():
 
 def test_without_a_device_it_says_so():
     text = plain(analyses.nothing())
-    assert text.startswith("No verdict: the trace holds no accelerator events\n")
+    assert text.startswith("No verdict: no accelerator events\n")
     assert "%" not in text and "findings   none" in text
 
 
@@ -275,3 +276,10 @@ def test_the_next_command():
     assert after(findings=[analyses.ODD]) == "saturate explain unaligned-shapes"
     assert after(findings=[]) == "saturate profile -- python train.py"
     assert after(findings=[analyses.ODD, analyses.INPUT]) == "saturate tune --only loader-workers -- python train.py"
+
+
+def test_a_profile_of_nothing_says_why_and_what_to_type() -> None:
+    record = nothing(["python", "train.py", "--fast"], "the script ended after 3 training steps")
+    text = summary(record, width=100, color=False)
+    assert text.splitlines()[0] == "No verdict: the script ended after 3 training steps"
+    assert text.splitlines()[-1].endswith("saturate profile -- python train.py --fast")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kineto_text import Number, document, event, kernel, operator, training, write
 
 from saturate.errors import TraceError
-from saturate.trace import _json_stream, kineto
+from saturate.trace import _json_stream, _kineto_columns, kineto
 from saturate.trace.columns import MEMCPY, MEMSET, DeviceInfo, Signature
 from saturate.trace.read import read
 
@@ -75,7 +75,7 @@ def test_names_of_2021(reading):
     shape = {"Input Dims": [[4]], "Input type": ["float"]}
     old = reading(document([
         event("Operator", "aten::add", 10, 9, {"Device": 7, "External id": 2, "Trace name": "PyTorch Profiler", **shape}, tid="7"),
-        event("Runtime", "cudaLaunchKernel", 12, 2, {"cbid": 211, "correlation": 5, "external id": 2}, tid="7"),
+        event("Runtime", "cudaLaunchKernel", 12, 2, {"cbid": 211, "correlation": 5, "external id": 2}, tid=7),
         event("Kernel", "add", 20, 3, {"device": 0, "stream": 7, "correlation": 5, "external id": 2, "theoretical occupancy %": 50}),
         event("Memcpy", "Memcpy", 30, 3, {"device": 0, "stream": 7, "correlation": 6, "external id": 2, "bytes": 8}),
         event("Memset", "Memset", 40, 3, {"device": 0, "stream": 7, "correlation": 7, "external id": 2, "bytes": 8})]), "old.json")
@@ -122,8 +122,9 @@ def test_memory(reading):
 def test_collectives_stay_with_their_kernels(reading):
     """Rows are sorted after reading, so the arguments must move with them."""
     said = {"Collective name": "allreduce", "In msg nelems": 5, "Group size": 8, "dtype": "Float", "Seq": 3}
-    trace = reading(document([kernel("ncclKernel", 30, 1, 1, **said), kernel("gemm", 10, 1, 2)]))
-    assert trace.collectives == {1: said}
+    later = {"Collective name": "allgather"}
+    trace = reading(document([kernel("later", 50, 1, 3, **later), kernel("ncclKernel", 30, 1, 1, **said), kernel("gemm", 10, 1, 2)]))
+    assert trace.collectives == {1: said, 2: later}
     assert trace.names[trace.gpu.name[1]] == "ncclKernel"
 
 
@@ -254,6 +255,7 @@ def test_blocks_of_any_size_say_the_same(reading, monkeypatch, block, name):
         event("user_annotation", "empty", 7005, 1, {"a": [], "b": {}, "c": [{}, {}]})], deviceProperties=[{"id": 0}, {"id": 1}])
     whole = reading(text, "whole.json")
     monkeypatch.setattr(_json_stream, "BLOCK", block)
+    monkeypatch.setattr(_kineto_columns, "_PAGE", 3)
     trace = reading(text, name)
     assert made.contents(trace) == made.contents(whole) and not trace.problems
     assert {"nested", "empty", '},{"ph":"X"', "a\\", 'b"}, {"', "]}"} <= set(trace.names)
@@ -422,13 +424,32 @@ def test_a_wrong_checksum_is_said(tmp_path):
     ({"name": 5}, "malformed-events", "malformed"), ({"ph": "B"}, "malformed-events", "malformed")])
 def test_wrong_events_are_left_out_and_said(reading, change, problem, reason):
     bad = {**kernel("bad", 5, 5, 1), **change}
-    text = document([*training(), bad, *training()])
+    usual = training()[2:]                          # without what has no category: the quick way
+    text = document([*usual, bad, *usual])
     trace = reading(text)
     assert trace.left_out[reason] == 1 and len(trace.gpu.start) == 8
     assert problem in problems(trace)
     where = next(message for identity, message in trace.problems if identity == problem)
     if "NaN" not in str(change):
         assert f"byte {text.index(made.dumps(bad).encode()):,}" in where
+
+
+@pytest.mark.parametrize("wrong,lost", [(2, False), (3, True)])
+def test_many_wrong_events_mean_lost_records(reading, wrong, lost):
+    """Above one in a hundred, nothing follows from the rest."""
+    bad = [{**kernel("bad", 5, 5, 1), "dur": -1}] * wrong
+    assert ("lost-records" in problems(reading(document([*training(28), *bad])))) == lost
+
+
+def test_only_labels(reading):
+    trace = reading(document([event("Operator", "ProfilerStep#1", 5, 5)]))
+    assert len(trace.annotations.start) == 1 and not len(trace.operators.start) and not trace.problems
+
+
+def test_nothing_in_it(reading):
+    for text in (document([]), b"[]", document([event("ac2g", "x", 1, 1)])):
+        trace = reading(text)
+        assert problems(trace) == ["no-events"] and trace.origin_ns == 0 and not trace.devices
 
 
 def test_elements_that_are_no_events(reading):
@@ -444,6 +465,40 @@ def test_bare_nan_and_inf(reading):
     assert np.isnan(trace.gpu.blocks_per_sm[-1])
 
 
+def test_offsets_are_those_of_the_whole_text(reading, monkeypatch):
+    monkeypatch.setattr(_json_stream, "BLOCK", 500)
+    bad = {**kernel("bad", 5, 5, 1), "dur": -1}
+    text = document([*training(20), bad, *training(20)])
+    assert f"byte {text.index(made.dumps(bad).encode()):,}" in dict(reading(text).problems)["negative-durations"]
+
+
+def test_a_damaged_last_event_does_not_hide_the_end(reading):
+    """What follows the list is not taken for events, and the devices are read."""
+    text = document(training(3), deviceProperties=[{"id": 0, "name": "A"}, {"id": 1, "name": "B"}], x=[{"y": 1}, {"y": 2}])
+    at = text.rindex(b'"ac2g"')
+    trace = reading(text[:at] + b"5 5" + text[at + 6:])
+    assert problems(trace) == ["damaged-events", "lost-records"]
+    assert trace.devices[1].name == "B" and "no category" not in trace.left_out
+
+
+def test_a_long_event_is_refused_and_the_rest_read(reading, monkeypatch):
+    """The brackets of what does not end are not followed for ever."""
+    monkeypatch.setattr(_json_stream, "EVENT_LIMIT", 5000)
+    monkeypatch.setattr(_json_stream, "BLOCK", 1000)
+    trace = reading(document([*training(3), event("kernel", "long", 1, 1, {"x": "y" * 9000}), *training(3)]))
+    assert "damaged-events" in problems(trace) and len(trace.gpu.start) == 6
+
+
+def test_a_gzip_of_padded_members_in_small_pieces(tmp_path, monkeypatch):
+    """Members that end where a block does, and padding between them."""
+    monkeypatch.setattr(_json_stream, "BLOCK", 64)
+    text = document(training(20))
+    packed = b"".join(gzip.compress(text[at:at + 640]) + b"\0" * 100 for at in range(0, len(text), 640))
+    (tmp_path / "t.json.gz").write_bytes(packed)
+    trace = read(tmp_path / "t.json.gz")
+    assert len(trace.gpu.start) == 20 and "truncated" not in problems(trace) and "damaged-gzip" not in problems(trace)
+
+
 @pytest.mark.parametrize("name,found", [
     (b"caf\xe9", "caf\ufffd"), (b"C:\\Users\\me", "C:\\Users\\me"), (b"a\tb", "a b"), (b"</script><b>", "</script><b>"),
     ("\u65e5\u672c".encode(), "\u65e5\u672c"), (b"\\u00e9", "\u00e9")])
@@ -454,8 +509,13 @@ def test_names(reading, name, found):
 
 
 def test_duplicate_ids_are_said(reading):
-    trace = reading(document([*training(), *training()]))
-    assert problems(trace) == ["duplicate-ids"] * 2
+    """Those of one process; two processes count from one each."""
+    trace = reading(document([*training(), *training(3)]))
+    assert [message.split(" with ")[0] for identity, message in trace.problems if identity == "duplicate-ids"] == [
+        "3 calls share a correlation id", "3 operators share an id"]
+    other = [{**one, "pid": 8} if one.get("cat") in ("cpu_op", "cuda_runtime") else one for one in training()]
+    assert not reading(document([*training(), *other])).problems
+    assert problems(reading(document([*training(), *other, *other]))) == ["duplicate-ids"] * 2
 
 
 def test_deep_nesting(reading):

@@ -233,12 +233,14 @@ def test_the_split_of_steps_without_a_profiler():
     """Each clocked group keeps its time, and is divided as the recording divides it."""
     trace = cpu_step(sleep=LONG).trace()
     recorded = phases.split(trace, CPU)
-    clocked = {"input": 50_000, "backward": 100_001, "optimizer": 33_333, "rest": 120_007}
+    clocked = {"input": 50_000, "forward": 70_000, "backward": 100_001, "optimizer": 33_333, "rest": 120_007}
     found = phases.calibrated(trace, clocked)
     assert sum(found.values()) == sum(clocked.values())
     assert (found["input"], found["backward"]) == (50_000, 100_001)
     between = recorded["optimizer"] - 50 * US
-    rest = recorded["forward"] + between + recorded["idle"]
+    loss = recorded["forward"] - 200 * US
+    rest = loss + between + recorded["idle"]
+    assert found["forward"] == pytest.approx(70_000 + 120_007 * loss / rest, abs=1)
     assert found["idle"] == pytest.approx(120_007 * recorded["idle"] / rest, abs=1)
     assert found["optimizer"] == pytest.approx(33_333 + 120_007 * between / rest, abs=1)
 
@@ -252,7 +254,7 @@ def test_a_clocked_part_that_was_not_recorded_keeps_its_name():
 
 @settings(max_examples=80, deadline=None)
 @given(host=HOST, steps=st.lists(SPANS, max_size=4),
-       clocked=st.dictionaries(st.sampled_from(("input", "backward", "optimizer", "rest")), st.integers(0, 10**12)))
+       clocked=st.dictionaries(st.sampled_from(("input", "forward", "backward", "optimizer", "rest")), st.integers(0, 10**12)))
 def test_a_calibrated_split_sums_to_the_clock(host, steps, clocked):
     made = Recording()
     for start, size in steps:

@@ -2,7 +2,7 @@
 
     python bench/workloads/diagnosis/by_hand.py --model gpt
 
-Prints one line of nanoseconds per step: input, forward, backward, optimizer, whole step.
+Prints one line of nanoseconds per step: input, forward, backward, optimizer, and all since the line before.
 """
 
 import argparse
@@ -50,11 +50,13 @@ def rows_loss(model: nn.Module, batch: list) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["gpt", "conv", "rows"], default="gpt")
+    parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout, metavar="FILE", help="instead of standard output")
     args = parser.parse_args()
     torch.manual_seed(0)
     model, loader, loss_of = parts(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     clock = time.perf_counter_ns
+    last = clock()
     while True:
         batches = iter(loader)
         for _ in range(len(loader)):
@@ -69,7 +71,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             ended = clock()
-            print("step", fetched - began, forward - fetched, backward - forward, ended - backward, ended - began, flush=True)
+            print("step", fetched - began, forward - fetched, backward - forward, ended - backward, ended - last, flush=True, file=args.out)
+            last = ended
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ REST = "rest"
 
 
 class PartClock:
-    """`ns` sums to the time between `start` and `stop`, in integer nanoseconds. Calls from other threads do not count."""
+    """Laps sum to the time since `start`, in integer nanoseconds. Calls from other threads do not count."""
 
     def __init__(self, clock: Any):
         self.ns: dict[str, int] = {}
@@ -23,10 +23,11 @@ class PartClock:
     def start(self) -> None:
         self._last = self._clock()
 
-    def stop(self) -> dict[str, int]:
-        """Nanoseconds by part since `start`. The clock goes on."""
+    def lap(self) -> dict[str, int]:
+        """Nanoseconds by part since `start` or the last lap; what is open goes on."""
         self._charge()
-        return dict(self.ns)
+        taken, self.ns = self.ns, {}
+        return taken
 
     def around(self, part: str, original: Any) -> Any:
         """`original`, on the clock of `part`."""

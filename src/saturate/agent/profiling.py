@@ -159,6 +159,8 @@ class Recording(Window):
             activities=activities, record_shapes=True, with_stack=False, profile_memory=False,
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.steps, repeat=1),
         )
+        if self.order.get("recorder") == "nsys":
+            profile = Marks(torch)
         if self._taken():
             return
         try:
@@ -218,6 +220,8 @@ class Recording(Window):
         self.result["syncs"] = [[*key, *value] for key, value in self.syncs.found.items()]
         self.result["compiler"] = kinds.compiler(self.torch, self.session, self.began_ns, ended_ns)
         self.result["off_device"] = kinds.off_device(self.session)
+        if isinstance(self.profile, Marks):
+            return
         path = os.path.join(self.order["folder"], f"trace-rank{observe.rank()}.json")
         self.profile.export_chrome_trace(path)
         self.result["trace"] = _compressed(path)
@@ -324,6 +328,42 @@ class Recording(Window):
 
         self.on_undo(hooks.register_module_forward_pre_hook(before).remove)
         self.on_undo(hooks.register_module_forward_hook(after, always_call=True).remove)
+
+
+class Marks:
+    """Stands in for torch.profiler where Nsight Systems records: it opens nsys's capture range, and emits operators and
+    labels as NVTX ranges."""
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+        self._steps = 0
+        self._label: Any = None
+        self._emit: Any = None
+
+    def start(self) -> None:
+        """Nothing has to warm up."""
+
+    def step(self) -> None:
+        profiler = self._torch.autograd.profiler
+        if self._emit is None:
+            self._torch.cuda.cudart().cudaProfilerStart()
+            self._emit = profiler.emit_nvtx(record_shapes=True)
+            self._emit.__enter__()
+        self._end()
+        self._steps += 1
+        self._label = profiler.record_function(f"ProfilerStep#{self._steps}")
+        self._label.__enter__()
+
+    def stop(self) -> None:
+        self._end()
+        if self._emit is not None:
+            self._emit.__exit__(None, None, None)
+            self._torch.cuda.cudart().cudaProfilerStop()
+
+    def _end(self) -> None:
+        label, self._label = self._label, None
+        if label is not None:
+            label.__exit__(None, None, None)
 
 
 def _compressed(path: str) -> str:

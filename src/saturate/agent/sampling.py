@@ -22,6 +22,9 @@ from saturate.agent.profiling import Window
 
 PERIOD_S = 0.005
 
+#: A step this many times longer than the median holds something that other steps do not.
+EVENT = 3.0
+
 #: How long the training thread may keep the sampler waiting while it runs Python: what is seen is where it was then.
 _SWITCH_S = 1e-5
 
@@ -41,7 +44,7 @@ class Sampling(Window):
         self.pauses: list[int] = []
         self.workers: list[Any] = []
         self.dataset: Any = None
-        self.clocked: dict[str, int] = {}
+        self.clocked: list[tuple[bool, dict[str, int]]] = []
         self._sampler = Sampler(session.torch, self)
         self._began = 0
         self._paused = 0
@@ -64,9 +67,11 @@ class Sampling(Window):
 
     def turn(self) -> None:
         """The clock has the first half of the steps for itself; in the other the sampler looks on."""
-        if self.left != -(self.steps // 2):
+        half = self.steps // 2
+        if -self.left <= half:
+            self.clocked.append((self.session.evaluated, self.parts.lap()))
+        if self.left != -half:
             return
-        self.clocked = self.parts.stop()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         self.on_undo(lambda: sys.setswitchinterval(interval))
@@ -80,7 +85,7 @@ class Sampling(Window):
         below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in self._processes()]
         read = self._read_bytes()
         self.result.update(
-            wall_ns=wall, parts=self.clocked, clocked_steps=self.steps // 2, process_cpu_ns=own, workers=len(below),
+            wall_ns=wall, **_training_steps(self.clocked), process_cpu_ns=own, workers=len(below),
             worker_cpu_ns=sum(now[0] - then[0] for now, then in below),
             worker_queued_ns=sum(now[1] - then[1] for now, then in below),
             fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
@@ -177,8 +182,8 @@ class Sampling(Window):
             self.pauses.append(self.clock() - self._paused)
 
     def _processes(self) -> list[int]:
-        known = {worker.pid for entry in self.session.loaders.values() for worker in entry["workers"] if worker.is_alive()}
-        return sorted(known | {worker.pid for worker in self.workers if worker.is_alive()})
+        known = [worker for entry in self.session.loaders.values() for worker in entry["workers"]]
+        return sorted({worker.pid for worker in (*known, *self.workers) if worker.is_alive()})
 
     def _read_bytes(self) -> int | None:
         """Fetched from storage by this process and its workers since they began; None: not told here."""
@@ -235,6 +240,21 @@ class Sampler(threading.Thread):
             "worker_samples": self.workers, "worker_waiting": self.workers_waiting,
             "lines": [[*place, count] for place, count in self.lines.most_common(10)],
         }
+
+
+def _training_steps(clocked: list[tuple[bool, dict[str, int]]]) -> dict[str, Any]:
+    """The parts of the steps that are like the others: those with an evaluation in them, a checkpoint or the end of an
+    epoch say nothing about a step. Where all are like that, all count."""
+    times = sorted(sum(parts.values()) for evaluated, parts in clocked if not evaluated)
+    most = EVENT * times[len(times) // 2] if times else 0
+    usual = [parts for evaluated, parts in clocked if not evaluated and sum(parts.values()) <= most]
+    if 2 * len(usual) < len(clocked):
+        usual = [parts for _, parts in clocked]
+    total: dict[str, int] = {}
+    for parts in usual:
+        for name, ns in parts.items():
+            total[name] = total.get(name, 0) + ns
+    return {"parts": total, "clocked_steps": len(usual)}
 
 
 def _described(dataset: Any) -> dict[str, Any] | None:

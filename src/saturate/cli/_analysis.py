@@ -243,19 +243,3 @@ def _shown_by(device: Device, count: int, devices: int) -> str:
     place = f"rank {device.rank}, device {device.id}" if device.rank is not None else f"device {device.id}"
     where = f"{place} of {words.one_line(device.source)}" if device.rank is None and device.source else place
     return f"(Numbers of {where}; {count:,} of {devices:,} devices show it.)"
-
-
-def encoded(record: msgspec.Struct) -> str:
-    """The record as one line of JSON. What JSON cannot hold (in file names that are not UTF-8) is replaced."""
-    try:
-        return msgspec.json.encode(record).decode()
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_printable(msgspec.to_builtins(record))).decode()
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,11 +1,11 @@
-"""What the verbs share when they print: colour only where it is wanted, and tables."""
+"""What the verbs share when they print: colour only where it is wanted, tables, and JSON."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -37,3 +37,21 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 def percent(share: float) -> str:
     """0.213 as `+21.3 %`."""
     return f"{share * 100:+.1f} %"
+
+
+def encoded(record: Any) -> str:
+    """A msgspec record as one line of JSON. What JSON cannot hold (in file names that are not UTF-8) is replaced."""
+    import msgspec
+
+    try:
+        return msgspec.json.encode(record).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_printable(msgspec.to_builtins(record))).decode()
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from saturate.cli._output import coloured, encoded
 from saturate.errors import EnvironmentProblem, UsageError
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
@@ -52,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         record, text, page = analysis.analysed(files, progress, **_look(stream))
     if arguments.json:
-        sys.stdout.write(analysis.encoded(record) + "\n")
+        sys.stdout.write(encoded(record) + "\n")
     print(text, file=stream)
     if arguments.html:
         _write(arguments.html, page())
@@ -110,7 +111,6 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
 
 def _look(stream: Any) -> dict[str, Any]:
     """How text looks on `stream`."""
-    from saturate.cli._output import coloured
     from saturate.report.analysis import can_draw
 
     width = min(120, shutil.get_terminal_size((80, 24)).columns)

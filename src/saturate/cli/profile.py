@@ -11,9 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-import msgspec
-
-from saturate.cli._output import coloured
+from saturate.cli._output import coloured, encoded
 from saturate.cli.tune import Progress, duration, one_signal_interrupts, show_log
 from saturate.cli.tune import step as step_name
 from saturate.errors import SaturateError, UsageError
@@ -23,7 +21,8 @@ TAKES_COMMAND = True
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=count, metavar="N", help="steps to record (default: 5 to 40, so that they take 0.4 s; fewer where they are long)")
+    parser.add_argument("--steps", type=count, metavar="N",
+                        help="steps to record (default: 5 to 40, so that they take 0.4 s; fewer where they are long)")
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long to wait for a steady step (default: 5m)")
     parser.add_argument("--with", dest="recorder", choices=["torch", "nsys"], default="torch",
                         help="what records: torch.profiler, or Nsight Systems (default: torch)")
@@ -45,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show(found: Profile) -> None:
         if arguments.json:
-            print(msgspec.json.encode(found).decode(), flush=True)
+            print(encoded(found), flush=True)
 
     request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)

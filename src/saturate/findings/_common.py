@@ -37,6 +37,11 @@ def per_step(ms: float | None, step_ms: float | None) -> float | None:
     return min(1.0, ms / step_ms)
 
 
+def recorded_ms(seen: Observations) -> float | None:
+    """Length of the steps that host times per step are from: a profiler makes both longer."""
+    return seen.step_ms if seen.step_ms_recorded is None else seen.step_ms_recorded
+
+
 def without(share: float | None, *parts: float | None) -> float | None:
     """What is left of a share when the parts of it that are known to have another cause are taken away."""
     return None if share is None else max(0.0, share - sum(part for part in parts if part is not None and part > 0.0))

@@ -36,7 +36,18 @@ Definition of host-late idle time: docs/analysis.md.
 from __future__ import annotations
 
 from saturate.findings._api import Rule
-from saturate.findings._common import below, concludes, finding, number, of_step, per_step, percent, reaches, without
+from saturate.findings._common import (
+    below,
+    concludes,
+    finding,
+    number,
+    of_step,
+    per_step,
+    percent,
+    reaches,
+    recorded_ms,
+    without,
+)
 from saturate.findings._host import HOST_LATE, LAUNCH_US, SHORT_KERNELS, late, outside_us, waited
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
@@ -74,7 +85,7 @@ def _on_device(seen: Observations) -> Finding | None:
 
 def _on_cpu(seen: Observations) -> Finding | None:
     each = outside_us(seen)
-    lost = without(late(seen), per_step(seen.communication.late_ms_per_step, seen.step_ms))
+    lost = without(late(seen), per_step(seen.communication.late_ms_per_step, recorded_ms(seen)))
     if lost is None or each is None or not reaches(lost, HOST_LATE) or not each > LAUNCH_US:
         return None
     return finding(

@@ -23,7 +23,8 @@ rank.
 What helps
 ----------
 Finding what the late rank does more: its input, its share of the data, a slower or throttled device, a process
-beside it. `saturate analyze` of that rank's trace, or `saturate doctor` on its machine.
+beside it. `saturate analyze` of that rank's trace, or `saturate doctor` on its machine. A rank that waits for 50 %
+of its communication gains at most what of it is exposed; that is then the bound.
 
 References
 ----------
@@ -34,7 +35,7 @@ TraceML warns from a lateness of 10 % of the step; gpuprof from a skew of 10 %.
 from __future__ import annotations
 
 from saturate.findings._api import Rule
-from saturate.findings._common import concludes, finding, number, of_step, per_step, percent, reaches
+from saturate.findings._common import concludes, finding, number, of_step, per_step, percent, reaches, recorded_ms
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
 
@@ -42,15 +43,20 @@ RULE = Rule(id="stragglers", title="one rank is late", needs=frozenset({"steps",
 
 #: Lateness of the slowest rank, of the step.
 LEAST = 0.10
+#: Waiting, of communication, from which the observed rank is one of those that wait.
+WAITS = 0.5
 
 
 def detect(seen: Observations) -> Finding | None:
     peers = seen.communication
-    share = per_step(peers.late_ms_per_step, seen.step_ms)
+    share = per_step(peers.late_ms_per_step, recorded_ms(seen))
     if not concludes(seen, RULE) or share is None or peers.slowest_rank is None or not reaches(share, LEAST):
         return None
     if peers.peer_wait is None or peers.world_size == 1:
         return None  # one rank was observed: nothing to be late against
+    lost = share
+    if peers.peer_wait >= WAITS and reaches(peers.exposed, LEAST):
+        lost = min(share, peers.exposed or 0.0)  # lateness of several collectives may be the same lateness
     return finding(
         RULE,
         seen,
@@ -61,6 +67,6 @@ def detect(seen: Observations) -> Finding | None:
             *number("slowest rank", peers.slowest_rank, "rank"),
             *number("ranks", peers.world_size, "processes"),
         ],
-        share,
+        lost,
         advice=f"look at what rank {peers.slowest_rank} does more: input, device, other processes",
     )

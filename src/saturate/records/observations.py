@@ -120,7 +120,7 @@ class Observations:
     bf16_native: bool | None = None         # the device multiplies bf16 matrices in hardware
     steps: int = 0                          # observed; 0: nothing is concluded; 1: with low confidence
     step_ms: float | None = None
-    step_ms_recorded: float | None = None   # of the steps that `syncs` were timed in, where a profiler made them longer
+    step_ms_recorded: float | None = None   # of the steps that waits were timed in, where a profiler made them longer
     busy: float | None = None               # of the step
     input_wait: float | None = None         # exposed
     input_wait_raw: float | None = None

@@ -206,7 +206,8 @@ def _amount(analysis: Analysis, device: Device | None) -> str:
 
 def _no_verdict(analysis: Analysis) -> str:
     if not analysis.devices:
-        return analysis.unknown.get("devices") or "the trace holds no accelerator events"
+        why = analysis.unknown
+        return why.get("verdict") or why.get("devices") or "the trace holds no accelerator events"
     if analysis.integrity.problems:
         return analysis.integrity.problems[0].message
     return analysis.unknown.get("verdict") or LIMITS["unknown"][1]

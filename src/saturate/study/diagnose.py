@@ -56,9 +56,13 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     findings = rules.detect(observed, known)
     record = Record(request, seen, shorten)
     rates = record.rates()          # it also finds out what is unknown
+    integrity = analysis.integrity
+    if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
+        problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
+        integrity = msgspec.structs.replace(integrity, problems=problems)
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
-           "verdict": rules.verdict(observed), "findings": findings,
+           "integrity": integrity, "verdict": rules.verdict(observed), "findings": findings,
            "unknown": {**analysis.unknown, **seen.notes, **record.unknown}},
         command=request.argv,
         step_ms=seen.step_ms,
@@ -136,7 +140,8 @@ class Record:
         }
         for name, value in found.items():
             if value is None:
-                self.unknown[name] = why if name != "mfu_achievable" else self.seen.notes.get(name, f"the rate of {format_} was not measured")
+                unmeasured = self.seen.notes.get(name, f"the rate of {format_} was not measured")
+                self.unknown[name] = unmeasured if name == "mfu_achievable" else why
             elif value > 1.0:
                 self.unknown[name] = f"{value:.2f} is more than the device can do: the count or the rate is wrong"
                 found[name] = None
@@ -182,7 +187,8 @@ class Record:
                 for file, line, function, count in sample["lines"][:_MOST_LINES]]
 
     def _place(self, file: str, line: int, what: str, calls: int, ns: float, steps: int) -> Sync:
-        return Sync(file=self.shorten(file), line=line, what=what, calls_per_step=calls / steps, ms_per_step=ns / steps / 1e6)
+        return Sync(file=self.shorten(file), line=line, what=what, calls_per_step=calls / steps,
+                    ms_per_step=ns / steps / 1e6)
 
     def modules(self) -> list[ModuleCost]:
         rows = msgspec.convert(self.seen.modules.get("modules", []), list[ModuleCost])
@@ -201,7 +207,9 @@ def number_format(facts: Facts) -> str:
 # -- what the rules look at --------------------------------------------------------------------------------------------
 
 
-def observe(seen: Seen, analysis: Analysis, trace: Trace, split: dict[str, int], shorten: Callable[[str], str]) -> Observations:
+def observe(
+    seen: Seen, analysis: Analysis, trace: Trace, split: dict[str, int], shorten: Callable[[str], str],
+) -> Observations:
     """The trace's observations, with what only a live run can tell."""
     facts, sample, record = seen.facts, seen.sample, seen.record
     base = trace_observations.observations(trace, analysis.devices[0]) if analysis.devices else Observations()
@@ -249,7 +257,8 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     busy = (sample["process_cpu_ns"] + sample["worker_cpu_ns"]) / wall * facts.world_size      # ranks are alike
     read = sample["read_bytes"]
     lines, dataset = sample["lines"], sample["dataset"]
-    file, line, function = lines[0][:3] if lines and not workers else (dataset["file"], dataset["line"], dataset["function"])
+    own = (dataset["file"], dataset["line"], dataset["function"])
+    file, line, function = lines[0][:3] if lines and not workers else own
     return LoaderSeen(
         num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=busy,
@@ -306,7 +315,9 @@ def _memory(sample: dict[str, Any]) -> MemorySeen:
                       fragmentation=1.0 - device["active_peak"] / reserved if reserved else None)
 
 
-def _communication(base: CommunicationSeen, facts: Facts, analysis: Analysis, split: dict[str, int], total: int) -> CommunicationSeen:
+def _communication(
+    base: CommunicationSeen, facts: Facts, analysis: Analysis, split: dict[str, int], total: int,
+) -> CommunicationSeen:
     changes: dict[str, Any] = {"world_size": facts.world_size}
     if base.exposed is None and total:
         changes["exposed"] = split["communication"] / total

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 import shutil
 import statistics
 import time
@@ -31,7 +32,7 @@ from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Profile
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts
-from saturate.study import baseline
+from saturate.study import baseline, nsight
 from saturate.study.bench import Bench, Live
 from saturate.study.ending import in_our_words
 from saturate.study.state import Request, Study
@@ -93,7 +94,7 @@ def profile(request: Request, steps: int | None, say: Callable[[str], None], nsy
                 study = Study(request, folder, store, _registry.load(), say)
                 store.set_meta("identity", _identity(request))
                 store.set_meta("finished", True)        # a profile is not resumed, it is made again
-                return _finished(study, _watch(study, steps))
+                return _finished(study, _watch(study, steps, nsight.find() if nsys else None))
             finally:
                 store.close()
     finally:
@@ -101,7 +102,8 @@ def profile(request: Request, steps: int | None, say: Callable[[str], None], nsy
 
 
 def _identity(request: Request) -> str:
-    return hashlib.sha256(json.dumps(["profile", request.argv, str(request.cwd), saturate.__version__]).encode()).hexdigest()
+    asked = ["profile", request.argv, str(request.cwd), saturate.__version__]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def _finished(study: Study, seen: Seen | None) -> Profile:
@@ -109,7 +111,8 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     from saturate.study import diagnose
 
     if seen is None or not seen.traces:
-        reason = study.refusal or (seen.record.get("problem") if seen else None) or "the workload ended before it was recorded"
+        problem = seen.record.get("problem") if seen else None
+        reason = study.refusal or problem or "the workload ended before it was recorded"
         return nothing(study.request.argv, reason)
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, frozenset(study.registry))
@@ -123,23 +126,28 @@ def nothing(command: list[str], reason: str) -> Profile:
     """The record where nothing could be seen."""
     unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[]), verdict="unknown", findings=[],
                       unknown={"verdict": reason})
-    return Profile(**msgspec.structs.asdict(unseen), command=command)
+    again = shlex.join(["saturate", "profile", "--", *command])
+    return Profile(**msgspec.structs.asdict(unseen), command=command, next_command=again)
 
 
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-def _watch(study: Study, steps: int | None) -> Seen | None:
+def _watch(study: Study, steps: int | None, nsys: Path | None) -> Seen | None:
     """Run the workload through all windows; None where it cannot be measured (`study.refusal` says why)."""
     request = study.request
-    bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
+    stem = study.folder / "t001" / "nsys"        # in the folder of the first trial, where a workload may write
+    argv = nsight.record(nsys, request.argv, stem) if nsys else request.argv
+    bench = Bench(Workload(argv, request.cwd, request.environment, request.timeout_s),
                   study.folder, request.directory, study.store, request.budget_s, study.say)
     bench.step = baseline.step_override(request.step)
     try:
         try:
             live = bench.live("profile", ())
             try:
-                seen = _look(study, live, steps)
+                seen = _look(study, live, steps, "nsys" if nsys else "torch")
+                if nsys and not seen.record.get("problem"):
+                    seen.traces = [_exported(study, nsys, stem, live)]
             finally:
                 bench.finish_live(live)
         except TrialEnded as ended:
@@ -154,7 +162,7 @@ def _watch(study: Study, steps: int | None) -> Seen | None:
         bench.close()
 
 
-def _look(study: Study, live: Live, steps: int | None) -> Seen:
+def _look(study: Study, live: Live, steps: int | None, recorder: str) -> Seen:
     stored = baseline.observe(study, live)
     live.trial.thaw()
     seen = Seen(msgspec.convert(stored["facts"], Facts))
@@ -162,7 +170,7 @@ def _look(study: Study, live: Live, steps: int | None) -> Seen:
     if not live.stationary:
         seen.notes["step_ms"] = "the step time was still drifting when it was measured"
     try:
-        _windows(study, live, seen, steps)
+        _windows(study, live, seen, steps, recorder)
     except TrialEnded as ended:
         seen.ended = ended.outcome
         seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
@@ -208,8 +216,11 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
     return found.findings
 
 
-def _windows(study: Study, live: Live, seen: Seen, steps: int | None) -> None:
+def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str) -> None:
     trial, facts = live.trial, seen.facts
+    if recorder == "nsys" and facts.device != "cuda":
+        raise EnvironmentProblem(f"this workload trains on {facts.device}, and Nsight Systems records CUDA devices",
+                                 remedy="profile without --with nsys")
     skip, period = _queue(facts, live.step_ms)
     many = _whole(min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms))), period)
     few = _whole(recorded_steps(steps, live.step_ms), period)
@@ -221,7 +232,7 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None) -> None:
         seen.telemetry = sampler.seen()
     study.say(f"recording {few} steps")
     began = time.monotonic()
-    seen.record = trial.look("record", skip, few, folder=str(trial.spec.folder), step_ms=live.step_ms)
+    seen.record = trial.look("record", skip, few, folder=str(trial.spec.folder), step_ms=live.step_ms, recorder=recorder)
     _keep_traces(study, trial.spec.folder, seen)
     if seen.record.get("problem"):
         study.say(seen.record["problem"])
@@ -231,6 +242,15 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None) -> None:
         seen.notes["modules"] = "the script compiles its model, and hooks on modules would compile it again"
     else:
         seen.modules = trial.look("modules", 1, 2 if live.step_ms > _LONG_STEP_MS else 3)
+
+
+def _exported(study: Study, nsys: Path, stem: Path, live: Live) -> Path:
+    """The database of nsys's report, which it writes once its capture range has ended, while the workload stands."""
+    deadline = time.monotonic() + study.request.timeout_s
+    reports = [stem.with_name(stem.name + ending) for ending in nsight.REPORT_ENDINGS]
+    while not any(path.exists() for path in reports) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return nsight.export(nsys, nsight.report(stem, live.trial.output()), study.folder / "trace.sqlite")
 
 
 def _measure_ceilings(study: Study, seen: Seen) -> None:

@@ -1,10 +1,10 @@
 """Chrome traces as a stream: JSON, plain or gzip, of any size, in bounded memory.
 
-A trace is one long array of events beside a few small values. The text is inflated block by block, and each block is
-cut behind the last event that is complete in it: at `} , { "a`. Within a JSON string that cannot be found, because the
-quote would end the string and a letter cannot follow. It can be found inside an event, between the objects of a nested
-list: then the piece has unbalanced brackets, does not decode, and is taken apart event by event, by brackets and
-quotes. So a cut is fast where events are plain, and right everywhere.
+A trace is one long array of events beside a few small values. The text is inflated block by block, and each block
+is cut behind the last event that is complete in it: at `} , { "a`. Within a JSON string that cannot be found,
+because the quote would end the string and a letter cannot follow. It can be found inside an event, between the
+objects of a nested list: then the piece has unbalanced brackets, does not decode, and is taken apart event by
+event, by brackets and quotes. So a cut is fast where events are plain, and right everywhere.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Document:
     fields: dict[str, bytes] = field(default_factory=dict)      # top-level values that were asked for, as JSON text
     problems: list[tuple[str, str]] = field(default_factory=list)
     truncated: bool = False
+    damaged: int = 0                # events that are no JSON
     read_bytes: int = 0
 
 
@@ -78,9 +79,9 @@ def opened(path: Path) -> BinaryIO:
 
 
 def repaired(text: bytes) -> bytes:
-    """The text with what profilers write against the rules of JSON mended: bare `nan` and `inf` become null; in strings,
-    a backslash that escapes nothing (a path) is doubled, and control characters become spaces; bytes that are no UTF-8
-    become replacement characters."""
+    """The text with what profilers write against the rules of JSON mended: bare `nan` and `inf` become null; in
+    strings, a backslash that escapes nothing (a path) is doubled, and control characters become spaces; bytes that
+    are no UTF-8 become replacement characters."""
     return _STRING_OR_BARE.sub(_mended, text).decode("utf-8", "replace").encode()
 
 
@@ -149,7 +150,8 @@ class Text:
                 return _END
 
     def value(self, limit: int) -> bytes | None:
-        """The value that begins at `pos`, by brackets and quotes alone; does not move. None: longer, or it does not end."""
+        """The value that begins at `pos`, by brackets and quotes alone; does not move. None: longer, or it does not
+        end."""
         scanned, depth = 0, 0
         while True:
             end, on, depth = _follow(self.data, self.pos + scanned, depth)
@@ -175,7 +177,8 @@ class Text:
 
 
 def _follow(data: bytes, pos: int, depth: int) -> tuple[int, int, int]:
-    """Follow brackets and strings from `pos`, at `depth`: (index behind the value or -1, where to go on, depth there)."""
+    """Follow brackets and strings from `pos`, at `depth`: (index behind the value or -1, where to go on, depth
+    there)."""
     if depth == 0 and data[pos] not in b'"{[':
         found = _SEPARATOR.search(data, pos)        # a number or a word
         return (found.start() if found else -1), pos, 0
@@ -210,7 +213,7 @@ def _inflate(file: BinaryIO) -> Iterator[bytes]:
             if block:
                 yield block
             chunk = engine.unused_data if engine.eof else engine.unconsumed_tail
-            if not chunk and len(block) < BLOCK:
+            if not chunk:
                 break
     if not engine.eof:
         raise EOFError("the gzip stream ends too early")
@@ -251,13 +254,14 @@ class _Walk:
                              cause="it ends too early" if found.truncated else 'there is no "traceEvents" in it',
                              evidence=f"read up to byte {text.offset:,}")
         if whole and text.peek() != _END:
-            found.problems.append(("concatenated", f"more follows behind the end of the trace at byte {text.offset:,}: "
-                                                   "not read; split files that were joined"))
+            self._say("concatenated", f"more follows behind the end of the trace at byte {text.offset:,}: not read; "
+                                      "split files that were joined")
         elif whole and text.broken:
-            found.problems.append(("damaged-gzip", f"all of the trace was read, but its gzip stream is not whole: {text.broken}"))
+            self._say("damaged-gzip", f"all of the trace was read, but its gzip stream is not whole: {text.broken}")
+        found.damaged = len(self.damaged)
         if self.damaged:
-            found.problems.append(("damaged-events", f"{len(self.damaged)} events are no JSON and were left out, the first "
-                                                     f"at byte {self.damaged[0]:,}"))
+            self._say("damaged-events", f"{found.damaged} events are no JSON and were left out, the first at byte "
+                                        f"{self.damaged[0]:,}")
         found.read_bytes = text.offset
         return found
 
@@ -279,8 +283,8 @@ class _Walk:
                 return self._truncated()
             text.pos += len(key)
             if not key or text.peek() not in (_COLON, _END):
-                raise TraceError(f"{self.path} is not JSON", evidence=f"byte {text.offset:,}: a name and a colon were expected, "
-                                                                      f"found {_shown(text.data[text.pos:])}")
+                raise TraceError(f"{self.path} is not JSON", cause="a name and a colon were expected",
+                                 evidence=f"byte {text.offset:,}: {_shown(text.data[text.pos:])}")
             text.pos += 1
             next_byte = text.peek()
             if next_byte == _END or not self._field(key[1:-1].decode("utf-8", "replace"), next_byte):
@@ -310,7 +314,8 @@ class _Walk:
             if len(text.data) - text.pos < BLOCK:
                 text.more()
             cut = _last_boundary(text.data, text.pos)
-            if cut >= 0 and self.consumer.block(b"".join((b"[", memoryview(text.data)[text.pos:cut], b"]")), text.offset):
+            block = b"".join((b"[", memoryview(text.data)[text.pos:max(cut, 0)], b"]"))
+            if cut >= 0 and self.consumer.block(block, text.offset):
                 text.pos = cut
                 text.peek()
                 text.pos += 1       # the comma of the boundary
@@ -340,8 +345,9 @@ class _Walk:
         return None
 
     def _behind_damage(self, event: bytes | None) -> bool:
-        """Move behind something that is no event: to its end by brackets, or to the next boundary where that comes first,
-        because a lost quote or bracket makes everything up to the next one look like one value. False: neither is left."""
+        """Move behind something that is no event: to its end by brackets, or to the next boundary where that comes
+        first, because a lost quote or bracket makes everything up to the next one look like one value. False:
+        neither is left."""
         text = self.text
         start, here = text.pos + 1, text.offset
         boundary = _BOUNDARY.search(text.data, start, text.pos + len(event) if event else len(text.data))
@@ -362,8 +368,11 @@ class _Walk:
             return False
         self.found.truncated = True
         why = f" ({self.text.broken})" if self.text.broken else ""
-        self.found.problems.append(("truncated", f"the file ends too early{why}: read up to byte {self.text.offset:,}"))
+        self._say("truncated", f"the file ends too early{why}: read up to byte {self.text.offset:,}")
         return False
+
+    def _say(self, problem: str, message: str) -> None:
+        self.found.problems.append((problem, message))
 
 
 def _last_boundary(data: bytes, pos: int) -> int:
@@ -397,4 +406,5 @@ def _not_json(path: Path, head: bytes, offset: int) -> TraceError:
         cause, remedy = "it is UTF-16 text", "convert it to UTF-8"
     elif path.name.endswith((".nsys-rep", ".qdrep")):
         cause, remedy = "it is a report of Nsight Systems in its own format", f"nsys export --type sqlite {path.name}"
-    return TraceError(f"{path} is not a trace", cause=cause, evidence=f"byte {offset:,}: {_shown(head)}", remedy=remedy)
+    evidence = f"byte {offset:,}: {_shown(head)}"
+    return TraceError(f"{path} is not a trace", cause=cause, evidence=evidence, remedy=remedy)

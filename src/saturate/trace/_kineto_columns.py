@@ -64,14 +64,16 @@ class Threads(Index):
 
 
 class Table:
-    """Columns that grow. Each is a list of pages that the system, not the allocator, gives and takes back: arrays that are
-    grown in the heap leave as much memory again in holes."""
+    """Columns that grow, page by page. All large arrays come from the system directly, not from the heap, where
+    arrays that come and go leave as much memory again in holes."""
 
     def __init__(self) -> None:
         self._rows = 0
         self._pages: dict[str, list[Column]] = {}
 
     def add(self, columns: dict[str, Column]) -> None:
+        if not len(columns["start"]):
+            return
         for name, values in columns.items():
             pages = self._pages.setdefault(name, [])
             dtype = _SMALL.get(name, _DTYPES[name]) if not pages else pages[0].dtype
@@ -81,14 +83,17 @@ class Table:
             values, row = narrow(values, dtype), self._rows
             while len(values):
                 if row // _PAGE == len(pages):
-                    pages.append(np.frombuffer(mmap(-1, _PAGE * dtype.itemsize), dtype))
-                part = values[:_PAGE - row % _PAGE]
-                pages[-1][row % _PAGE:row % _PAGE + len(part)] = part
-                values, row = values[len(part):], row + len(part)
+                    pages.append(_blank(_PAGE, dtype))
+                part = values[: _PAGE - row % _PAGE]
+                pages[-1][row % _PAGE : row % _PAGE + len(part)] = part
+                values, row = values[len(part) :], row + len(part)
         self._rows += len(columns["start"])
 
     def columns(self) -> dict[str, Column]:
-        """Sorted by start, longer events first. Empties the table on the way: no more than one column is there twice."""
+        """Sorted by start, longer events first. Empties the table on the way: no more than one column is there
+        twice."""
+        if not self._rows:
+            return {}
         start = self._joined("start")
         if "end" in self._pages:
             order = np.argsort(-self._joined("end"), kind="stable")
@@ -98,15 +103,25 @@ class Table:
         del start
         found = {}
         for name in list(self._pages):
-            found[name] = self._joined(name)[order]
+            joined = self._joined(name)
             del self._pages[name]
+            found[name] = np.take(
+                joined, order, out=_blank(len(order), joined.dtype), mode="clip"
+            )  # "raise" would copy
         return found
 
     def _joined(self, name: str) -> Column:
-        return np.concatenate([*self._pages[name], np.empty(0, _SMALL.get(name, _DTYPES[name]))])[:self._rows]
+        pages = self._pages[name]
+        used = [page[: self._rows - number * _PAGE] for number, page in enumerate(pages)]
+        return np.concatenate(used, out=_blank(self._rows, pages[0].dtype))
 
 
-_PAGE = 1 << 17         # rows
+_PAGE = 1 << 17  # rows
+
+
+def _blank(rows: int, dtype: Any) -> Column:
+    return np.frombuffer(mmap(-1, max(rows, 1) * dtype.itemsize), dtype)[:rows]
+
 
 _DTYPES = {name: column.dtype for kind in (HostEvents, GpuEvents) for name, column in vars(kind()).items()}
 _DTYPES |= {"collective": np.dtype("i4"), "allocated": np.dtype("i8"), "reserved": np.dtype("i8")}
@@ -183,8 +198,11 @@ def host_events(columns: dict[str, Column], pids: list[int]) -> HostEvents:
     if not columns:
         return HostEvents()
     count = len(columns["start"])
-    absent = {name: np.broadcast_to(_DTYPES[name].type(UNKNOWN), count)
-              for name in ("correlation", "external", "shapes") if name not in columns}
+    absent = {
+        name: np.broadcast_to(_DTYPES[name].type(UNKNOWN), count)
+        for name in ("correlation", "external", "shapes")
+        if name not in columns
+    }
     processes = np.array(pids, "i8")
     pid = np.broadcast_to(processes[0], count) if (processes == processes[0]).all() else processes[columns["tid"]]
     return HostEvents(**columns, **absent, pid=pid)
@@ -193,9 +211,9 @@ def host_events(columns: dict[str, Column], pids: list[int]) -> HostEvents:
 def launching(correlation: Column, calls: HostEvents) -> Column:
     """The process of the call that launched each device event; -1 where no call is recorded."""
     if not len(calls.start):
-        return np.full(len(correlation), UNKNOWN, "i8")
+        return np.broadcast_to(np.int64(UNKNOWN), len(correlation))
     if calls.pid.strides == (0,):
-        return np.full(len(correlation), calls.pid[0], "i8")
+        return np.broadcast_to(calls.pid[0], len(correlation))
     order = np.argsort(calls.correlation, kind="stable")
     place = np.searchsorted(calls.correlation, correlation, sorter=order).clip(max=len(order) - 1)
     call = order[place]
@@ -203,10 +221,12 @@ def launching(correlation: Column, calls: HostEvents) -> Column:
 
 
 def repeated(ids: Column, pids: Column) -> int:
-    """How many events have an id that an earlier one of the same process has."""
+    """How many events have an id that an earlier one of the same process has. By sorting: `np.unique` hashes, and
+    takes several times the memory."""
     known = ids > 0
     if pids.strides == (0,):
-        found = ids[known]
-        return len(found) - len(np.unique(found))
-    pairs = np.stack((pids[known], ids[known]))
-    return pairs.shape[1] - np.unique(pairs, axis=1).shape[1]
+        found = np.sort(ids[known])
+        return int(np.count_nonzero(found[1:] == found[:-1]))
+    order = np.lexsort((ids[known], pids[known]))
+    found, of = ids[known][order], pids[known][order]
+    return int(np.count_nonzero((found[1:] == found[:-1]) & (of[1:] == of[:-1])))

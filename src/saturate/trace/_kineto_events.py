@@ -1,7 +1,7 @@
 """The events of a Kineto trace as types: the decoder makes only what is named here, and skips all else natively.
 
-The categories of 2021 (`Operator`, `Runtime`, `Kernel`, ...) and of today (`cpu_op`, `cuda_runtime`, `kernel`, ...) are
-one type each. HIP and XPU write CUDA's.
+The categories of 2021 (`Operator`, `Runtime`, `Kernel`, ...) and of today (`cpu_op`, `cuda_runtime`, `kernel`, ...)
+are one type each. HIP and XPU write CUDA's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ ANNOTATION = re.compile(r"ProfilerStep#\d+$|enumerate\(Data(Loader|Pipe)\)#|Opti
 
 #: field of `GpuArgs` -> name of a collective's argument
 COLLECTIVE = {
-    "collective": "Collective name", "in_elements": "In msg nelems", "out_elements": "Out msg nelems",
-    "group_size": "Group size", "dtype": "dtype", "group": "Process Group Name",
-    "group_description": "Process Group Description", "ranks": "Process Group Ranks", "own_rank": "Rank",
-    "source": "Src Rank", "destination": "Dst Rank", "sequence": "Seq",
+    "collective": "Collective name",
+    "in_elements": "In msg nelems",
+    "out_elements": "Out msg nelems",
+    "group_size": "Group size",
+    "dtype": "dtype",
+    "group": "Process Group Name",
+    "group_description": "Process Group Description",
+    "ranks": "Process Group Ranks",
+    "own_rank": "Rank",
+    "source": "Src Rank",
+    "destination": "Dst Rank",
+    "sequence": "Seq",
 }
 
 
@@ -90,30 +98,61 @@ class MemoryArgs(msgspec.Struct, gc=False):
     allocated: int = msgspec.field(name="Total Allocated", default=UNKNOWN)
     reserved: int = msgspec.field(name="Total Reserved", default=UNKNOWN)
     device: int = msgspec.field(name="Device Id", default=UNKNOWN)
-    device_type: int = msgspec.field(name="Device Type", default=0)    # 0: the CPU
+    device_type: int = msgspec.field(name="Device Type", default=0)  # 0: the CPU
 
 
 #: kind -> its arguments
 ARGS: dict[str, type] = {
-    "operator": OperatorArgs, "annotation": NoteArgs, "call": CallArgs, "kernel": GpuArgs, "memcpy": GpuArgs,
-    "memset": GpuArgs, "memory": MemoryArgs,
+    "operator": OperatorArgs,
+    "annotation": NoteArgs,
+    "call": CallArgs,
+    "kernel": GpuArgs,
+    "memcpy": GpuArgs,
+    "memset": GpuArgs,
+    "memory": MemoryArgs,
 }
 
 #: category -> kind
 KINDS = {
-    "cpu_op": "operator", "Operator": "operator", "user_annotation": "annotation",
-    "overhead": "annotation",       # the profiler's own work, told apart by name
-    "cuda_runtime": "call", "cuda_driver": "call", "Runtime": "call", "hip_runtime": "call", "hip_driver": "call",
-    "xpu_runtime": "call", "xpu_driver": "call", "privateuse1_runtime": "call", "privateuse1_driver": "call",
-    "kernel": "kernel", "Kernel": "kernel", "gpu_memcpy": "memcpy", "Memcpy": "memcpy",
-    "gpu_memset": "memset", "Memset": "memset", "cpu_instant_event": "memory",
+    "cpu_op": "operator",
+    "Operator": "operator",
+    "user_annotation": "annotation",
+    "overhead": "annotation",  # the profiler's own work, told apart by name
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    "Runtime": "call",
+    "hip_runtime": "call",
+    "hip_driver": "call",
+    "xpu_runtime": "call",
+    "xpu_driver": "call",
+    "privateuse1_runtime": "call",
+    "privateuse1_driver": "call",
+    "kernel": "kernel",
+    "Kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "Memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "Memset": "memset",
+    "cpu_instant_event": "memory",
 }
 
 #: Categories that no column comes from. Others are met, counted, and learnt while reading.
-SKIPPED = frozenset({
-    "python_function", "ac2g", "fwdbwd", "async", "async_gpu", "async_cpu_to_gpu", "forward_backward", "cuda_sync",
-    "gpu_user_annotation", "cuda_event", "cuda_profiler_range", "Trace",
-})
+SKIPPED = frozenset(
+    {
+        "python_function",
+        "ac2g",
+        "fwdbwd",
+        "async",
+        "async_gpu",
+        "async_cpu_to_gpu",
+        "forward_backward",
+        "cuda_sync",
+        "gpu_user_annotation",
+        "cuda_event",
+        "cuda_profiler_range",
+        "Trace",
+    }
+)
 
 
 class Loose(msgspec.Struct, gc=False):
@@ -130,13 +169,20 @@ class Loose(msgspec.Struct, gc=False):
 
 
 @lru_cache(maxsize=16)
-def decoder(time: Any, skipped: frozenset[str]) -> tuple[msgspec.json.Decoder[list[Any]], dict[type, tuple[str, str]]]:
-    """For arrays of events, with one type per category -> (category, kind), kind "" for skipped ones. `time`: the type of
-    `ts`; of durations, which are small, a float is always exact enough."""
+def decoder(
+    time: Any, skipped: frozenset[str]
+) -> tuple[msgspec.json.Decoder[list[Any]], dict[type, tuple[str, str]]]:
+    """For arrays of events, with one type per category -> (category, kind), kind "" for skipped ones. `time`: the
+    type of `ts`; of durations, which are small, a float is always exact enough."""
     types: dict[type, tuple[str, str]] = {_event(category, []): (category, "") for category in skipped}
     for category, kind in KINDS.items():
-        fields = [("ts", time), ("name", str), ("pid", int | str), ("tid", int | str),
-                  ("args", ARGS[kind], msgspec.field(default_factory=ARGS[kind]))]
+        fields = [
+            ("ts", time),
+            ("name", str),
+            ("pid", int | str),
+            ("tid", int | str),
+            ("args", ARGS[kind], msgspec.field(default_factory=ARGS[kind])),
+        ]
         if kind != "memory":
             fields = [("ph", Literal["X"]), ("dur", int | float), *fields]
         types[_event(category, fields)] = (category, kind)
@@ -159,11 +205,11 @@ def exact_ns(text: bytes) -> int | None:
     else:
         try:
             exact = Decimal(text.decode("ascii"))
-        except (InvalidOperation, UnicodeDecodeError):      # a string, null, a list
+        except (InvalidOperation, UnicodeDecodeError):  # a string, null, a list
             return None
         if not exact.is_finite() or exact.adjusted() > 18:
             return None
-        found = int(exact.scaleb(3).to_integral_value())    # beyond three decimals there is nothing to be exact about
+        found = int(exact.scaleb(3).to_integral_value())  # beyond three decimals there is nothing to be exact about
     return found if abs(found) < LATEST_NS else None
 
 
@@ -173,15 +219,18 @@ def finer(text: bytes) -> bool:
 
 
 _DECODERS = {kind: msgspec.json.Decoder(kind) for kind in ARGS.values()}
-_INTEGERS = {kind: [entry.name for entry in msgspec.structs.fields(kind) if entry.type is int] for kind in ARGS.values()}
+_INTEGERS = {
+    kind: [entry.name for entry in msgspec.structs.fields(kind) if entry.type is int] for kind in ARGS.values()
+}
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def fitted(kind: type, text: bytes) -> Any:
-    """The arguments of an event; a value of another type than it should have, or beyond 64 bits, is left at "unknown"."""
+    """The arguments of an event; a value of another type than it should have, or beyond 64 bits, is left at
+    "unknown"."""
     try:
         found = _DECODERS[kind].decode(text)
-    except _NOT_JSON:                   # absent, no object, or with something unexpected in it
+    except _NOT_JSON:  # absent, no object, or with something unexpected in it
         found = _fitted_one_by_one(kind, text)
     for name in _INTEGERS[kind]:
         if abs(getattr(found, name)) > INT64:
@@ -199,8 +248,11 @@ def _fitted_one_by_one(kind: type, text: bytes) -> Any:
         if entry.encode_name in values:
             raw = values[entry.encode_name]
             try:
-                setattr(found, entry.name, raw if entry.type is msgspec.Raw else
-                        msgspec.json.decode(raw, type=entry.type, strict=False))
-            except _NOT_JSON:           # of another type: as if it were absent
+                setattr(
+                    found,
+                    entry.name,
+                    raw if entry.type is msgspec.Raw else msgspec.json.decode(raw, type=entry.type, strict=False),
+                )
+            except _NOT_JSON:  # of another type: as if it were absent
                 continue
     return found

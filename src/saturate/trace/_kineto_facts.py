@@ -36,13 +36,15 @@ class _DeviceProperties(msgspec.Struct):
 
 def signature(key: bytes) -> Signature:
     dims, types, strides, concrete = (_value(part) for part in key.split(b"\0"))
-    return Signature(dims=_tuples(dims), types=tuple(map(str, types)), strides=_tuples(strides), concrete=tuple(map(str, concrete)))
+    return Signature(
+        dims=_tuples(dims), types=tuple(map(str, types)), strides=_tuples(strides), concrete=tuple(map(str, concrete))
+    )
 
 
 def _value(text: bytes) -> list[Any]:
     try:
         found = msgspec.json.decode(text) if text else []
-    except _NOT_JSON:    # it was not decoded with its event
+    except _NOT_JSON:  # it was not decoded with its event
         return []
     return found if isinstance(found, list) else []
 
@@ -58,6 +60,7 @@ def base_ns(document: Document) -> int:
 
 def facts(document: Document) -> tuple[int, dict[int, DeviceInfo], int | None, int | None]:
     """(baseTimeNanoseconds, devices, rank, world size), as far as the file states them."""
+
     def field(name: str, kind: Any) -> Any:
         try:
             return msgspec.json.decode(document.fields.get(name, b"null"), type=kind)
@@ -75,6 +78,13 @@ def facts(document: Document) -> tuple[int, dict[int, DeviceInfo], int | None, i
         shared = found.shared_bytes_per_sm if found.shared_bytes_per_sm is not None else found.shared_bytes_per_sm_hip
         capability = None if found.major is None or found.minor is None else (found.major, found.minor)
         devices[found.id] = DeviceInfo(
-            id=found.id, name=found.name, sms=found.sms, threads_per_sm=found.threads_per_sm, memory_bytes=found.memory_bytes,
-            capability=capability, shared_bytes_per_sm=shared, registers_per_sm=found.registers_per_sm)
+            id=found.id,
+            name=found.name,
+            sms=found.sms,
+            threads_per_sm=found.threads_per_sm,
+            memory_bytes=found.memory_bytes,
+            capability=capability,
+            shared_bytes_per_sm=shared,
+            registers_per_sm=found.registers_per_sm,
+        )
     return base, devices, group.rank, group.world_size

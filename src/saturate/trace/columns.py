@@ -1,7 +1,8 @@
 """One recorded trace as columns: what every reader produces and every analysis takes.
 
 Times are integer nanoseconds since `Trace.origin_ns`; nothing was rounded. Names are interned: a column of `name` holds
-indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start.
+indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start. Ids
+(tid, correlation, external, stream) may be 32 bits wide where all of them fit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Read what torch.profiler exports (Kineto's Chrome trace, of 2021 or of today, CUDA or HIP) into columns.
 
-Blocks of events are decoded into typed objects natively, turned into columns and forgotten, so memory holds little more
-than the columns. A block with anything unexpected in it goes through `event` instead: one by one, exactly, counting
-what is left out.
+Blocks of events are decoded into typed objects natively, turned into columns and forgotten, so memory holds little
+more than the columns. A block with anything unexpected in it goes through `event` instead: one by one, exactly,
+counting what is left out.
 
 Times: microseconds with up to three decimals become integer nanoseconds, exactly. A float64 tells neighbouring
 nanoseconds apart below 2**43 us (its spacing there is at most 2**-10 us, so it lies within 0.49 ns of what the file
-says, and so does the fraction, which is split off without error). Larger values with decimals are read from their digits.
+says, and so does the fraction, which is split off without error). Larger values with decimals are read from their
+digits.
 """
 
 from __future__ import annotations
@@ -53,11 +54,17 @@ from saturate.trace.columns import (
 )
 
 _GPU_KINDS = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
-_TABLES = {"operator": "operators", "annotation": "annotations", "call": "calls", "memory": "memory",
-           **dict.fromkeys(_GPU_KINDS, "gpu")}
-_LEARN_FROM = 50                # events of a category, from which on the decoder learns to skip it
-_LEARN_LIMIT = 100              # such categories
-_PENDING = 4096                 # events that came one by one and wait to become columns
+_TABLES = {
+    "operator": "operators",
+    "annotation": "annotations",
+    "call": "calls",
+    "memory": "memory",
+    **dict.fromkeys(_GPU_KINDS, "gpu"),
+}
+_LEARN_FROM = 50  # events of a category, from which on the decoder learns to skip it
+_LEARN_LIMIT = 100  # such categories
+_LOST_AT_MOST = 0.01  # events that could not be read, of those that could, before nothing follows from the rest
+_PENDING = 4096  # events that came one by one and wait to become columns
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _LOOSE = msgspec.json.Decoder(events.Loose)
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
@@ -68,14 +75,19 @@ def read(path: Path, progress: Callable[[float], None] | None = None) -> Trace:
     return load(path, FIELDS, progress)[0]
 
 
-def load(path: Path, fields: frozenset[str], progress: Callable[[float], None] | None = None) -> tuple[Trace, Document]:
+def load(
+    path: Path, fields: frozenset[str], progress: Callable[[float], None] | None = None
+) -> tuple[Trace, Document]:
     """The trace, and the top-level values `fields` of its file."""
     path = Path(path)
     reader = _Reader()
     document = walk(path, reader, FIELDS | fields, progress)
     if document.truncated and not reader.seen:
-        raise TraceError(f"{path} ends before its first event", evidence=document.problems[0][1],
-                         remedy="export it again: the program was stopped, or the disk full, while it was written")
+        raise TraceError(
+            f"{path} ends before its first event",
+            evidence=document.problems[0][1],
+            remedy="export it again: the program was stopped, or the disk full, while it was written",
+        )
     return reader.trace(path, document), document
 
 
@@ -89,8 +101,8 @@ class _Reader:
         self.signatures = Index({b"\0\0\0": 0})
         self.collectives: list[dict[str, Any]] = []
         self.left_out: Counter[str] = Counter()
-        self.first: dict[str, int] = {}     # what was left out -> offset of the first
-        self.repaired: list[int] = []       # offsets of blocks that were not quite JSON
+        self.first: dict[str, int] = {}  # what was left out -> offset of the first
+        self.repaired: list[int] = []  # offsets of blocks that were not quite JSON
         self.rounded = 0
         self._tables: dict[str, Table] = defaultdict(Table)
         self._pending: dict[str, list[tuple[Any, int, int]]] = defaultdict(list)
@@ -109,7 +121,7 @@ class _Reader:
             self._time = msgspec.Raw
             self._learn()
             return self.block(array, offset)
-        except (*_NOT_JSON, RecursionError, OverflowError, ValueError):     # something in it is not as it should be
+        except (*_NOT_JSON, RecursionError, OverflowError, ValueError):  # something in it is not as it should be
             return self._carefully(array, offset)
         return True
 
@@ -164,7 +176,7 @@ class _Reader:
         for raw in raws:
             text = bytes(raw)
             at = array.find(text, at)
-            if not self.event(text, offset + at - 1):   # its brackets are right, something inside is not JSON
+            if not self.event(text, offset + at - 1):  # its brackets are right, something inside is not JSON
                 self._leave_out("malformed", offset + at - 1)
             at += len(text)
         return True
@@ -172,7 +184,7 @@ class _Reader:
     def event(self, text: bytes, offset: int) -> bool:
         try:
             loose = _LOOSE.decode(text)
-        except msgspec.ValidationError:                 # JSON, but no object
+        except msgspec.ValidationError:  # JSON, but no object
             return self._leave_out("malformed", offset)
         except RecursionError:
             return self._leave_out("nested too deeply", offset)
@@ -202,7 +214,12 @@ class _Reader:
     def _take(self, kind: str, loose: events.Loose, offset: int) -> bool:
         start = events.exact_ns(bytes(loose.ts))
         duration = 0 if kind == "memory" else events.exact_ns(bytes(loose.dur))
-        if start is None or duration is None or not isinstance(loose.name, str) or (kind != "memory" and loose.ph != "X"):
+        if (
+            start is None
+            or duration is None
+            or not isinstance(loose.name, str)
+            or (kind != "memory" and loose.ph != "X")
+        ):
             return self._leave_out("malformed", offset)
         if duration < 0:
             return self._leave_out("negative duration", offset)
@@ -232,8 +249,13 @@ class _Reader:
             if any(name != "[memory]" for name in names):
                 raise ValueError("an instant event of another kind")
             device = np.where(integers(args, "device_type") > 0, integers(args, "device"), events.UNKNOWN)
-            return {"start": start, "bytes": integers(args, "bytes"), "device": device,
-                    "allocated": integers(args, "allocated"), "reserved": integers(args, "reserved")}
+            return {
+                "start": start,
+                "bytes": integers(args, "bytes"),
+                "device": device,
+                "allocated": integers(args, "allocated"),
+                "reserved": integers(args, "reserved"),
+            }
         external = integers(args, "external")
         if (external < 0).any():
             external = np.where(external < 0, integers(args, "external_2021"), external)
@@ -245,7 +267,7 @@ class _Reader:
             columns["correlation"] = integers(args, "correlation")
         elif kind == "operator":
             keys = (b"\0".join((a.dims, a.types, a.strides, a.concrete)) for a in args)
-            columns["shapes"] = self.signatures.all(keys) - 1       # the first one is of operators without any
+            columns["shapes"] = self.signatures.all(keys) - 1  # the first one is of operators without any
         return columns
 
     def _gpu_columns(self, kind: int, rows: list[Any], args: list[Any]) -> dict[str, Column]:
@@ -253,22 +275,33 @@ class _Reader:
         for row, found in enumerate(args):
             if found.collective is not None:
                 collective[row] = len(self.collectives)
-                self.collectives.append({recorded: value for field, recorded in events.COLLECTIVE.items()
-                                         if (value := getattr(found, field)) is not None})
+                self.collectives.append(
+                    {
+                        recorded: value
+                        for field, recorded in events.COLLECTIVE.items()
+                        if (value := getattr(found, field)) is not None
+                    }
+                )
         device, stream = integers(args, "device"), integers(args, "stream")
-        if device.min() < 0:            # the row of the viewer it was put in says the same
+        if device.min() < 0:  # the row of the viewer it was put in says the same
             device = np.where(device < 0, [small(row.pid) for row in rows], device)
         if stream.min() < 0:
             stream = np.where(stream < 0, [small(row.tid) for row in rows], stream)
         occupancy = floats(args, "occupancy")
         occupancy = np.where(np.isnan(occupancy), floats(args, "occupancy_2021"), occupancy) / 100
         return {
-            "kind": np.full(len(rows), kind), "device": device, "stream": stream, "collective": collective,
-            "correlation": integers(args, "correlation"), "bytes": integers(args, "bytes"),
-            "blocks": np.array([volume(a.grid) for a in args], "i8"), "threads": np.array([volume(a.block) for a in args], "i8"),
+            "kind": np.full(len(rows), kind),
+            "device": device,
+            "stream": stream,
+            "collective": collective,
+            "correlation": integers(args, "correlation"),
+            "bytes": integers(args, "bytes"),
+            "blocks": np.array([volume(a.grid) for a in args], "i8"),
+            "threads": np.array([volume(a.block) for a in args], "i8"),
             "blocks_per_sm": floats(args, "blocks_per_sm"),
             "occupancy": np.where((occupancy >= 0) & (occupancy <= 1), occupancy, np.nan),
-            "registers": integers(args, "registers"), "shared_bytes": integers(args, "shared_bytes"),
+            "registers": integers(args, "registers"),
+            "shared_bytes": integers(args, "shared_bytes"),
             "graph": (integers(args, "graph") > 0) | (integers(args, "graph_node") > 0),
         }
 
@@ -287,12 +320,14 @@ class _Reader:
         for kind in list(self._pending):
             self._flush(kind)
         tables = {name: table.columns() for name, table in self._tables.items()}
-        first = min((int(columns["start"][0]) for columns in tables.values() if len(columns["start"])), default=0)
+        first = min((int(columns["start"][0]) for columns in tables.values() if columns), default=0)
         for columns in tables.values():
-            for edge in ("start", "end") if "end" in columns else ("start",):
+            for edge in {"start", "end"} & columns.keys():
                 columns[edge] -= first
         threads = self.threads
-        host = {name: host_events(tables.get(name, {}), threads.pids) for name in ("operators", "calls", "annotations")}
+        host = {
+            name: host_events(tables.get(name, {}), threads.pids) for name in ("operators", "calls", "annotations")
+        }
         found = tables.get("gpu", {})
         collective = found.pop("collective", np.empty(0, "i4"))
         gpu = GpuEvents(**found, pid=launching(found.get("correlation", np.empty(0, "i8")), host["calls"]))
@@ -301,32 +336,66 @@ class _Reader:
         for device in np.unique(gpu.device).tolist():
             devices.setdefault(device, DeviceInfo(id=device))
         return Trace(
-            source=str(path), kind="kineto", names=list(self.names), threads=threads.labels,
-            signatures=[signature(key) for key in list(self.signatures)[1:]], devices=devices, origin_ns=base + first, rank=rank,
-            world_size=world_size, gpu=gpu, **host, memory=MemoryEvents(time=memory.pop("start", np.empty(0, "i8")), **memory),
+            source=str(path),
+            kind="kineto",
+            names=list(self.names),
+            threads=threads.labels,
+            signatures=[signature(key) for key in list(self.signatures)[1:]],
+            devices=devices,
+            origin_ns=base + first,
+            rank=rank,
+            world_size=world_size,
+            gpu=gpu,
+            **host,
+            memory=MemoryEvents(time=memory.pop("start", np.empty(0, "i8")), **memory),
             collectives={row: self.collectives[collective[row]] for row in np.flatnonzero(collective >= 0).tolist()},
-            left_out=dict(self.left_out), problems=document.problems + self._problems(host), read_bytes=document.read_bytes)
+            left_out=dict(self.left_out),
+            problems=document.problems + self._problems(host, document.damaged),
+            read_bytes=document.read_bytes,
+        )
 
-    def _problems(self, host: dict[str, HostEvents]) -> list[tuple[str, str]]:
+    def _problems(self, host: dict[str, HostEvents], damaged: int) -> list[tuple[str, str]]:
         found = []
         for reason, identity, what in (
-                ("malformed", "malformed-events", "have no name, no time, or values that no event has"),
-                ("nested too deeply", "malformed-events", "are nested too deeply"),
-                ("negative duration", "negative-durations", "end before they start")):
+            ("malformed", "malformed-events", "have no name, no time, or values that no event has"),
+            ("nested too deeply", "malformed-events", "are nested too deeply"),
+            ("negative duration", "negative-durations", "end before they start"),
+        ):
             if reason in self.first:
-                found.append((identity, f"{self.left_out[reason]:,} events {what}: left out, the first at byte {self.first[reason]:,}"))
+                found.append(
+                    (
+                        identity,
+                        f"{self.left_out[reason]:,} events {what}: left out, "
+                        f"the first at byte {self.first[reason]:,}",
+                    )
+                )
         if self.repaired:
-            found.append(("not-quite-json", f"{len(self.repaired):,} stretches hold numbers (nan, inf), escapes or bytes that JSON "
-                                            f"does not know: read as unknown, the first at byte {self.repaired[0]:,}"))
+            found.append(
+                (
+                    "not-quite-json",
+                    f"{len(self.repaired):,} stretches hold numbers (nan, inf), escapes or bytes that JSON "
+                    f"does not know: read as unknown, the first at byte {self.repaired[0]:,}",
+                )
+            )
         if self.rounded:
-            found.append(("below-nanoseconds", f"{self.rounded:,} times have more decimals than nanoseconds need: rounded"))
-        for what, count in (("calls share a correlation id", repeated(host["calls"].correlation, host["calls"].pid)),
-                            ("operators share an id", repeated(host["operators"].external, host["operators"].pid))):
+            found.append(
+                ("below-nanoseconds", f"{self.rounded:,} times have more decimals than nanoseconds need: rounded")
+            )
+        for what, count in (
+            ("calls share a correlation id", repeated(host["calls"].correlation, host["calls"].pid)),
+            ("operators share an id", repeated(host["operators"].external, host["operators"].pid)),
+        ):
             if count:
-                found.append(("duplicate-ids", f"{count:,} {what} with another one of their process: what they launched may be "
-                                               "credited to the wrong one"))
+                found.append(
+                    (
+                        "duplicate-ids",
+                        f"{count:,} {what} with another one of their process: what they launched may be "
+                        "credited to the wrong one",
+                    )
+                )
+        lost = damaged + sum(self.left_out[reason] for reason in self.first)
+        if lost > _LOST_AT_MOST * self.seen:
+            found.append(("lost-records", f"{lost:,} events could not be read, {self.seen:,} could"))
         if not self._tables:
             found.append(("no-events", "nothing that torch.profiler records is in this file"))
         return found
-
-

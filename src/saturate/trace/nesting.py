@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from saturate.trace.columns import Column, HostEvents
-from saturate.trace.launches import by_thread
+
+#: Rows that are looked at together.
+PART = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,12 @@ class Nest:
 def nest(events: HostEvents, rows: Column) -> Nest:
     """Of rows of one thread."""
     rows = rows[events.end[rows] > events.start[rows]]
-    rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
     start, end = events.start[rows], events.end[rows]
-    # Whoever started before and has not ended yet is around it.
-    depth = np.arange(len(rows)) - np.searchsorted(np.sort(end), start, "right")
+    if ((start[1:] < start[:-1]) | ((start[1:] == start[:-1]) & (end[1:] > end[:-1]))).any():
+        order = np.lexsort((-end, start))
+        rows, start, end = rows[order], start[order], end[order]
+    # Whoever started before and has not ended yet is around it. Small numbers, of millions of rows.
+    depth = (np.arange(len(rows)) - np.searchsorted(np.sort(end), start, "right")).astype("i4")
     order = np.argsort(depth, kind="stable")
     levels = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(rows) else []
     return Nest(rows, start, end, levels)
@@ -60,8 +64,16 @@ def nest(events: HostEvents, rows: Column) -> Nest:
 def innermost(events: HostEvents, rows: Column, thread: Column, time: Column) -> Column:
     """The row of `rows` that is innermost on each thread at each time, -1 where none is."""
     found = np.full(len(time), -1, "i8")
-    wanted = np.unique(thread)
-    for number, own in by_thread(events, rows[np.isin(events.tid[rows], wanted)]):
+    for number in np.unique(thread).tolist():
         here = np.flatnonzero(thread == number)
-        found[here] = nest(events, own).innermost(time[here])
+        times = np.sort(time[here])
+        # Most operators of a long trace are around no launch. In parts: they are the longest table there is.
+        around = [_around(times, events, part[events.tid[part] == number])
+                  for part in np.array_split(rows, len(rows) // PART + 1)]
+        found[here] = nest(events, np.concatenate(around)).innermost(time[here])
     return found
+
+
+def _around(times: Column, events: HostEvents, rows: Column) -> Column:
+    """Those of the rows in whose span any of the sorted times is."""
+    return rows[np.searchsorted(times, events.start[rows]) < np.searchsorted(times, events.end[rows])]

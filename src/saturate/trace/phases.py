@@ -27,7 +27,7 @@ Idle time is input or sync where `gaps` attributes it so, and idle otherwise.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -77,8 +77,9 @@ def calibrated(trace: Trace, clocked: dict[str, int]) -> dict[str, int]:
     """The split of steps that ran without a profiler, on a CPU; it sums to `clocked`.
 
     `clocked`: integer nanoseconds of such steps by what surrounded them on a clock: "input", "forward" (of the trained
-    modules), "backward", "optimizer" and "rest". A profiler makes steps of many small operators longer, and not all parts alike; but which share of each of
-    these groups waits, computes or idles, only a recording tells. So each group is divided as the recording divides it.
+    modules), "backward", "optimizer" and "rest". A profiler makes steps of many small operators longer, and not all parts
+    alike; but which share of each of these groups waits, computes or idles, only a recording tells. So each group is
+    divided as the recording divides it.
     """
     view = window(trace, CPU)
     found = host(trace, view)
@@ -110,7 +111,7 @@ def _divided(whole: int, weights: dict[str, int], otherwise: str) -> dict[str, i
 
 def _of_cpu(trace: Trace, view: Window) -> dict[str, Intervals]:
     found = host(trace, view)
-    parts = {name: getattr(found, name) for name in ("input", "sync", "communication", "optimizer", "backward", "forward")}
+    parts = {field.name: getattr(found, field.name) for field in fields(found)}
     return {**parts, "idle": subtract(view.steps, join(*parts.values()))}
 
 

@@ -1,8 +1,9 @@
 """Cut a few steps out of a Kineto trace: a small file in the same format, for Perfetto, a bug report or a test.
 
-What is kept: every event that overlaps the chosen steps; the calls that launched the device events among them; flows
-with both ends in what is kept; the names of processes and threads; and of the top level the facts that a reader needs.
-Nothing else of the top level is: `metadata` and the like carry environment variables, host names and command lines.
+What is kept: every event that overlaps the chosen steps; the calls that launched the device events among them;
+flows with both ends in what is kept; the names of processes and threads; and of the top level the facts that a
+reader needs. Nothing else of the top level is: `metadata` and the like carry environment variables, host names and
+command lines.
 """
 
 from __future__ import annotations
@@ -30,10 +31,26 @@ from saturate.trace.columns import Trace
 SPAN_NS = 100_000_000
 
 _STEP = "ProfilerStep#"
-_FIELDS = frozenset({
-    "schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "record_shapes",
-    "profile_memory", "with_stack", "with_flops", "with_modules", "cupti_version", "cuda_runtime_version",
-    "cuda_driver_version", "hip_runtime_version", "hip_driver_version", "roctracer_version"})
+_FIELDS = frozenset(
+    {
+        "schemaVersion",
+        "deviceProperties",
+        "distributedInfo",
+        "displayTimeUnit",
+        "baseTimeNanoseconds",
+        "record_shapes",
+        "profile_memory",
+        "with_stack",
+        "with_flops",
+        "with_modules",
+        "cupti_version",
+        "cuda_runtime_version",
+        "cuda_driver_version",
+        "hip_runtime_version",
+        "hip_driver_version",
+        "roctracer_version",
+    }
+)
 _GROUP = frozenset({"backend", "rank", "world_size", "pg_count", "pg_config", "nccl_version"})
 _NAMING = frozenset({"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"})
 _FLOW = frozenset("stf")
@@ -45,7 +62,7 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class Trimmed:
     """What was written."""
 
-    steps: list[str]            # names of the steps kept; empty: the trace has none, a stretch of activity was kept
+    steps: list[str]  # names of the steps kept; empty: the trace has none, a stretch of activity was kept
     window_ns: int
     events: int
 
@@ -72,30 +89,37 @@ _ARGS = msgspec.json.Decoder(_Args)
 def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
     """Write `steps` steps from the middle of the trace in `path` to `out`, compressed where its name ends in .gz.
 
-    Without steps: the first 100 ms of the device's activity, or of the host's where there is none. Raises TraceError
-    where `path` is no Kineto trace or has no events, UsageError where `out` is the input, a folder, or `steps` is none,
-    EnvironmentProblem where it cannot be written; then `out` is what it was before.
+    Without steps: the first 100 ms of the device's activity, or of the host's where there is none. Raises
+    TraceError where `path` is no Kineto trace or has no events, UsageError where `out` is the input, a folder, or
+    `steps` is none, EnvironmentProblem where it cannot be written; then `out` is what it was before.
     """
     path, out = Path(path), Path(out)
     if steps < 1:
         raise UsageError(f"{steps} steps cannot be kept", remedy="ask for at least one")
     if out.exists() and (not out.is_file() or (path.exists() and out.samefile(path))):
-        raise UsageError(f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file")
+        raise UsageError(
+            f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file"
+        )
     trace, document = kineto.load(path, _FIELDS)
     names, first, last = _window(trace, steps, path)
     origin = trace.origin_ns - base_ns(document)
     keep = _Keep(names, first + origin, last + origin, _launched(trace, first, last))
     try:
         with _replaced(out) as file, _compressed(file, out) as sink:
-            sink.write(b"{" + b"".join(b'"%s":%s,\n' % (name.encode(), value) for name, value in _facts(document.fields)))
+            sink.write(
+                b"{" + b"".join(b'"%s":%s,\n' % (name.encode(), value) for name, value in _facts(document.fields))
+            )
             sink.write(b'"traceEvents":[')
             keep.sink = sink
             walk(path, keep)
             keep.flows_with_both_ends()
             sink.write(b"\n]}\n")
     except OSError as error:
-        raise EnvironmentProblem(f"{out} cannot be written", cause=error.strerror or str(error),
-                                 remedy="free some space there, or write to another folder") from error
+        raise EnvironmentProblem(
+            f"{out} cannot be written",
+            cause=error.strerror or str(error),
+            remedy="free some space there, or write to another folder",
+        ) from error
     return Trimmed(steps=names, window_ns=last - first, events=keep.written)
 
 
@@ -104,10 +128,10 @@ def _window(trace: Trace, steps: int, path: Path) -> tuple[list[str], int, int]:
     notes = trace.annotations
     of_step = np.array([name.startswith(_STEP) for name in trace.names], bool)
     rows = np.flatnonzero(of_step[notes.name]) if len(notes.name) else np.empty(0, "i8")
-    names = list(dict.fromkeys(trace.names[name] for name in notes.name[rows].tolist()))     # by their first start
+    names = list(dict.fromkeys(trace.names[name] for name in notes.name[rows].tolist()))  # by their first start
     if names:
         middle = max(0, (len(names) - steps) // 2)
-        chosen = names[middle:middle + steps]
+        chosen = names[middle : middle + steps]
         ids = np.isin(notes.name[rows], [trace.names.index(name) for name in chosen])
         return chosen, int(notes.start[rows][ids].min()), int(notes.end[rows][ids].max())
     for table in (trace.gpu, trace.operators, trace.calls, notes):
@@ -130,7 +154,7 @@ def _facts(fields: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
     for name, text in sorted(fields.items()):
         try:
             value = msgspec.json.decode(text)
-        except _NOT_JSON:               # read() said so; a damaged fact is not passed on
+        except _NOT_JSON:  # read() said so; a damaged fact is not passed on
             continue
         if name == "distributedInfo" and isinstance(value, dict):
             value = {key: part for key, part in value.items() if key in _GROUP}
@@ -151,7 +175,7 @@ class _Keep:
         try:
             raws = _RAWS.decode(array)
             found = _EVENTS.decode(array)
-        except msgspec.ValidationError:         # something in it is no object
+        except msgspec.ValidationError:  # something in it is no object
             return all([self.event(bytes(raw), offset) for raw in raws])
         except _NOT_JSON:
             fixed = repaired(array)
@@ -164,7 +188,7 @@ class _Keep:
     def event(self, text: bytes, offset: int) -> bool:
         try:
             value = msgspec.json.decode(text)
-        except RecursionError:                  # nested too deeply for any reader
+        except RecursionError:  # nested too deeply for any reader
             return True
         except _NOT_JSON:
             fixed = repaired(text)
@@ -187,13 +211,13 @@ class _Keep:
         if event.cat in KINDS and KINDS[event.cat] == "call":
             try:
                 return _ARGS.decode(event.args).correlation in self.correlations
-            except (*_NOT_JSON, TypeError):     # no arguments, or a correlation that is no number
+            except (*_NOT_JSON, TypeError):  # no arguments, or a correlation that is no number
                 return False
         return False
 
     def _write(self, event: _Event, text: bytes) -> None:
         try:
-            msgspec.json.decode(text)           # what is skipped while decoding is not checked
+            msgspec.json.decode(text)  # what is skipped while decoding is not checked
         except UnicodeDecodeError:
             text = repaired(text)
         except _NOT_JSON:
