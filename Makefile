@@ -16,8 +16,12 @@ test: $(VENV)/.tested             ## lint, and all tests but the slow ones
 test-all: $(VENV)/.tested         ## the slow tests as well
 	$(BIN)/python -m pytest -m "not gpu"
 
-bench: $(VENV)/.tested            ## every benchmark in full: some two hours; read bench/README.md first
+bench: $(VENV)/.tested            ## every benchmark in full: some two and a half hours; read bench/README.md first
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/flops.py
+	$(BIN)/python bench/step_split.py
+	$(BIN)/python bench/diagnosis.py
+	$(BIN)/python bench/trace_readers.py
 	$(BIN)/python bench/aa.py --simulated
 	$(BIN)/python bench/aa.py --real 40
 	$(BIN)/python bench/expert.py

@@ -17,7 +17,8 @@ from saturate.records.analysis import Analysis, Profile
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, ModuleFacts
 from saturate.study import profile as study_profile
-from saturate.study.profile import Seen, _queue, nothing, recorded_steps
+from saturate.study.profile import _queue, nothing, recorded_steps
+from saturate.study.seen import Seen
 from saturate.study.state import Request
 
 diagnose = pytest.importorskip("saturate.study.diagnose")

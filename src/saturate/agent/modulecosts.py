@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from saturate.agent import ceilings, kinds
-from saturate.agent.profiling import Window
+from saturate.agent.window import Window
 
 MOST_MODULES = 256
 

@@ -18,7 +18,7 @@ from typing import Any
 from saturate.agent import kinds
 from saturate.agent.partclock import PartClock
 from saturate.agent.places import Places
-from saturate.agent.profiling import Window
+from saturate.agent.window import Window
 
 PERIOD_S = 0.005
 

@@ -24,7 +24,7 @@ from saturate.records.observations import (
     Observations,
     SyncSeen,
 )
-from saturate.study.profile import Seen
+from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, arrivals, phases, windows
 from saturate.trace import observe as trace_observations

@@ -15,13 +15,10 @@ import json
 import math
 import shlex
 import shutil
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -30,15 +27,14 @@ from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Profile
-from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts
 from saturate.study import baseline, nsight
 from saturate.study.bench import Bench, Live
 from saturate.study.ending import in_our_words
+from saturate.study.seen import Seen
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.techniques import _registry
-from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded, Workload
 
 #: Recorded steps, unless the user wants another number: at least five, more where they are so short that what else runs
@@ -56,26 +52,6 @@ PROFILED_IS_SLOWER = 2
 
 #: With a step longer than this, modules are timed in one step instead of two.
 _LONG_STEP_MS = 1000.0
-
-
-@dataclass
-class Seen:
-    """What the windows saw. Empty where the workload ended before."""
-
-    facts: Facts
-    step_ns: list[int] = field(default_factory=list)    # without a profiler
-    sample: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
-    modules: dict[str, Any] = field(default_factory=dict)
-    ceilings: Ceilings | None = None
-    telemetry: dict[str, Any] = field(default_factory=dict)
-    traces: list[Path] = field(default_factory=list)    # by rank
-    notes: dict[str, str] = field(default_factory=dict)
-    ended: Outcome | None = None                        # the workload ended by itself, before everything was seen
-
-    @property
-    def step_ms(self) -> float | None:
-        return statistics.median(self.step_ns) / 1e6 if self.step_ns else None
 
 
 def profile(request: Request, steps: int | None, say: Callable[[str], None], nsys: bool = False) -> Profile:

@@ -23,6 +23,7 @@ from saturate.records.analysis import Operator, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.trace.columns import Trace
 from saturate.trace.operators import Group, groups
+from saturate.trace.view import facts
 from saturate.trace.windows import CPU, Window
 
 INEFFICIENT = 0.40              # of the roof: below it an operator is not near any limit
@@ -104,8 +105,6 @@ def roof_of(trace: Trace, device: int,
 
 
 def _name(trace: Trace, device: int) -> str:
-    from saturate.trace.analyze import facts
-
     info = facts(trace, device)
     return info.name if info else ""
 
@@ -156,7 +155,6 @@ def path_of(group: Group, roof: Roof) -> str:
 
 def _fills(trace: Trace, device: int, group: Group) -> bool:
     """Whether the kernels' grids fill the device at least once, by the median kernel. Unknown grids: no."""
-    from saturate.trace.analyze import facts
     from saturate.trace.occupancy import resident_blocks
 
     info = facts(trace, device) if device != CPU else None

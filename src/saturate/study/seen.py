@@ -1,0 +1,32 @@
+"""What the windows of a profile saw, before anything is concluded from it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saturate.records.ceilings import Ceilings
+from saturate.records.facts import Facts
+from saturate.trial.outcome import Outcome
+
+
+@dataclass
+class Seen:
+    """What the windows saw. Empty where the workload ended before."""
+
+    facts: Facts
+    step_ns: list[int] = field(default_factory=list)    # without a profiler
+    sample: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    telemetry: dict[str, Any] = field(default_factory=dict)
+    traces: list[Path] = field(default_factory=list)    # by rank
+    notes: dict[str, str] = field(default_factory=dict)
+    ended: Outcome | None = None                        # the workload ended by itself, before everything was seen
+
+    @property
+    def step_ms(self) -> float | None:
+        return statistics.median(self.step_ns) / 1e6 if self.step_ns else None
