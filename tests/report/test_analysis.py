@@ -283,3 +283,12 @@ def test_a_profile_of_nothing_says_why_and_what_to_type() -> None:
     text = summary(record, width=100, color=False)
     assert text.splitlines()[0] == "No verdict: the script ended after 3 training steps"
     assert text.splitlines()[-1].endswith("saturate profile -- python train.py --fast")
+
+
+def test_it_says_why_there_are_no_findings() -> None:
+    whole = analyses.nothing()
+    assert say.no_findings(msgspec.structs.replace(whole, devices=[Device(id=0, name="gpu")])).endswith("none were recorded")
+    stepped = msgspec.structs.replace(whole, devices=[Device(id=0, name="gpu", steps=3)])
+    assert "does not carry" in say.no_findings(stepped)
+    sound = msgspec.structs.replace(stepped, integrity=msgspec.structs.replace(whole.integrity, problems=[]))
+    assert say.no_findings(sound) == "none"

@@ -268,9 +268,10 @@ def unknowns(analysis: Analysis, told: frozenset[str] = frozenset()) -> list[tup
 def no_findings(analysis: Analysis) -> str:
     """Why there are none, where that is known."""
     device = focus(analysis)
-    if device is not None and device.steps < 2:
-        recorded = f"{words.count(device.steps, 'step')} {'was' if device.steps else 'were'} recorded"
-        return f"none: rules need two steps to conclude anything, and {recorded}"
+    if device is not None and not device.steps:
+        return "none: rules conclude from whole steps, and none were recorded"
+    if any(problem.blocks for problem in analysis.integrity.problems):
+        return "none: the trace does not carry what the rules need"
     return "none"
 
 
