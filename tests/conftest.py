@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,6 +14,12 @@ import pytest
 # One thread per process: two libgomp teams on two cores spin against each other and are slower by up to twenty times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# Under nohup, or in the background of a script, SIGHUP and SIGINT are ignored, and every process that a test starts would
+# inherit that. A handler is not inherited: with one that does nothing, children start with the default.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 
 @pytest.fixture
