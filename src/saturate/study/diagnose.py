@@ -26,7 +26,7 @@ from saturate.records.observations import (
 )
 from saturate.study.seen import Seen
 from saturate.study.state import Request
-from saturate.trace import analyze, arrivals, phases, windows
+from saturate.trace import analyze, phases, windows
 from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
 from saturate.trace.read import read
@@ -43,9 +43,6 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     traces = [read(path) for path in seen.traces]
     first = traces[0]
     analysis = analyze.analyze(traces, seen.ceilings)
-    if len(traces) > 1 and not analysis.stragglers and (late := arrivals.stragglers(traces)):
-        unknown = {name: why for name, why in analysis.unknown.items() if name != "stragglers"}
-        analysis = msgspec.structs.replace(analysis, stragglers=late, unknown=unknown)
     device = windows.devices(first)[0]
     view = windows.window(first, device)
     recorded = phases.split(first, device)
