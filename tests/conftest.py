@@ -16,10 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Under nohup, or in the background of a script, SIGHUP and SIGINT are ignored, and every process that a test starts would
-# inherit that. A handler is not inherited: with one that does nothing, children start with the default.
-for _number in (signal.SIGHUP, signal.SIGINT):
+# inherit that. A handler is not inherited: with one, children start with the default.
+for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, lambda *_: None)
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture
