@@ -3,6 +3,9 @@
 Times are integer nanoseconds since `Trace.origin_ns`; nothing was rounded. Names are interned: a column of `name` holds
 indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start. Ids
 (tid, correlation, external, stream) may be 32 bits wide where all of them fit.
+
+A reader is a function `read(path, progress=None) -> Trace`. It raises errors.TraceError with the file, the byte offset where
+one is known, the cause and what to do. A file that ends too early is read as far as it goes, and `Trace.problems` says so.
 """
 
 from __future__ import annotations
@@ -114,12 +117,3 @@ class Trace:
     left_out: dict[str, int] = field(default_factory=dict)      # category or reason -> events that were not read
     problems: list[tuple[str, str]] = field(default_factory=list)   # (id, message) found while reading
     read_bytes: int = 0                 # uncompressed
-
-
-class TraceReader:
-    """Documentation of a reader's contract; readers are functions.
-
-    `read(path: Path, progress: Callable[[float], None] | None = None) -> Trace`. Raises errors.TraceError with the file,
-    the byte offset where one is known, the cause and what to do. A file that ends too early is read as far as it goes
-    and says so in `problems` ("truncated").
-    """
