@@ -259,6 +259,8 @@ from torch.utils.data import DataLoader
 print(sum(len(b) for b in DataLoader(list(range(40)), batch_size=4, num_workers=2, multiprocessing_context={method!r})))
 """
     place.write(train(rest=rest))
+    # Python 3.11's tracker of semaphores races with a pool's shutdown and then warns of a leak, with and without us.
+    place.environment["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     plain = place.plain(sys.executable, "train.py")
     assert plain.returncode == 0, plain.stderr
     ours = place.under(TECHNIQUES, sys.executable, "train.py")
