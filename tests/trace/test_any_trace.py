@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traces import V100, Recording
 
 from saturate.records.analysis import Analysis
+from saturate.trace import intervals
 from saturate.trace.analyze import analyze
 from saturate.trace.columns import Trace
 from saturate.trace.observe import observations
@@ -76,6 +79,11 @@ def test_any_trace(device: list[dict[str, Any]], rows: list[tuple[Any, ...]], fa
     trace.problems.extend(found)
     analysis = analyze([trace])
     assert msgspec.json.decode(msgspec.json.encode(analysis), type=Analysis) == analysis
+    with mock.patch.object(intervals, "AT_ONCE", 2):
+        in_parts = analyze([trace])
+    for one, other in zip(analysis.devices, in_parts.devices, strict=True):
+        assert one == msgspec.structs.replace(other, occupancy=one.occupancy)       # of sums of floats, their order
+        assert shares(other.occupancy) == pytest.approx(shares(one.occupancy))
     assert analysis.integrity.ok == (not any(problem.blocks for problem in analysis.integrity.problems))
     for one in analysis.devices:
         parts = one.compute_ns, one.exposed_communication_ns, one.exposed_copy_ns, one.idle_ns

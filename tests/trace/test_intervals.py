@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saturate.trace import intervals
 from saturate.trace.intervals import (
     EMPTY,
     Intervals,
+    between,
     contains,
     covered,
+    cuts,
     intersect,
     join,
     length,
@@ -33,33 +38,49 @@ def moments(rows: list[tuple[int, int]]) -> set[int]:
     return {moment for low, high in rows for moment in range(low, high)}
 
 
-def seen(intervals: Intervals, shift: int = 0) -> set[int]:
-    assert (intervals.start < intervals.end).all()
-    assert (intervals.start[1:] > intervals.end[:-1]).all(), "they must neither overlap nor touch"
-    return moments([(low - shift, high - shift) for low, high in zip(*map(np.ndarray.tolist, intervals))])
+def seen(of: Intervals, shift: int = 0) -> set[int]:
+    assert (of.start < of.end).all()
+    assert (of.start[1:] > of.end[:-1]).all(), "they must neither overlap nor touch"
+    return moments([(low - shift, high - shift) for low, high in zip(*map(np.ndarray.tolist, of))])
+
+
+@pytest.mark.parametrize("at_once", [1, 3, intervals.AT_ONCE])
+@settings(deadline=None)
+@given(pairs, pairs, st.sampled_from([0, EPOCH]))
+def test_set_operations(at_once: int, a: list[tuple[int, int]], b: list[tuple[int, int]], shift: int) -> None:
+    """At once, or in so small parts that cuts go through everything."""
+    first, second = made(a, shift), made(b, shift)
+    with mock.patch.object(intervals, "AT_ONCE", at_once):
+        assert seen(first, shift) == moments(a)
+        assert seen(join(first, second), shift) == moments(a) | moments(b)
+        assert seen(intersect(first, second), shift) == moments(a) & moments(b)
+        assert seen(subtract(first, second), shift) == moments(a) - moments(b)
+        assert length(first) == len(moments(a))
 
 
 @settings(deadline=None)
-@given(pairs, pairs, st.sampled_from([0, EPOCH]))
-def test_set_operations(a: list[tuple[int, int]], b: list[tuple[int, int]], shift: int) -> None:
-    first, second = made(a, shift), made(b, shift)
-    assert seen(first, shift) == moments(a)
-    assert seen(join(first, second), shift) == moments(a) | moments(b)
-    assert seen(intersect(first, second), shift) == moments(a) & moments(b)
-    assert seen(subtract(first, second), shift) == moments(a) - moments(b)
-    assert length(first) == len(moments(a))
+@given(pairs, pairs)
+def test_cuts_hold_everything_once(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    first, second = made(a), made(b)
+    with mock.patch.object(intervals, "AT_ONCE", 2):
+        bounds = cuts(first, second)
+    assert all(end == start for (_, end), (start, _) in zip(bounds, bounds[1:]))
+    for one in (first, second):
+        parts = [between(one, low, high) for low, high in bounds]
+        assert sum(map(length, parts)) == length(one)
+        assert set().union(*map(seen, parts)) == seen(one)
 
 
 @settings(deadline=None)
 @given(pairs, pairs, st.sampled_from([0, EPOCH]))
 def test_queries(a: list[tuple[int, int]], queries: list[tuple[int, int]], shift: int) -> None:
-    intervals = made(a, shift)
+    these = made(a, shift)
     inside = moments(a)
     times = np.arange(END + 1)
-    assert contains(intervals, times + shift).tolist() == [int(time) in inside for time in times]
+    assert contains(these, times + shift).tolist() == [int(time) in inside for time in times]
     expected = [len(inside & set(range(low, high))) for low, high in queries]
     asked = [low + shift for low, _ in queries], [high + shift for _, high in queries]
-    assert covered(intervals, *asked).tolist() == expected
+    assert covered(these, *asked).tolist() == expected
 
 
 @pytest.mark.parametrize("operation", [intersect, subtract])

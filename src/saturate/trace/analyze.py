@@ -190,7 +190,8 @@ def _median(values: Column) -> int:
 def _roofline(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None, blocked: Mapping[str, str]) -> Roofline:
     if "roofline" in blocked:
         return FIELDS["roofline"]["roofline"]
-    return roofline(seen.joined.trace, seen.device, seen.window, ceilings)
+    of = seen.joined
+    return roofline(of.trace, seen.device, seen.window, ceilings, of.launches, of.communicating)
 
 
 def _without(device: Device, blocked: Mapping[str, str], unknown: dict[str, str]) -> Device:

@@ -12,12 +12,23 @@ On a CPU, operators play the kernels' part, and what runs inside the loader is i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace
-from saturate.trace.intervals import EMPTY, Intervals, contains, intersect, join, length, subtract, union
+from saturate.trace.intervals import (
+    EMPTY,
+    Intervals,
+    between,
+    contains,
+    cuts,
+    intersect,
+    join,
+    length,
+    subtract,
+    union,
+)
 from saturate.trace.launches import by_thread, named, spans, valid
 from saturate.trace.windows import CPU, LOADER, STEP, Window, loader
 
@@ -103,10 +114,12 @@ def work(trace: Trace, device: int, window: Window, communicating: Column) -> Wo
     def covered(rows: Column) -> Intervals:
         return union(gpu.start[rows], gpu.end[rows])
 
-    compute, collectives = covered(own & ~copies & ~communicating), covered(own & communicating)
-    moved = covered(copies)
+    computing = own & ~copies & ~communicating
+    compute, collectives, moved = covered(computing), covered(own & communicating), covered(copies)
+    # Most traces hold little but kernels that compute: then these sets are one, in memory as well.
+    same = bool((kernels == computing).all())
     return Work(rows=np.flatnonzero(own), compute=compute, communication=collectives, copies=moved,
-                kernels=covered(kernels), busy=join(compute, collectives, moved))
+                kernels=compute if same else covered(kernels), busy=join(compute, collectives, moved))
 
 
 def host_work(trace: Trace, window: Window) -> Work:
@@ -142,15 +155,22 @@ class Parts:
 
 
 def parts(work: Work, within: Intervals) -> Parts:
+    """Summed over stretches of time, so that a long trace needs no more memory than a short one."""
+    slices = [_parts(*(between(one, low, high) for one in (work.compute, work.communication, work.copies, work.busy, within)))
+              for low, high in cuts(within, work.busy)]
+    return Parts(**{field.name: sum(getattr(one, field.name) for one in slices) for field in fields(Parts)})
+
+
+def _parts(computing: Intervals, communicating: Intervals, copying: Intervals, busy: Intervals, within: Intervals) -> Parts:
     """Each part by its own set operations: the identity is a test's to check, not true by construction."""
-    compute, collectives = intersect(work.compute, within), intersect(work.communication, within)
-    copies = intersect(work.copies, within)
+    compute, collectives = intersect(computing, within), intersect(communicating, within)
+    copies = intersect(copying, within)
     return Parts(
         window_ns=length(within),
         compute_ns=length(compute),
         exposed_communication_ns=length(subtract(collectives, compute)),
         exposed_copy_ns=length(subtract(copies, join(compute, collectives))),
-        idle_ns=length(subtract(within, work.busy)),
+        idle_ns=length(subtract(within, busy)),
         communication_ns=length(collectives),
         overlapped_ns=length(intersect(collectives, compute)),
     )

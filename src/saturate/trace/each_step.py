@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saturate.records.analysis import StepParts
 from saturate.trace.breakdown import Work
-from saturate.trace.intervals import covered, join, subtract
+from saturate.trace.intervals import between, covered, join, subtract
 from saturate.trace.windows import Window
 
 #: Steps that are kept: more are not drawn, and a record of a long trace stays small.
@@ -14,9 +14,13 @@ MOST = 1000
 def each_step(window: Window, work: Work) -> list[StepParts]:
     """Parts of the first `MOST` steps, in order; [] where there are none. Definitions: `breakdown`."""
     first, last = window.first[:MOST], window.last[:MOST]
-    exposed = subtract(work.communication, work.compute)
-    copies = subtract(work.copies, join(work.compute, work.communication))
-    columns = [covered(part, first, last) for part in (work.compute, exposed, copies, work.busy)]
+    if not len(first):
+        return []
+    compute, collectives, copies, busy = (between(part, int(first[0]), int(last.max()))
+                                          for part in (work.compute, work.communication, work.copies, work.busy))
+    exposed = subtract(collectives, compute)
+    moved = subtract(copies, join(compute, collectives))
+    columns = [covered(part, first, last) for part in (compute, exposed, moved, busy)]
     return [
         StepParts(
             start_ns=int(start - first[0]),

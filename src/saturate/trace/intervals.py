@@ -20,6 +20,9 @@ class Intervals(NamedTuple):
     end: Column
 
 
+#: Intervals that are swept over at a time. A sweep needs some hundred bytes for each.
+AT_ONCE = 100_000
+
 EMPTY = Intervals(np.empty(0, "i8"), np.empty(0, "i8"))
 
 
@@ -42,7 +45,10 @@ def union(start: Any, end: Any) -> Intervals:
 
 def join(*sets: Intervals) -> Intervals:
     """The union of sets."""
-    return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets])) if sets else EMPTY
+    filled = [s for s in sets if len(s.start)]
+    if len(filled) < 2:                 # nothing to merge, and nothing to copy
+        return filled[0] if filled else EMPTY
+    return union(np.concatenate([s.start for s in filled]), np.concatenate([s.end for s in filled]))
 
 
 def length(a: Intervals) -> int:
@@ -82,12 +88,44 @@ def _before(a: Intervals, time: Column) -> Column:
     return total[row] - np.where(row > 0, np.maximum(a.end[np.maximum(row, 1) - 1] - time, 0), 0)
 
 
+def between(a: Intervals, low: int, high: int) -> Intervals:
+    """What of the set lies in [low, high)."""
+    first, last = np.searchsorted(a.end, low, "right"), np.searchsorted(a.start, high, "left")
+    if first >= last:
+        return EMPTY
+    return Intervals(np.maximum(a.start[first:last], low), np.minimum(a.end[first:last], high))
+
+
+def cuts(*sets: Intervals) -> list[tuple[int, int]]:
+    """Stretches of time, one behind the other, that hold all of the sets, and of the largest at most `AT_ONCE` each.
+
+    What is summed over time can be summed over them, in the memory of one.
+    """
+    filled = [s for s in sets if len(s.start)]
+    if not filled:
+        return []
+    low, high = min(int(s.start[0]) for s in filled), max(int(s.end[-1]) for s in filled)
+    bounds = [low, *max(filled, key=lambda s: len(s.start)).start[AT_ONCE::AT_ONCE].tolist(), high]
+    return list(zip(bounds[:-1], bounds[1:]))
+
+
 def _where(a: Intervals, b: Intervals, state: int) -> Intervals:
-    """The stretches in `a` alone (state 1), in `b` alone (2) or in both (3), by one sweep over all bounds."""
+    """The stretches in `a` alone (state 1), in `b` alone (2) or in both (3)."""
+    if len(a.start) + len(b.start) <= AT_ONCE:
+        return _sweep(a, b, state)
+    pieces = [_sweep(between(a, low, high), between(b, low, high), state) for low, high in cuts(a, b)]
+    start, end = np.concatenate([p.start for p in pieces]), np.concatenate([p.end for p in pieces])
+    whole = start[1:] != end[:-1]       # a cut through a stretch leaves two that touch
+    return Intervals(start[np.concatenate(([True], whole))], end[np.concatenate((whole, [True]))]) if len(start) else EMPTY
+
+
+def _sweep(a: Intervals, b: Intervals, state: int) -> Intervals:
+    """`_where`, by one sweep over all bounds."""
     time = np.concatenate((a.start, a.end, b.start, b.end))
     change = np.repeat(np.array([1, -1, 2, -2], "i1"), [len(a.start), len(a.end), len(b.start), len(b.end)])
     order = np.argsort(time, kind="stable")
-    time, states = time[order], np.cumsum(change[order], dtype="i8")
+    # Both sets are disjoint, but where bounds coincide the sum passes 3 and 0: from -3 to 6, far inside an i1.
+    time, states = time[order], np.cumsum(change[order], dtype="i1")
     # Between equal times the state is that of no moment at all; the strict comparison drops it.
     keep = (states[:-1] == state) & (time[:-1] < time[1:])
     return Intervals(time[:-1][keep], time[1:][keep])

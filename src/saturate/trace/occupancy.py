@@ -13,9 +13,12 @@ step" counts gaps as 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from saturate.records.analysis import Occupancy
+from saturate.trace import intervals
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, DeviceInfo, Trace
 from saturate.trace.intervals import covered, intersect, length
@@ -35,21 +38,43 @@ RESERVED_SHARED_BYTES = 1024        # per block, by the system, from compute cap
 def occupancy(trace: Trace, device: DeviceInfo | None, window: Window,
               work: Work) -> tuple[Occupancy, dict[str, str]]:
     """The proxies of one device, and for each that is None the reason."""
-    gpu = trace.gpu
-    rows = work.rows[gpu.kind[work.rows] == KERNEL]
-    weight = covered(window.steps, gpu.start[rows], gpu.end[rows])
-    rows, weight = rows[weight > 0], weight[weight > 0]
+    rows = work.rows[trace.gpu.kind[work.rows] == KERNEL]
     running = length(intersect(work.kernels, window.steps)) / max(1, length(window.steps))
+    total, sums = 0, {name: _Sum() for name in ("sm_fill", "tail", "occupancy")}
+    for first in range(0, len(rows), intervals.AT_ONCE):
+        total += _add(sums, trace, rows[first:first + intervals.AT_ONCE], device, window)
 
-    columns = {"sm_fill": _fill(trace, rows, device), "tail": _tail(trace, rows, device),
-               "occupancy": _resident(trace, rows, device)}
-    means = {name: _mean(values, weight) for name, values in columns.items()}
+    means = {name: one.mean(total) for name, one in sums.items()}
     fill = means["sm_fill"]
-    unknown = {f"occupancy.{name}": _reason(name, values, weight) for name, values in columns.items()
-               if means[name] is None}
+    unknown = {f"occupancy.{name}": _reason(name, one.weight, total) for name, one in sums.items() if means[name] is None}
     if fill is None:
         unknown["occupancy.sm_fill_of_step"] = unknown["occupancy.sm_fill"]
     return Occupancy(sm_fill_of_step=None if fill is None else fill * running, **means), unknown
+
+
+@dataclass
+class _Sum:
+    """A weighted sum over kernels whose value is known; `weight` is their nanoseconds."""
+
+    value: float = 0.0
+    weight: int = 0
+
+    def mean(self, total: int) -> float | None:
+        """None where the known ones are too small a part of `total`."""
+        return self.value / self.weight if self.weight and self.weight >= KNOWN_AT_LEAST * total else None
+
+
+def _add(sums: dict[str, _Sum], trace: Trace, rows: Column, device: DeviceInfo | None, window: Window) -> int:
+    """Add some kernels to the sums; returns their nanoseconds inside the window."""
+    weight = covered(window.steps, trace.gpu.start[rows], trace.gpu.end[rows])
+    rows, weight = rows[weight > 0], weight[weight > 0]
+    columns = {"sm_fill": _fill(trace, rows, device), "tail": _tail(trace, rows, device),
+               "occupancy": _resident(trace, rows, device)}
+    for name, values in columns.items():
+        known = ~np.isnan(values)
+        sums[name].value += float(values[known] @ weight[known])
+        sums[name].weight += int(weight[known].sum())
+    return int(weight.sum())
 
 
 def _fill(trace: Trace, rows: Column, device: DeviceInfo | None) -> Column:
@@ -107,19 +132,8 @@ def resident_blocks(trace: Trace, rows: Column, device: DeviceInfo | None) -> Co
     return np.where(known, np.maximum(fits, 1.0), np.nan)       # it ran, so one fits
 
 
-def _mean(values: Column, weight: Column) -> float | None:
-    """Weighted mean over the known values; None where they are too small a part."""
-    known = ~np.isnan(values)
-    total, part = int(weight.sum()), int(weight[known].sum())
-    if not total or part < KNOWN_AT_LEAST * total:
-        return None
-    return float(values[known] @ weight[known] / part)
-
-
-def _reason(name: str, values: Column, weight: Column) -> str:
-    total = int(weight.sum())
-    if not total:
+def _reason(name: str, known_ns: int, total_ns: int) -> str:
+    if not total_ns:
         return "no kernel ran in the window"
     what = {"sm_fill": "the grid", "tail": "the grid, block and resources", "occupancy": "the grid and block"}[name]
-    part = int(weight[~np.isnan(values)].sum()) / total
-    return f"{what}, or the device's limits, are not known for {1 - part:.0%} of the kernel time"
+    return f"{what}, or the device's limits, are not known for {1 - known_ns / total_ns:.0%} of the kernel time"

@@ -71,8 +71,16 @@ def operators(trace: Trace, device: int, window: Window | None = None) -> list[O
     return [group.record() for group in groups(trace, device, window)]
 
 
-def groups(trace: Trace, device: int, window: Window | None = None) -> list[Group]:
-    parts = _on_cpu(trace, window) if device == CPU else _on_device(trace, device, window)
+def groups(trace: Trace, device: int, window: Window | None = None, launches: Column | None = None,
+           communicating: Column | None = None) -> list[Group]:
+    """`launches`, `communicating`: of `launches.launching_calls` and `breakdown.communication`, where they are at hand."""
+    if device == CPU:
+        parts = _on_cpu(trace, window)
+    else:
+        launches = launching_calls(trace) if launches is None else launches
+        if communicating is None:
+            communicating = breakdown.communication(trace, launches)
+        parts = _on_device(trace, device, window, launches, communicating)
     found: dict[tuple[str, str, str, str], Group] = {}
     for part in parts:
         key = (part.name, part.shapes, part.dtypes, part.reason)
@@ -93,11 +101,10 @@ def _merge(group: Group, part: Group) -> None:
     group.rows += part.rows
 
 
-def _on_device(trace: Trace, device: int, window: Window | None) -> Iterator[Group]:
+def _on_device(trace: Trace, device: int, window: Window | None, launches: Column, communicating: Column) -> Iterator[Group]:
     gpu = trace.gpu
-    launches = launching_calls(trace)
     rows = kernels_of(trace, device)
-    rows = rows[~breakdown.communication(trace, launches)[rows]]
+    rows = rows[~communicating[rows]]
     if window is not None:
         rows = rows[contains(window.steps, gpu.start[rows])]
     graph = replayed(trace, launches)[rows]

@@ -21,7 +21,7 @@ import numpy as np
 from saturate.machine import accelerators
 from saturate.records.analysis import Operator, Roofline
 from saturate.records.ceilings import Ceilings
-from saturate.trace.columns import Trace
+from saturate.trace.columns import Column, Trace
 from saturate.trace.operators import Group, groups
 from saturate.trace.view import facts
 from saturate.trace.windows import CPU, Window
@@ -68,12 +68,14 @@ class _Judged:
 
 
 def roofline(trace: Trace, device: int, window: Window | None = None,
-             ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Roofline:
+             ceilings: Ceilings | Iterable[Ceilings] | None = None, launches: Column | None = None,
+             communicating: Column | None = None) -> Roofline:
     """Operators by recoverable time. `ceilings`: measured ones, of any devices; the one of this device's name counts.
+    `launches`, `communicating`: as for `operators.groups`.
 
     Without a roof the operators are still listed, by time, and `source` says why nothing is compared.
     """
-    found = groups(trace, device, window)
+    found = groups(trace, device, window, launches, communicating)
     roof, reason = roof_of(trace, device, ceilings)
     judged = [_judge(trace, device, group, roof, reason) for group in found]
     total = sum(group.time_ns for group in found)
