@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from saturate.trace import intervals
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import MEMCPY, Column, Trace
 from saturate.trace.intervals import EMPTY, Intervals, covered, subtract, union
@@ -69,11 +70,20 @@ def edges(trace: Trace, work: Work, window: Window, launches: Column, waiting: I
 
 def _attribute(trace: Trace, work: Work, training: int | None, stretches: Intervals, launches: Column,
                waiting: Intervals | None) -> Causes:
-    start, end = stretches
-    if not len(start):
+    if not len(stretches.start):
         return Causes(EMPTY, np.empty(0, "i1"))
+    began, waits = trace.gpu.start[work.rows], _waits(trace, launches)
+    at_once = intervals.AT_ONCE
+    causes = [_cause(trace, work, training, Intervals(stretches.start[first:first + at_once], stretches.end[first:first + at_once]),
+                     launches, waiting or EMPTY, began, waits) for first in range(0, len(stretches.start), at_once)]
+    return Causes(stretches, np.concatenate(causes))
+
+
+def _cause(trace: Trace, work: Work, training: int | None, stretches: Intervals, launches: Column, waiting: Intervals,
+           began: Column, waits: dict[int, Intervals]) -> Column:
+    """Classes of some stretches. `began`: when the device's rows of work started; `waits`: of `_waits`."""
+    start, end = stretches
     size = end - start
-    began = trace.gpu.start[work.rows]
     nearest = np.searchsorted(began, end, "left")
     followed = nearest < len(work.rows)         # False: a tail
     call = np.full(len(start), -1, "i8")
@@ -83,19 +93,18 @@ def _attribute(trace: Trace, work: Work, training: int | None, stretches: Interv
     launched[known] = trace.calls.start[call[known]]
 
     reached = np.clip(launched, start, end)
-    waits = _waits(trace, launches)
     synced = np.zeros(len(start), "i8")
-    for thread, intervals in waits.items():
+    for thread, waited in waits.items():
         # A value read on the training thread also delays what another one (of the backward pass) launches next.
         concerned = known & (trace.calls.tid[np.maximum(call, 0)] == thread) | (thread == training)
-        synced[concerned] = np.maximum(synced[concerned], covered(intervals, start[concerned], reached[concerned]))
+        synced[concerned] = np.maximum(synced[concerned], covered(waited, start[concerned], reached[concerned]))
     cause = np.select(
         [followed & ~known,
-         covered(waiting or EMPTY, start, end) >= COVER * size,
+         covered(waiting, start, end) >= COVER * size,
          known & (launched <= start),
          synced >= COVER * (reached - start)],
         [UNATTRIBUTED, INPUT, ALREADY_LAUNCHED, SYNC], HOST_LATE)
-    return Causes(stretches, cause.astype("i1"))
+    return cause.astype("i1")
 
 
 def _waits(trace: Trace, launches: Column) -> dict[int, Intervals]:

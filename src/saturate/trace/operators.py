@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from saturate.records.analysis import Operator
-from saturate.trace import breakdown
+from saturate.trace import breakdown, intervals
 from saturate.trace._arguments import DTYPES
 from saturate.trace.columns import Column, Signature, Trace
 from saturate.trace.flops import Cost, cost, explained, format_in
@@ -142,24 +142,33 @@ def _on_device(trace: Trace, device: int, window: Window | None, launches: Colum
 def owners(trace: Trace, rows: Column, launches: Column) -> Column:
     """For each of the rows of `gpu` the row of `operators` that launched it, -1 where there is none."""
     ops, calls = trace.operators, trace.calls
-    call = launches[rows]
-    launched = call >= 0
     found = np.full(len(rows), -1, "i8")
     if not len(ops.start):
         return found
-    thread = np.where(launched, calls.tid[np.maximum(call, 0)] if len(calls.tid) else -1, -1)
-    time = np.where(launched, calls.start[np.maximum(call, 0)] if len(calls.start) else 0, 0)
-
-    external = trace.gpu.external[rows]
-    if len(calls.external):
-        external = np.where((external <= 0) & launched, calls.external[np.maximum(call, 0)], external)
-    named = _by_external(trace, external)
-    # Ids are used again in other processes and sessions: an operator that was not running has launched nothing.
-    running = (ops.tid[named] == thread) & (ops.start[named] <= time) & (time <= ops.end[named])
-    named = np.where((named >= 0) & (~launched | running), named, -1)
+    by_id = np.argsort(ops.external, kind="stable")
+    ids = ops.external[by_id]
+    thread, time = np.full(len(rows), -1, "i4"), np.zeros(len(rows), "i8")     # of the launch
+    named = np.full(len(rows), -1, "i8")        # the operator that the external id names
+    for first in range(0, len(rows), intervals.AT_ONCE):
+        some = slice(first, first + intervals.AT_ONCE)
+        call = launches[rows[some]]
+        launched = call >= 0
+        external = trace.gpu.external[rows[some]]
+        if len(calls.start):
+            at = np.maximum(call, 0)
+            thread[some] = np.where(launched, calls.tid[at], -1)
+            time[some] = np.where(launched, calls.start[at], 0)
+            external = np.where((external <= 0) & launched, calls.external[at], external)
+        place = np.minimum(np.searchsorted(ids, external), len(ids) - 1)
+        meant = by_id[place]
+        # Ids are used again in other processes and sessions: an operator that was not running has launched nothing.
+        running = (ops.tid[meant] == thread[some]) & (ops.start[meant] <= time[some]) & (time[some] <= ops.end[meant])
+        known = (external > 0) & (ids[place] == external) & (~launched | running)
+        named[some] = np.where(known, meant, -1)
+    del by_id, ids
 
     def search(candidates: Column) -> None:
-        left = np.flatnonzero((found < 0) & launched)
+        left = np.flatnonzero((found < 0) & (thread >= 0))
         found[left] = innermost(ops, candidates, thread[left], time[left])
 
     has_shapes = ops.shapes >= 0
@@ -169,13 +178,6 @@ def owners(trace: Trace, rows: Column, launches: Column) -> Column:
     found[found < 0] = named[found < 0]
     search(np.arange(len(ops.start)))
     return found
-
-
-def _by_external(trace: Trace, external: Column) -> Column:
-    ids = trace.operators.external
-    order = np.argsort(ids, kind="stable")
-    place = np.minimum(np.searchsorted(ids[order], external), len(ids) - 1)
-    return np.where((external > 0) & (ids[order][place] == external), order[place], -1)
 
 
 def _on_cpu(trace: Trace, window: Window | None) -> Iterator[Group]:
