@@ -145,27 +145,22 @@ def owners(trace: Trace, rows: Column, launches: Column) -> Column:
     found = np.full(len(rows), -1, "i8")
     if not len(ops.start):
         return found
-    by_id = np.argsort(ops.external, kind="stable")
-    ids = ops.external[by_id]
     thread, time = np.full(len(rows), -1, "i4"), np.zeros(len(rows), "i8")     # of the launch
-    named = np.full(len(rows), -1, "i8")        # the operator that the external id names
+    external = trace.gpu.external[rows].astype(np.promote_types(trace.gpu.external.dtype, calls.external.dtype))
+    if len(calls.start):
+        launched = np.flatnonzero(launches[rows] >= 0)
+        call = launches[rows[launched]]
+        thread[launched], time[launched] = calls.tid[call], calls.start[call]
+        unnamed = external[launched] <= 0
+        external[launched[unnamed]] = calls.external[call[unnamed]]
+        del launched, call, unnamed
+    named = _by_external(trace, external)
+    # Ids are used again in other processes and sessions: an operator that was not running has launched nothing.
     for first in range(0, len(rows), intervals.AT_ONCE):
         some = slice(first, first + intervals.AT_ONCE)
-        call = launches[rows[some]]
-        launched = call >= 0
-        external = trace.gpu.external[rows[some]]
-        if len(calls.start):
-            at = np.maximum(call, 0)
-            thread[some] = np.where(launched, calls.tid[at], -1)
-            time[some] = np.where(launched, calls.start[at], 0)
-            external = np.where((external <= 0) & launched, calls.external[at], external)
-        place = np.minimum(np.searchsorted(ids, external), len(ids) - 1)
-        meant = by_id[place]
-        # Ids are used again in other processes and sessions: an operator that was not running has launched nothing.
-        running = (ops.tid[meant] == thread[some]) & (ops.start[meant] <= time[some]) & (time[some] <= ops.end[meant])
-        known = (external > 0) & (ids[place] == external) & (~launched | running)
-        named[some] = np.where(known, meant, -1)
-    del by_id, ids
+        meant, when = named[some], time[some]
+        running = (ops.tid[meant] == thread[some]) & (ops.start[meant] <= when) & (when <= ops.end[meant])
+        meant[(thread[some] >= 0) & ~running] = -1
 
     def search(candidates: Column) -> None:
         left = np.flatnonzero((found < 0) & (thread >= 0))
@@ -176,8 +171,25 @@ def owners(trace: Trace, rows: Column, launches: Column) -> Column:
     found[direct] = named[direct]
     search(np.flatnonzero(has_shapes))
     found[found < 0] = named[found < 0]
-    search(np.arange(len(ops.start)))
+    search(np.arange(len(ops.start), dtype="i4" if len(ops.start) < 2**31 else "i8"))
     return found
+
+
+def _by_external(trace: Trace, external: Column) -> Column:
+    """The first row of `operators` with each id, -1 where there is none. The ids that are asked for are sorted, not those
+    of the operators: there are many more of these."""
+    wanted = np.unique(external[external > 0])
+    if not len(wanted):
+        return np.full(len(external), -1, "i8")
+    row = np.full(len(wanted) + 1, -1, "i8")        # the last stands for ids that nobody asked for
+    ids = trace.operators.external
+    for first in reversed(range(0, len(ids), intervals.AT_ONCE)):      # backwards: of equal ids the first row stays
+        some = ids[first:first + intervals.AT_ONCE][::-1]
+        place = np.searchsorted(wanted, some)
+        place[wanted[np.minimum(place, len(wanted) - 1)] != some] = len(wanted)
+        row[place] = np.arange(first + len(some) - 1, first - 1, -1)
+    row[-1] = -1
+    return np.where(external > 0, row[np.searchsorted(wanted, external)], -1)
 
 
 def _on_cpu(trace: Trace, window: Window | None) -> Iterator[Group]:
