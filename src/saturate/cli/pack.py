@@ -1,0 +1,84 @@
+"""Pack a dataset of many small files, text or tables into a few memory-mapped Arrow files.
+
+SRC: a folder of images (one folder per class), text files (a row per line), CSV or Parquet. DST: a new folder, or one that
+an interrupted pack left: the same command goes on. Hugging Face `datasets` reads the result without saturate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from saturate.errors import EnvironmentProblem, UsageError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
+    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to write")
+    parser.add_argument("--kind", choices=["images", "text", "csv", "parquet"], help="what SRC holds (default: by file names)")
+    parser.add_argument("--shard-size", type=size, default=256 * 2**20, metavar="SIZE", help="of one file (default: 256MiB)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def size(text: str) -> int:
+    """
+    >>> size("256MiB"), size("1.5 GB")
+    (268435456, 1500000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]) * _UNITS[match[2].upper()] >= 1:
+        raise UsageError(f"{text!r} is not a size", remedy="write 256MiB, 1GB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if find_spec("pyarrow") is None:
+        raise EnvironmentProblem("packing needs pyarrow", remedy="pip install 'saturate[pack]'")
+    from saturate.cli._output import encoded
+    from saturate.data import pack
+    from saturate.data.pack_sources import open_source
+    from saturate.records.pack import Packed
+
+    source_path, destination = arguments.source.absolute(), arguments.destination.absolute()
+    if destination == source_path or destination in source_path.parents or source_path in destination.parents:
+        raise UsageError("SRC and DST lie in each other", remedy="pack into a folder outside of the source")
+    source = open_source(source_path, arguments.kind)
+    began = time.monotonic()
+    try:
+        with bar(source.total_bytes) as progress:
+            done = pack.pack(source, destination, arguments.shard_size, progress)
+    except KeyboardInterrupt:
+        print("stopped; what is packed is kept, and the same command goes on from here", file=sys.stderr)
+        raise
+    seconds = time.monotonic() - began
+    loader = [line.format(path=str(arguments.destination)) for line in pack.LOADER]
+    record = Packed(source=str(arguments.source), destination=str(arguments.destination), kind=source.kind, rows=done.rows,
+                    bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader)
+    if arguments.json:
+        print(encoded(record))
+    else:
+        again = f" ({done.resumed_rows:,} of them were there already)" if done.resumed_rows else ""
+        print(f"{done.rows:,} rows of {source.kind} in {len(done.shards)} files, {done.bytes / 1e6:,.1f} MB, {seconds:.1f} s{again}\n")
+        print("to read them:\n" + "\n".join(f"    {line}" for line in loader))
+    return 0
+
+
+@contextmanager
+def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("packing", total=total_bytes)
+        yield lambda read_bytes: shown.update(task, completed=min(read_bytes, total_bytes))

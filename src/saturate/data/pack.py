@@ -1,0 +1,196 @@
+"""Many small files, or text to be parsed, as a few memory-mapped Arrow files that Hugging Face `datasets` reads.
+
+    DST/data-00000.arrow ...     shards, Arrow IPC streams: rows are found without reading what lies between them
+    DST/dataset_info.json        columns and their types
+    DST/state.json               names of the shards: written last, so an unfinished pack is not loaded by mistake
+    DST/.pack.json               what was packed from what, shard by shard: what an interrupted pack goes on from
+
+Every file is written under another name, made durable, and then renamed; a shard that is there is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.data.pack_sources import Source
+from saturate.errors import EnvironmentProblem, UsageError
+
+MANIFEST, STATE, INFO, LOCK = ".pack.json", "state.json", "dataset_info.json", ".pack.lock"
+VERSION = 1
+
+#: Bytes of one shard, unless the user wants another size: few enough files, small enough to copy and to redo.
+SHARD_BYTES = 256 * 2**20
+
+LOADER = ("from datasets import load_from_disk", 'data = load_from_disk({path!r}).with_format("torch")')
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    rows: int
+    bytes: int
+    read_bytes: int         # of the source
+
+
+@dataclass(frozen=True)
+class Outcome:
+    shards: list[Shard]
+    resumed_rows: int
+
+    @property
+    def rows(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+
+def pack(source: Source, destination: Path, shard_bytes: int = SHARD_BYTES,
+         progress: Callable[[int], None] = lambda read_bytes: None) -> Outcome:
+    """Write `source` to `destination`, or finish what an earlier call began. `progress` gets bytes of the source.
+
+    Raises UsageError when `destination` holds something else, or a pack of another source; EnvironmentProblem when it
+    cannot be written. What was finished stays in both cases.
+    """
+    with _problems(destination), _alone(destination):
+        shards = _finished(source, destination, shard_bytes)
+        resumed_rows = sum(shard.rows for shard in shards)
+        read = sum(shard.read_bytes for shard in shards)
+        progress(read)
+        if not (destination / STATE).exists():
+            for shard in _write(source, destination, shard_bytes, shards, progress):
+                shards.append(shard)
+                _put(destination / MANIFEST, _manifest(source, shard_bytes, shards))
+            if not shards:
+                raise UsageError("there is not a single row to pack")
+            _put(destination / INFO, {"features": source.features} if source.features else {})
+            _put(destination / STATE, _state(source, shards))
+        return Outcome(shards, resumed_rows)
+
+
+@contextmanager
+def _problems(destination: Path) -> Iterator[None]:
+    """Errors of the file system in the user's words. Reading the source is included: its message names the file."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise EnvironmentProblem(
+            "no space is left for the packed data" if full else f"packing into {destination} failed", cause=str(error),
+            remedy="free some space and run the same command again: it goes on where it stopped" if full
+            else "what was packed is kept: mend the cause and run the same command again") from error
+
+
+@contextmanager
+def _alone(destination: Path) -> Iterator[None]:
+    """One pack per destination. The kernel lets go of the lock however the process ends."""
+    if destination.exists() and not destination.is_dir():
+        raise UsageError(f"{destination} is a file", remedy="name a folder that is new or holds an unfinished pack")
+    destination.mkdir(parents=True, exist_ok=True)
+    foreign = [path.name for path in destination.iterdir()] if not (destination / MANIFEST).exists() else []
+    if foreign and set(foreign) != {LOCK}:
+        raise UsageError(f"{destination} is not empty", cause=f"it holds {', '.join(sorted(foreign)[:3])}",
+                         remedy="name a folder that is new or holds an unfinished pack")
+    with open(destination / LOCK, "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise EnvironmentProblem(f"another process packs into {destination}", remedy="wait for it, or stop it") from error
+        yield
+
+
+def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard]:
+    """The shards of an earlier call, and the plan of this one on disk."""
+    path = destination / MANIFEST
+    if not path.exists():
+        _put(path, _manifest(source, shard_bytes, []))
+        return []
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        shards = [Shard(**shard) for shard in manifest["shards"]]
+        made_from = manifest["version"], manifest["source"], manifest["shard_bytes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged", cause=str(error), remedy="pack into another folder") from error
+    if made_from != (VERSION, source.fingerprint(), shard_bytes):
+        raise UsageError(f"{destination} holds a pack of something else",
+                         cause="files of the source changed since, or another --kind or --shard-size was asked for",
+                         remedy="pack into another folder, or remove this one")
+    for shard in shards:
+        if Path(shard.name).name != shard.name or not (destination / shard.name).is_file() \
+                or (destination / shard.name).stat().st_size != shard.bytes:
+            raise UsageError(f"{destination / shard.name} is missing or was changed", remedy="pack into another folder")
+    for left in destination.glob("*.part"):
+        left.unlink()
+    return shards
+
+
+def _write(source: Source, destination: Path, shard_bytes: int, done: list[Shard],
+           progress: Callable[[int], None]) -> Iterator[Shard]:
+    import pyarrow as pa
+
+    before = sum(shard.read_bytes for shard in done)
+    number = len(done)
+    batches = source.batches(sum(shard.rows for shard in done))
+    schema = source.schema
+    if source.features:
+        schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": source.features}})})
+    batch = next(batches, None)
+    while batch is not None:
+        name = f"data-{number:05d}.arrow"
+        part = destination / f"{name}.part"
+        rows = read = 0
+        with open(part, "wb") as file:
+            with pa.ipc.new_stream(file, schema) as writer:
+                while batch is not None and (not rows or file.tell() < shard_bytes):
+                    writer.write_batch(batch.rows.replace_schema_metadata(schema.metadata))
+                    rows, read = rows + batch.rows.num_rows, read + batch.read_bytes
+                    progress(before + read)
+                    batch = next(batches, None)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        os.rename(part, destination / name)
+        _durable(destination)
+        before, number = before + read, number + 1
+        yield Shard(name, rows, size, read)
+
+
+def _manifest(source: Source, shard_bytes: int, shards: list[Shard]) -> dict[str, Any]:
+    return {"version": VERSION, "kind": source.kind, "source": source.fingerprint(), "shard_bytes": shard_bytes,
+            "shards": [vars(shard) for shard in shards]}
+
+
+def _state(source: Source, shards: list[Shard]) -> dict[str, Any]:
+    """As `datasets.Dataset.save_to_disk` writes it."""
+    return {"_data_files": [{"filename": shard.name} for shard in shards], "_fingerprint": source.fingerprint(),
+            "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
+            "_split": None}
+
+
+def _put(path: Path, content: dict[str, Any]) -> None:
+    """Replace a small file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    _durable(path.parent)
+
+
+def _durable(folder: Path) -> None:
+    """Make renames in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,264 @@
+"""What can be packed, as rows in a fixed order: folders of images, text, CSV and Parquet.
+
+A source is read again from the start, or from any row, with the same rows in the same order: that is what lets an
+interrupted pack go on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import UsageError
+
+IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+TEXT = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl"})
+TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+KINDS = ("images", "text", "csv", "parquet")
+
+#: Rows of one record batch at most: what a reader decodes at once when it asks for a single row of text or table.
+ROWS = {"images": 100, "text": 1000, "csv": 1000, "parquet": 1000}
+#: Bytes of one record batch at most, whatever its rows.
+BATCH_BYTES = 32 * 2**20
+#: Image files that are read at a time: disks answer many questions faster than one after another.
+READERS = 8
+
+
+@dataclass(frozen=True)
+class File:
+    path: Path
+    name: str               # below the source, with forward slashes
+    bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A record batch, and how many bytes of the source it was made from."""
+
+    rows: Any
+    read_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """`batches(skip)` yields everything behind the first `skip` rows."""
+
+    kind: str
+    files: tuple[File, ...]
+    schema: Any                                         # pyarrow.Schema
+    batches: Callable[[int], Iterator[Batch]]
+    features: dict[str, Any] = field(default_factory=dict)     # as Hugging Face datasets write them; {}: from the schema
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def fingerprint(self) -> str:
+        """Changes when a file of the source changes, comes or goes."""
+        seen = [self.kind, [[file.name, file.bytes, file.changed_ns] for file in self.files]]
+        return hashlib.blake2b(json.dumps(seen).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def open_source(path: Path, kind: str | None = None) -> Source:
+    """The source at `path`. Raises UsageError where nothing there can be packed, or more than one kind of thing."""
+    if not path.exists():
+        raise UsageError(f"there is nothing at {path}", remedy="check its spelling")
+    found = _files(path)
+    kind = kind or _kind(path, found)
+    endings = {"images": IMAGES, "text": TEXT}.get(kind) or {e for e, k in TABLES.items() if k == kind}
+    files = [file for file in found if file.path.suffix.lower() in endings or (path.is_file() and len(found) == 1)]
+    if not files:
+        raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
+                         remedy="name another folder, or another --kind")
+    return {"images": _images, "text": _text, "csv": _csv, "parquet": _parquet}[kind](path, files)
+
+
+def _files(path: Path) -> list[File]:
+    """All regular files, hidden ones left out, in order of their names. Links to folders are not followed."""
+    paths = [path] if path.is_file() else sorted(
+        Path(folder, name) for folder, folders, names in os.walk(path) if not Path(folder).name.startswith(".") or folder == str(path)
+        for name in names if not name.startswith("."))
+    found = []
+    for one in paths:
+        facts = one.stat()
+        found.append(File(one, one.relative_to(path).as_posix() if one != path else one.name, facts.st_size, facts.st_mtime_ns))
+    return found
+
+
+def _kind(path: Path, files: list[File]) -> str:
+    counts: dict[str, int] = {}
+    for file in files:
+        ending = file.path.suffix.lower()
+        kind = "images" if ending in IMAGES else TABLES.get(ending) or ("text" if ending in TEXT else None)
+        if kind:
+            counts[kind] = counts.get(kind, 0) + 1
+    if not counts:
+        raise UsageError(f"nothing in {path} can be packed", cause="no images, text, CSV or Parquet files were found",
+                         remedy=f"name what it is with --kind: {', '.join(KINDS)}")
+    if len(counts) > 1:
+        seen = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        raise UsageError(f"{path} holds more than one kind of data", cause=f"files by kind: {seen}",
+                         remedy="say which to pack with --kind")
+    return next(iter(counts))
+
+
+# -- images --------------------------------------------------------------------------------------------------------------
+
+
+def _images(path: Path, files: list[File]) -> Source:
+    """An ImageFolder: the first folder below the source is the class, classes in order of their names. Files are kept as
+    they are, undecoded."""
+    import pyarrow as pa
+
+    empty = [file.name for file in files if not file.bytes]
+    if empty:
+        raise UsageError(f"{len(empty)} image files are empty", evidence=", ".join(empty[:3]), remedy="remove them, or fetch them again")
+    labelled = all("/" in file.name for file in files)
+    classes = sorted({file.name.partition("/")[0] for file in files}) if labelled else []
+    number = {name: index for index, name in enumerate(classes)}
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    schema = pa.schema([("image", image), *([("label", pa.int64())] if labelled else [])])
+    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    if labelled:
+        features["label"] = {"names": classes, "_type": "ClassLabel"}
+
+    def batches(skip: int) -> Iterator[Batch]:
+        with ThreadPoolExecutor(READERS) as readers:
+            for chunk in _chunks(files[skip:], ROWS["images"]):
+                content = [{"bytes": data, "path": file.name}
+                           for file, data in zip(chunk, readers.map(lambda file: file.path.read_bytes(), chunk))]
+                columns = [pa.array(content, image)]
+                if labelled:
+                    columns.append(pa.array([number[file.name.partition("/")[0]] for file in chunk], pa.int64()))
+                yield Batch(pa.record_batch(columns, schema=schema), sum(file.bytes for file in chunk))
+
+    return Source("images", tuple(files), schema, batches, features)
+
+
+def _chunks(files: list[File], rows: int) -> Iterator[list[File]]:
+    """Files in order, some at a time: at most `rows`, and no more than BATCH_BYTES unless one file alone is larger."""
+    chunk: list[File] = []
+    for file in files:
+        if chunk and (len(chunk) == rows or sum(one.bytes for one in chunk) + file.bytes > BATCH_BYTES):
+            yield chunk
+            chunk = []
+        chunk.append(file)
+    if chunk:
+        yield chunk
+
+
+# -- text ----------------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, files: list[File]) -> Source:
+    """One row per line, without its end, files one behind the other."""
+    import pyarrow as pa
+
+    schema = pa.schema([("text", pa.string())])
+
+    def lines() -> Iterator[tuple[str, int]]:
+        for file in files:
+            with open(file.path, "rb") as opened:
+                for number, line in enumerate(opened, 1):
+                    try:
+                        yield line.rstrip(b"\r\n").decode("utf-8"), len(line)
+                    except UnicodeDecodeError as error:
+                        raise UsageError(f"{file.path} is not UTF-8 text", cause=f"line {number}: {error.reason}",
+                                         remedy="convert it: iconv -f latin1 -t utf-8") from error
+
+    def batches(skip: int) -> Iterator[Batch]:
+        rows: list[str] = []
+        size = 0
+        for row, (line, read) in enumerate(lines()):
+            if row < skip:
+                continue
+            rows.append(line)
+            size += read
+            if len(rows) == ROWS["text"] or size >= BATCH_BYTES:
+                yield Batch(pa.record_batch([pa.array(rows, pa.string())], schema=schema), size)
+                rows, size = [], 0
+        if rows:
+            yield Batch(pa.record_batch([pa.array(rows, pa.string())], schema=schema), size)
+
+    return Source("text", tuple(files), schema, batches, {"text": {"dtype": "string", "_type": "Value"}})
+
+
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def _csv(path: Path, files: list[File]) -> Source:
+    """Types are those of the first megabyte of the first file; a later value that does not fit is an error with its row."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    def reader(file: File, schema: Any = None) -> Any:
+        parse = csv.ParseOptions(delimiter="\t" if file.path.suffix.lower() == ".tsv" else ",")
+        convert = csv.ConvertOptions(column_types=schema) if schema is not None else None
+        return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
+
+    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
+        for file in files:
+            opened = reader(file, schema)
+            if opened.schema.names != schema.names:
+                raise UsageError(f"{file.name} has other columns than {files[0].name}",
+                                 cause=f"{', '.join(opened.schema.names)} instead of {', '.join(schema.names)}",
+                                 remedy="pack them apart")
+            for batch in opened:
+                yield file, batch
+
+    try:
+        schema = reader(files[0]).schema
+    except pa.ArrowInvalid as error:
+        raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
+    return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
+
+
+def _parquet(path: Path, files: list[File]) -> Source:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def opened(file: File) -> Any:
+        try:
+            return parquet.ParquetFile(file.path, memory_map=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UsageError(f"cannot read {file.path} as Parquet", cause=str(error)) from error
+
+    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
+        for file in files:
+            whole = opened(file)
+            if whole.schema_arrow.remove_metadata() != schema:
+                raise UsageError(f"{file.name} has other columns or types than {files[0].name}", remedy="pack them apart")
+            for batch in whole.iter_batches(batch_size=ROWS["parquet"]):
+                yield file, batch
+
+    schema = opened(files[0]).schema_arrow.remove_metadata()
+    return Source("parquet", tuple(files), schema, _table_batches("parquet", schema, tables, (pa.ArrowInvalid, OSError)))
+
+
+def _table_batches(kind: str, schema: Any, tables: Callable[[Any], Iterator[tuple[File, Any]]],
+                   damaged: Any) -> Callable[[int], Iterator[Batch]]:
+    def batches(skip: int) -> Iterator[Batch]:
+        import pyarrow as pa
+
+        row = 0
+        try:
+            for _file, batch in tables(schema):
+                for first in range(0, batch.num_rows, ROWS[kind]):
+                    part = batch.slice(first, ROWS[kind])
+                    row += part.num_rows
+                    if row > skip:
+                        kept = part.slice(max(0, part.num_rows - (row - skip)))
+                        # A slice still holds all of what it was cut from: written, it is cut for good.
+                        yield Batch(pa.record_batch(kept.columns, schema=schema), kept.nbytes)
+        except damaged as error:
+            raise UsageError(f"the {kind} data cannot be read behind row {row}", cause=str(error),
+                             remedy="mend the row, or give the column one type throughout") from error
+
+    return batches

@@ -1,0 +1,20 @@
+"""What `saturate pack --json` prints."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True):
+    """A packed dataset. `bytes` are those of its shards; `resumed_rows` stood there before this run."""
+
+    schema: int = 1
+    source: str
+    destination: str
+    kind: str
+    rows: int
+    bytes: int
+    shards: int
+    resumed_rows: int
+    seconds: float
+    loader: list[str]

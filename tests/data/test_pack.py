@@ -1,0 +1,253 @@
+"""Packed data is what the source holds, also after any interruption; everything else is a named refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed here (the extra saturate[pack])")
+
+from pyarrow import parquet  # noqa: E402
+
+from saturate.data import pack as packing  # noqa: E402
+from saturate.data import pack_sources  # noqa: E402
+from saturate.data.pack_sources import open_source  # noqa: E402
+from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+
+
+def read_back(folder: Path) -> list[dict]:
+    """All rows, by pyarrow alone, in the order that the state names."""
+    state = json.loads((folder / "state.json").read_text())
+    return [row for entry in state["_data_files"]
+            for row in pa.ipc.open_stream(pa.memory_map(str(folder / entry["filename"]))).read_all().to_pylist()]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    draw = random.Random(0)
+    for label in ("cat", "dog", "ant"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(7):
+            (tmp_path / "images" / label / f"{number}.jpg").write_bytes(b"\xff\xd8" + draw.randbytes(500 + number))
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "text" / f"{name}.txt").write_text("".join(f"{name} ä line {n}\n" for n in range(2500)), encoding="utf-8")
+    return tmp_path / "text"
+
+
+def expected_lines() -> list[dict]:
+    return [{"text": f"{name} ä line {n}"} for name in ("a", "b") for n in range(2500)]
+
+
+def test_images_keep_their_bytes_and_classes(images: Path, tmp_path: Path) -> None:
+    done = packing.pack(open_source(images), tmp_path / "out", shard_bytes=3000)
+    rows = read_back(tmp_path / "out")
+    assert done.rows == len(rows) == 21
+    expected = [(path.read_bytes(), f"{label}/{path.name}", number)
+                for number, label in enumerate(("ant", "cat", "dog")) for path in sorted((images / label).iterdir())]
+    assert [(row["image"]["bytes"], row["image"]["path"], row["label"]) for row in rows] == expected
+
+
+def test_shards_are_cut_by_size(text: Path, tmp_path: Path) -> None:
+    done = packing.pack(open_source(text), tmp_path / "out", shard_bytes=30_000)
+    assert len(done.shards) > 2 and all(shard.bytes == (tmp_path / "out" / shard.name).stat().st_size for shard in done.shards)
+    assert read_back(tmp_path / "out") == expected_lines()
+
+
+def test_csv_and_parquet_keep_types_and_order(tmp_path: Path) -> None:
+    table = pa.table({"x": list(range(5000)), "y": [n / 3 for n in range(5000)], "z": [f"w{n}" for n in range(5000)]})
+    (tmp_path / "p").mkdir()
+    parquet.write_table(table.slice(0, 3000), tmp_path / "p" / "0.parquet", row_group_size=700)
+    parquet.write_table(table.slice(3000), tmp_path / "p" / "1.parquet")
+    packing.pack(open_source(tmp_path / "p"), tmp_path / "from_parquet", shard_bytes=20_000)
+    assert read_back(tmp_path / "from_parquet") == table.to_pylist()
+
+    (tmp_path / "c.tsv").write_text("x\tz\n" + "".join(f"{n}\tw{n}\n" for n in range(5000)))
+    packing.pack(open_source(tmp_path / "c.tsv"), tmp_path / "from_csv", shard_bytes=20_000)
+    assert read_back(tmp_path / "from_csv") == [{"x": n, "z": f"w{n}"} for n in range(5000)]
+
+
+def test_datasets_reads_it(images: Path, text: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed here")
+    packing.pack(open_source(images), tmp_path / "i", shard_bytes=3000)
+    loaded = datasets.load_from_disk(str(tmp_path / "i"))
+    assert loaded.features["label"].names == ["ant", "cat", "dog"] and len(loaded) == 21
+    assert loaded.cast_column("image", datasets.Image(decode=False))[8]["image"]["bytes"] == (images / "cat" / "1.jpg").read_bytes()
+    packing.pack(open_source(text), tmp_path / "t")
+    assert datasets.load_from_disk(str(tmp_path / "t"))[2500]["text"] == "b ä line 0"
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------------
+
+_SLOWLY = """
+import sys, time
+from pathlib import Path
+from saturate.data import pack
+from saturate.data.pack_sources import open_source
+pack.pack(open_source(Path(sys.argv[1])), Path(sys.argv[2]), 8000, lambda read: time.sleep(0.004))
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kill_at_any_moment_loses_nothing(text: Path, tmp_path: Path, seed: int) -> None:
+    draw, out = random.Random(seed), tmp_path / "out"
+    (tmp_path / "plain").mkdir()
+    whole = packing.pack(open_source(text), tmp_path / "plain", shard_bytes=8000)
+    for _ in range(4):
+        child = subprocess.Popen([sys.executable, "-c", _SLOWLY, str(text), str(out)])
+        time.sleep(draw.uniform(0.1, 0.6))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        if out.exists() and (out / packing.STATE).exists():
+            break
+        assert not (out / packing.STATE).exists()
+    done = packing.pack(open_source(text), out, shard_bytes=8000)
+    assert read_back(out) == expected_lines()
+    assert not list(out.glob("*.part"))
+    assert [shard.rows for shard in done.shards] == [shard.rows for shard in whole.shards]
+
+
+def test_finished_shards_are_not_made_again(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def stop(read: int) -> None:
+        if read > 60_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(open_source(text), out, 8000, stop)
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*.arrow")}
+    assert kept
+    done = packing.pack(open_source(text), out, 8000)
+    assert done.resumed_rows and kept == {path: path.stat().st_mtime_ns for path in kept}
+    again = packing.pack(open_source(text), out, 8000)
+    assert again.resumed_rows == again.rows == 5000
+
+
+def test_a_full_disk_is_named_and_the_pack_goes_on(text: Path, tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        with pytest.raises(EnvironmentProblem, match="no space") as caught:
+            packing.pack(open_source(text), tmp_path / "out", 50_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "same command" in caught.value.remedy
+    packing.pack(open_source(text), tmp_path / "out", 50_000)
+    assert read_back(tmp_path / "out") == expected_lines()
+
+
+def test_two_at_once(text: Path, tmp_path: Path) -> None:
+    inner: list[str] = []
+
+    def meanwhile(read: int) -> None:
+        if not inner:
+            with pytest.raises(EnvironmentProblem, match="another process") as caught:
+                packing.pack(open_source(text), tmp_path / "out", 8000)
+            inner.append(str(caught.value))
+
+    packing.pack(open_source(text), tmp_path / "out", 8000, meanwhile)
+    assert inner and read_back(tmp_path / "out") == expected_lines()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_source_does_not_mix_in(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(open_source(text), out, 8000, lambda read: (_ for _ in ()).throw(KeyboardInterrupt) if read else None)
+    (text / "a.txt").write_text("changed\n")
+    with pytest.raises(UsageError, match="something else"):
+        packing.pack(open_source(text), out, 8000)
+
+
+def test_foreign_folders_stay_as_they_are(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("do not lose")
+    with pytest.raises(UsageError, match="not empty"):
+        packing.pack(open_source(text), tmp_path / "mine")
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    with pytest.raises(UsageError, match="is a file"):
+        packing.pack(open_source(text), tmp_path / "mine" / "thesis.tex")
+
+
+@pytest.mark.parametrize("damage", [
+    lambda m: "{", lambda m: "[]", lambda m: json.dumps({**m, "version": 99}), lambda m: json.dumps({**m, "shards": [{}]}),
+    lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "name": "../../etc/passwd"}]}),
+    lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "bytes": 1}]}),
+])
+def test_a_damaged_manifest_is_refused(text: Path, tmp_path: Path, damage) -> None:
+    packing.pack(open_source(text), tmp_path / "out", 8000)
+    path = tmp_path / "out" / packing.MANIFEST
+    path.write_text(damage(json.loads(path.read_text())))
+    with pytest.raises(UsageError):
+        packing.pack(open_source(text), tmp_path / "out", 8000)
+
+
+def test_sources_that_cannot_be_packed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing at"):
+        open_source(tmp_path / "none")
+    (tmp_path / "x.bin").write_bytes(b"1")
+    with pytest.raises(UsageError, match="can be packed"):
+        open_source(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UsageError, match="UTF-8"):
+        packing.pack(open_source(tmp_path), tmp_path / "o1")
+    (tmp_path / "b.csv").write_text("x\n1\n")
+    with pytest.raises(UsageError, match="more than one kind"):
+        open_source(tmp_path)
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(UsageError, match="as Parquet"):
+        open_source(tmp_path, "parquet")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "e.jpg").touch()
+    with pytest.raises(UsageError, match="empty"):
+        open_source(tmp_path / "e")
+
+
+def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
+    (tmp_path / "n.csv").write_text("x\n" + "1\n" * 700_000 + "one\n")
+    with pytest.raises(UsageError, match="behind row") as caught:
+        packing.pack(open_source(tmp_path / "n.csv"), tmp_path / "out")
+    assert "one" in caught.value.cause
+
+
+def test_batches_stay_small(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_sources, "BATCH_BYTES", 1200)
+    assert max(batch.rows.num_rows for batch in open_source(images).batches(0)) == 2
+
+
+# -- the verb ------------------------------------------------------------------------------------------------------------
+
+
+def saturate(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "saturate.cli.main", *words], cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_verb(text: Path, tmp_path: Path) -> None:
+    done = saturate("pack", "text", "out", "--shard-size", "30kB", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    record = json.loads(done.stdout)
+    assert (record["kind"], record["rows"], record["resumed_rows"]) == ("text", 5000, 0) and record["shards"] > 1
+    again = saturate("pack", "text", "out", "--shard-size", "30kB", cwd=tmp_path)
+    assert "load_from_disk('out')" in again.stdout and "5,000 of them were there already" in again.stdout
+    wrong = saturate("pack", "text", "text/out", cwd=tmp_path)
+    assert wrong.returncode == 2 and "lie in each other" in wrong.stderr
+    assert saturate("pack", "text", "out", "--shard-size", "huge", cwd=tmp_path).returncode == 2
