@@ -15,10 +15,12 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name 
 #: room -> what of saturate it may import: rooms, or single modules. Its own room and `errors` are always allowed.
 MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
-    "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report"},
+    "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report", "checkpoints", "data"},
     "trial": {"records"},
-    "agent": {"techniques", "records.facts"},
-    "techniques": {"records.facts"},
+    "agent": {"techniques", "checkpoints", "data", "records.facts"},
+    "techniques": {"checkpoints", "data", "records.facts"},
+    "checkpoints": set(),
+    "data": set(),
     "measure": set(),
     "verify": {"records"},
     "findings": {"records"},
@@ -31,11 +33,13 @@ MAY_IMPORT = {
 
 #: Packages from elsewhere, besides the standard library. `torch` is the user's, and never imported at the top.
 MAY_USE = {
-    "cli": {"msgspec", "pynvml"},
+    "cli": {"msgspec", "pynvml", "rich"},
     "study": {"msgspec"},
     "trial": set(),
     "agent": {"torch"},
-    "techniques": {"torch"},
+    "techniques": {"torch", "torchao"},
+    "checkpoints": {"torch"},
+    "data": {"torch", "numpy", "pyarrow", "PIL"},
     "measure": set(),
     "verify": set(),
     "findings": set(),

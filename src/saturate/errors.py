@@ -9,7 +9,8 @@
     ├── EnvironmentProblem    3   this machine or folder does not allow what was asked
     │   ├── StudyLocked           another process works in the same study folder
     │   ├── StudyDamaged          the study file is not one, or is of another version
-    │   └── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
+    │   ├── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
+    │   └── CheckpointDamaged     a checkpoint, or a piece that it needs, is damaged or missing
     ├── WorkloadFailed        4   the user's own command fails without saturate's help
     ├── VerificationFailed    5   no final set of techniques verifies
     └── TooNoisy              6   the machine is too noisy to decide
@@ -119,6 +120,15 @@ class InjectionDefeated(EnvironmentProblem):
     """
 
     code = "E330"
+
+
+class CheckpointDamaged(EnvironmentProblem):
+    """A checkpoint, or a piece of the store that it needs, is damaged, missing, or of another version of saturate.
+
+    Nothing is deleted or guessed. `saturate checkpoint verify` names every checkpoint that is still whole.
+    """
+
+    code = "E340"
 
 
 class WorkloadFailed(SaturateError):

@@ -334,6 +334,15 @@ def test_what_is_kept_for_the_backward_pass(plain):
     assert seen["saved_bytes"] >= 4 * 8 * 32 + 4 * 8 * 16
 
 
+def test_memory_by_line(plain):
+    """All of it is kept by lines of the script, most by the one that holds the widest layer."""
+    seen = plain["modules"]
+    assert all(os.path.basename(file) == "train.py" and library == "" for file, _, _, library, *_ in seen["memory_lines"])
+    assert sum(line[-1] for line in seen["memory_lines"]) == seen["saved_bytes"]
+    sizes = [line[-1] for line in seen["memory_lines"]]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 4 * 8 * 32
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 COMPILED = MODEL + """

@@ -25,11 +25,12 @@ LINES = {
     "trace_readers": r"^saturate, [\d,]+ events of a made-up training, \d+ MB: [\d.]+ s \([\d,]+ MB/s\), \d+ MB at most$",
     "step_split": r"^split - by hand: at most \d+\.\d+ points$",
     "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
+    "fit": r"^saturate +\d+ correct +\d trials",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", "trace_readers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis"))])
+    "overhead", "trace_readers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit"))])
 def test_smoke(name, tmp_path, clean_environment):
     numbers = tmp_path / "numbers.json"
     found = subprocess.run(

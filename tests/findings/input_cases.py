@@ -7,6 +7,7 @@ from rule_cases import Case, base, on_cpu
 from saturate.records.observations import LoaderSeen
 
 _WORKERS = ("loader-workers",)
+_WORKERS_OR_CACHE = ("loader-workers", "dataset-cache")
 
 DECODE = on_cpu(
     input_wait=0.5,
@@ -47,7 +48,7 @@ CASES = [
             "nobody knows how many cores are busy": {"loader": LoaderSeen(1, cpu_count=2.0, fetch_cpu=0.9)},
         },
         reason="33.9 %",
-        techniques=_WORKERS,
+        techniques=_WORKERS_OR_CACHE,
     ),
     Case(
         "input-bound-cpu",
@@ -76,7 +77,7 @@ CASES = [
             },
         },
         reason="in the training process, and a fetch computes for 98.0 % of its time, slowest at train.py:17",
-        techniques=_WORKERS,
+        techniques=_WORKERS_OR_CACHE,
     ),
     Case(
         "input-bound-io",
@@ -95,7 +96,7 @@ CASES = [
             "workers that wait": {"loader__io_wait": None, "loader__num_workers": 4},
         },
         reason="waits for storage during 90.0 % of its time",
-        techniques=_WORKERS,
+        techniques=_WORKERS_OR_CACHE,
     ),
     Case(
         "input-bound-workers",
@@ -135,6 +136,6 @@ CASES = [
         },
         still={"size unknown": {"copies__pageable_bytes": None}},
         reason="Copying 40.0 MB per step",
-        techniques=("pin-memory",),
+        techniques=("pin-memory", "device-prefetch"),
     ),
 ]

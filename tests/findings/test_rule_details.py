@@ -187,3 +187,22 @@ def test_an_optimizer_that_is_known_not_to_be_fused_is_surer():
     seen = case("slow-optimizer").fires
     assert found("slow-optimizer", seen).confidence == "high"
     assert found("slow-optimizer", but(seen, optimizer_fused=None)).confidence == "medium"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "techniques", "said"),
+    [
+        ({"optimizer_state": 0.6, "activations": 0.1}, ["cpu-offload", "optimizer-8bit"], "optimizer state (60.0 %"),
+        ({"gradients": 0.5, "activations": 0.1}, ["optimizer-in-backward"], "most of it gradients (50.0 %"),
+        ({"parameters": 0.9, "activations": 0.1}, [], "most of it parameters"),
+    ],
+)
+def test_what_helps_against_full_memory_follows_from_what_takes_it(kinds, techniques, said):
+    first = case("memory-pressure").fires
+    none = {f"memory__{kind}": None for kind in ("parameters", "gradients", "optimizer_state", "activations")}
+    answer = found("memory-pressure", but(first, **{**none, **{f"memory__{kind}": share for kind, share in kinds.items()}}))
+    assert answer.techniques == techniques and said in answer.reason and answer.advice
+
+
+def test_fragmentation_names_the_setting_that_mends_it():
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in found("fragmentation", case("fragmentation").fires).advice

@@ -29,6 +29,7 @@ BUILT_IN = [
     "input-bound-io",
     "input-bound-workers",
     "launch-bound",
+    "memory-pressure",
     "nothing-to-gain",
     "off-device",
     "pageable-copies",

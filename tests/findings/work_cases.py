@@ -5,7 +5,7 @@ from __future__ import annotations
 from host_cases import SHORT
 from rule_cases import Case, base, on_cpu
 
-from saturate.records.observations import KernelsSeen, OperatorSeen
+from saturate.records.observations import KernelsSeen, MemorySeen, OperatorSeen
 
 ODD = OperatorSeen(
     "aten::bmm",
@@ -37,6 +37,19 @@ SMALL_BATCH = base(
     memory__used=0.2,
     batch_size=8,
     kernels=SHORT,
+)
+
+#: Most of the memory is taken by what is kept for the backward pass.
+FULL = MemorySeen(
+    used=0.92,
+    fragmentation=0.02,
+    allocator_retries=0,
+    parameters=0.11,
+    gradients=0.11,
+    optimizer_state=0.17,
+    activations=0.61,
+    line="train.py:41 forward",
+    line_share=0.33,
 )
 
 CASES = [
@@ -186,6 +199,26 @@ CASES = [
         quiet={"the model needs the memory": {"memory__fragmentation": 0.02, "memory__used": 0.99}},
         reason="At the peak 40.0 % of the reserved memory is unused",
         techniques=("allocator",),
+    ),
+    Case(
+        "memory-pressure",
+        base(memory=FULL),
+        lost=None,
+        edges=(("memory__used", 0.85, 0.8499), ("memory__fragmentation", 0.2999, 0.30)),
+        missing=("memory__used",),
+        quiet={
+            "no kind is known: what to do would be a guess": {
+                "memory__parameters": None,
+                "memory__gradients": None,
+                "memory__optimizer_state": None,
+                "memory__activations": None,
+            },
+            "holes in what the allocator holds are the cause": {"memory__fragmentation": 0.4},
+        },
+        still={"lines unknown": {"memory__line": "", "memory__line_share": None}, "a full machine": {"device": "cpu"}},
+        reason="92.0 % of the memory of the device is in use, most of it activations (61.0 % of what is known); "
+        "train.py:41 forward allocates most (33.0 %)",
+        techniques=("activation-checkpointing", "micro-batch", "cpu-offload"),
     ),
     Case(
         "throttling",

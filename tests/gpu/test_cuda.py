@@ -68,3 +68,27 @@ def test_techniques_take_effect(identity, options, script, start):
     module = _registry.load()[identity]
     proof = module.active(msgspec.convert(trial.ask("evidence"), Evidence), module.Options(**options))
     assert proof.active, proof.evidence
+
+
+def test_the_line_that_allocates_most(start, script) -> None:
+    """The allocator's own history names the line of the wide layer."""
+    trial = start(str(script("""
+        import torch, torch.nn as nn
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.narrow, self.wide = nn.Linear(64, 64), nn.Linear(64, 4096)
+            def forward(self, x):
+                x = torch.tanh(self.narrow(x))
+                return self.wide(x).pow(2).mean()
+        model = Net().cuda()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(512, 64, device="cuda")
+        while True:
+            opt.zero_grad(); model(x).backward(); opt.step()
+    """)))
+    trial.wait_ready()
+    seen = trial.look("modules", 1, 3)
+    first = seen["memory_lines"][0]
+    assert first[1] == 9 and first[2] == "forward" and first[-1] >= 512 * 4096 * 4
+    assert seen["saved_bytes"] >= 512 * 4096 * 4

@@ -13,6 +13,7 @@ from saturate.records.analysis import (
     Gaps,
     Integrity,
     Memory,
+    MemoryLine,
     ModuleCost,
     Occupancy,
     Operator,
@@ -340,6 +341,11 @@ def profile() -> Profile:
             reserved=48_000_000_000,
             fragmentation=0.14,
             allocator_retries=3,
+            limit=85_000_000_000,
+            lines=[
+                MemoryLine(file="model.py", line=88, function="forward", bytes=12_500_000_000),
+                MemoryLine(file="train.py", line=60, function="main", inside="modeling.py:310 forward", bytes=9_000_000_000),
+            ],
             unknown={"other": "not told apart from activations"},
         ),
         syncs=[
@@ -446,7 +452,7 @@ def hostile() -> Profile:
         recompiles=[bad],
         off_device=[bad],
         modules=[ModuleCost(name=bad, kind=bad, forward_ms=1, self_ms=1)],
-        memory=Memory(peak=1, unknown={bad: bad}),
+        memory=Memory(peak=1, lines=[MemoryLine(file=bad, line=1, function=bad, inside=bad, bytes=1)], unknown={bad: bad}),
         trace=bad,
         report=bad,
         next_command=f"saturate tune -- {bad}",

@@ -330,7 +330,44 @@ def giant() -> StudyRecord:
     )
 
 
+def fits() -> StudyRecord:
+    """Under a memory limit that the baseline does not keep: slower, but it fits."""
+    techniques = [
+        outcome("activation-checkpointing", "kept", "needed: without it the training needs 5.13 GiB, the limit is 4.00 GiB", "exact", -0.18),
+        outcome("gc-freeze", "kept", "+2.4 %", "exact", 0.024),
+        outcome("compile", "failed", "over limit: needs 4.40 GiB, the limit is 4.00 GiB", "reordering"),
+        outcome("tf32", "not_applicable", "needs a CUDA device", "precision"),
+    ]
+    peaks = (3_400_000_000, 3_450_000_000, 4_724_464_026, None)
+    techniques = [msgspec.structs.replace(o, peak_bytes=peak) for o, peak in zip(techniques, peaks)]
+    result = {
+        "techniques": techniques, "tuned": StepTime(step_ms=249.0), "speedup": 0.853, "speedup_ci": (0.84, 0.866), "verdict": "slower",
+        "peak_bytes": 3_450_000_000, "baseline_peak_bytes": 5_508_295_557, "limit_bytes": 4 * 2**30, "fits": True,
+    }
+    base = big_win()
+    return _with(base, result, trials=[msgspec.structs.replace(base.trials[0], peak_bytes=5_508_295_557), *base.trials[1:]])
+
+
+def fits_unverified() -> StudyRecord:
+    """A baseline that runs out of memory by itself."""
+    return _with(fits(), {
+        "baseline": StepTime(), "speedup": None, "speedup_ci": None, "verdict": "inconclusive", "baseline_peak_bytes": None, "verified": None,
+        "verified_reason": "the baseline does not run in this memory, so there is nothing to compare with", "break_even_steps": None,
+    }, staircase=[])
+
+
+def too_big() -> StudyRecord:
+    """No set of techniques keeps the limit."""
+    techniques = [msgspec.structs.replace(o, fate="failed", reason="over limit: needs 4.40 GiB, the limit is 4.00 GiB", gain=None, gain_ci=None)
+                  if o.fate == "kept" else o for o in fits().result.techniques]
+    return _with(fits(), {
+        "techniques": techniques, "tuned": StepTime(), "speedup": None, "speedup_ci": None, "verdict": "inconclusive", "verified": None,
+        "verified_reason": "nothing keeps the limit of 4.00 GiB: the baseline needs 5.13 GiB, the least was 4.40 GiB with compile",
+        "peak_bytes": 5_508_295_557, "fits": False, "break_even_steps": None,
+    }, staircase=[])
+
+
 ALL = {
     f.__name__: f
-    for f in (big_win, nothing_helps, cannot_verify, unverified, too_noisy, slower, failed_baseline, empty, hostile)
+    for f in (fits, fits_unverified, too_big, big_win, nothing_helps, cannot_verify, unverified, too_noisy, slower, failed_baseline, empty, hostile)
 }

@@ -278,3 +278,25 @@ def test_contrast_reaches_aa(palette, on):
     for shade, text in enumerate(on):
         assert contrast(palette[text], palette[f"shade{shade}"]) >= 4.5, shade
     assert contrast(palette["accent"], palette["band"]) >= 3
+
+
+def test_memory_stands_beside_time():
+    page = Page(render(studies.fits()))
+    assert "Peak memory" in page.text and "3.17 GiB (\u221238 %)" in page.text
+    assert "peak 3.21 GiB instead of 5.13 GiB, limit 4.00 GiB" in page.text
+    assert "Peak memory" not in Page(render(studies.big_win())).text
+
+
+def test_a_record_of_before_memory_was_measured_is_read():
+    """An older study file lacks the fields, in the record and in what its store keeps of each trial."""
+    from saturate.records.result import TrialRecord
+
+    flat = msgspec.to_builtins(studies.big_win())
+    for part in ("peak_bytes", "baseline_peak_bytes", "limit_bytes", "fits"):
+        del flat["result"][part]
+    for entry in (*flat["result"]["techniques"], *flat["trials"]):
+        del entry["peak_bytes"]
+    record = msgspec.convert(flat, StudyRecord)
+    assert record.result.fits is None and record.trials[0].peak_bytes is None
+    assert Page(render(record)).text
+    assert msgspec.convert(flat["trials"][0], TrialRecord) == record.trials[0]

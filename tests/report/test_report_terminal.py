@@ -52,6 +52,17 @@ def test_kept_techniques_are_listed_by_gain_and_folded():
     assert text.index("bf16-autocast") < text.index("loader-workers")
 
 
+def test_memory_stands_beside_time():
+    assert plain(studies.fits()).split("\n")[1].startswith("peak 3.21 GiB instead of 5.13 GiB, limit 4.00 GiB, 0.85x [0.84, 0.87]")
+    text = plain(studies.fits(), 100)
+    assert "kept      gc-freeze                  +2.4 %  [+1.3, +3.5]    3.21 GiB (-37 %)  exact" in text
+    assert "          activation-checkpointing  -18.0 %  [-19.1, -16.9]  3.17 GiB (-38 %)  exact" in text
+    assert "GiB" not in plain(studies.big_win()), "a record of before memory was measured"
+    won = studies.fits()
+    won = msgspec.structs.replace(won, result=msgspec.structs.replace(won.result, verdict="faster", speedup=1.2, speedup_ci=(1.1, 1.3)))
+    assert "memory    peak 3.21 GiB instead of 5.13 GiB, limit 4.00 GiB" in plain(won)
+
+
 def test_a_rejected_technique_outranks_every_other_reason():
     text = plain(studies.big_win(), 120)
     assert "1 rejected, 1 failed, 1 not applied, 1 slower" in text
@@ -84,6 +95,9 @@ def test_break_even():
         ("slower", "Nothing helps, the best set is slower", "saturate explain slower"),
         ("failed_baseline", "Cannot verify, so nothing is claimed", "saturate explain inconclusive"),
         ("empty", "Undecided", "saturate tune --"),
+        ("fits", "Fits, verified", "saturate run .saturate/recipe.toml"),
+        ("fits_unverified", "Fits, not compared with the baseline", "saturate run .saturate/recipe.toml"),
+        ("too_big", "Does not fit: the baseline stays at 212.4 ms/step", "saturate fit -- python train.py"),
     ],
 )
 def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
@@ -108,7 +122,7 @@ def test_colour_changes_nothing_but_colour(name):
 def test_green_only_for_a_verified_gain():
     for name, build in studies.ALL.items():
         green = re.search(r"\x1b\[(?:\d+;)*32m", summary(build(), width=80, color=True))
-        assert bool(green) == (name in ("big_win", "hostile")), name
+        assert bool(green) == (name in ("big_win", "hostile", "fits")), name
 
 
 def test_control_characters_of_a_workload_never_reach_the_terminal():

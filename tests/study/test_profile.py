@@ -15,7 +15,8 @@ from tune_kit import Folder
 from saturate.errors import EnvironmentProblem
 from saturate.records.analysis import Analysis, Profile
 from saturate.records.ceilings import Ceilings
-from saturate.records.facts import Facts, LoaderFacts, ModuleFacts
+from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
+from saturate.study import memory
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, nothing, recorded_steps
 from saturate.study.seen import Seen
@@ -318,3 +319,29 @@ def test_nsys_that_is_not_there(tmp_path, monkeypatch, capsys):
     assert main.main(["profile", "--json", "--with", "nsys", "--", sys.executable, "-c", ""]) == 3
     shown = capsys.readouterr()
     assert "Nsight Systems is not installed" in shown.err and json.loads(shown.out)["devices"] == []
+
+
+# -- memory by line, and for the rules ---------------------------------------------------------------------------------
+
+LINES = {"saved_bytes": 400, "memory_lines": [[f"{CWD}/model.py", 88, "forward", "", 0, "", 300],
+                                              [f"{CWD}/train.py", 60, "main", "/lib/modeling.py", 310, "forward", 90]]}
+
+
+def test_memory_by_line():
+    seen = Seen(facts(machine=MachineFacts(memory_bytes=1000)), sample=SAMPLE, modules=LINES, resident_bytes=900)
+    found = memory.breakdown(seen, diagnose._shortener(CWD))
+    assert [memory.place(line) for line in found.lines] == ["model.py:88 forward", "train.py:60 main (in /lib/modeling.py:310 forward)"]
+    rules = memory.observed(found, seen)
+    assert rules.used == 0.9 and rules.line == "model.py:88 forward" and rules.line_share == pytest.approx(300 / 790)
+    assert rules.activations == pytest.approx(400 / 790) and rules.optimizer_state == pytest.approx(200 / 790)
+
+
+def test_what_is_kept_for_the_backward_pass_is_told_apart_from_the_rest_on_a_device():
+    device = {"peak": 1000, "active_peak": 1200, "reserved": 1600, "retries": 3, "total": 1100}
+    seen = Seen(facts(device="cuda"), sample={**SAMPLE, "device_memory": device}, modules=LINES, resident_bytes=10**9)
+    found = memory.breakdown(seen, diagnose._shortener(CWD))
+    assert (found.activations, found.other, found.limit) == (400, 1000 - 390 - 400, 1100)
+    rules = memory.observed(found, seen)
+    assert rules.used == pytest.approx(1000 / 1100) and rules.activations == 0.4 and rules.line_share == 0.3
+    unseen = memory.observed(memory.breakdown(Seen(facts(), sample=SAMPLE), diagnose._shortener(CWD)), Seen(facts()))
+    assert unseen.used is None and unseen.activations is None and unseen.parameters is None and unseen.line == ""

@@ -11,7 +11,7 @@ from saturate.study.search import Fate
 
 
 def study(**fates: Fate) -> SimpleNamespace:
-    return SimpleNamespace(refusal=None, error=None, final=None, request=SimpleNamespace(threshold=0.02),
+    return SimpleNamespace(refusal=None, error=None, final=None, starved="", request=SimpleNamespace(threshold=0.02),
                            search=SimpleNamespace(kept=(), fates=fates))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -313,3 +314,30 @@ def test_the_cage_loads_quickly():
     assert done.stdout.strip() == ""
 
 
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_one_process_after_another_in_the_same_cage(mode: str, world: dict[str, Path]) -> None:
+    """A plan that is entered again shows what the process before wrote, renamed and removed; a discarded one does not."""
+    first = script(world["work"], "first.py", """
+        import os
+        os.mkdir("made"); open("made/state", "w").write("one"); os.rename("a.txt", "b.txt"); os.remove("old.txt")
+        open(os.environ["HOME"] + "/deep", "w").write("home"); os.kill(os.getpid(), 9)
+    """)
+    second = script(world["work"], "second.py", """
+        import os
+        print(open("made/state").read(), open("b.txt").read(), os.path.exists("a.txt"), os.path.exists("old.txt"), open(os.environ["HOME"] + "/deep").read())
+        open("made/state", "w").write("two")
+    """)
+    environ = {"HOME": str(world["home"]), "PATH": os.environ["PATH"]}
+    plan = make_plan(world, mode, "again", [sys.executable, str(first)])
+    assert run_caged(plan, [sys.executable, str(first)], environ).returncode == -9
+    index = Path(plan.run_dir) / "layers.json"
+    for expected in ("one", "two"):
+        if index.exists():      # something was mounted when the first one ran, and is gone
+            index.write_text(json.dumps([{"at": "/gone", "upper": "layers/99/upper"}, *json.loads(index.read_text())]))
+        done = run_caged(plan, [sys.executable, str(second)], environ)
+        assert done.stdout.split() == [expected, "a", "False", "False", "home"], done.stderr
+    assert (world["work"] / "a.txt").exists() and not (world["work"] / "made").exists()
+    discard(Path(plan.run_dir), plan)
+    assert "FileNotFoundError" in run_caged(plan, [sys.executable, str(second)], environ).stderr

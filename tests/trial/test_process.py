@@ -131,3 +131,12 @@ def _lives(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def test_who_follows_it_by_other_means_learns_how_it_ended(start) -> None:
+    trial = start("-c", "import time; time.sleep(0.5); raise SystemExit(3)")
+    assert trial.finished() is None
+    deadline = time.monotonic() + 30
+    while (ended := trial.finished()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ended is not None and (ended.kind, ended.reason) == ("exited", "exit code 3 without a word")

@@ -19,8 +19,10 @@ WATCHED_ENTRIES = 16
 
 def on_wake(session: Any) -> None:
     """First sign of training: stages `environment` and `import`, and what listens to losses."""
+    from saturate.agent import early
+
     capture = session.plan.get("capture")
-    if capture:
+    if capture and session.capture is None:
         from saturate.agent.capture import Capture
 
         session.capture = Capture(capture, rank=observe.rank())
@@ -28,6 +30,11 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+    early.install(session)
+    if session.plan.get("fit") is not None:
+        from saturate.agent import batching
+
+        batching.install(session)
     apply_stage(session, "environment")
     apply_stage(session, "import")
 
@@ -80,7 +87,7 @@ def _farewell(session: Any) -> None:
     if session.asleep:
         return
     try:
-        session.gate.tell({"at": "ended", "steps": session.steps_seen})
+        session.gate.tell({"at": "ended", "steps": session.steps_seen, **_batches(session)})
     except OSError:
         pass        # the controller is gone: nobody is left to tell
 
@@ -104,8 +111,15 @@ def standing(session: Any) -> dict[str, Any]:
     early, session.early = session.early, []
     if session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
-    return {"counts": session.counts, "losses": [[float(loss.double().sum()) for loss in update] for update in early],
-            "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)]}
+    peak = session.torch.cuda.max_memory_reserved() if session.context.device == "cuda" else None
+    return {"counts": session.counts, "device_peak_bytes": peak,
+            "losses": [[float(loss.double().sum()) for loss in update] for update in early],
+            "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)],
+            **_batches(session)}
+
+
+def _batches(session: Any) -> dict[str, Any]:
+    return {"fit": session.batching.standing()} if session.batching is not None else {}
 
 
 def answer(session: Any, order: dict[str, Any]) -> Any:
@@ -116,6 +130,8 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
         return observe.evidence(session)
     if order["do"] == "seen":
         return session.seen
+    if order["do"] in ("fit", "extents"):
+        return session.batching.answer(order["do"])
     if order["do"] == "ceilings":
         from saturate.agent import ceilings
 
@@ -123,8 +139,11 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
     raise ValueError(f"unknown order {order['do']!r}")
 
 
-def apply_stage(session: Any, stage: str) -> None:
-    """Apply the plan's techniques of one stage, in the plan's order. A failure is reported, never raised."""
+def apply_stage(session: Any, stage: str, before_training: bool = False) -> None:
+    """Apply the plan's techniques of one stage, in the plan's order. A failure is reported, never raised.
+
+    `before_training`: only those that want it (see `agent.early`); what cannot be applied yet has its turn later.
+    """
     from saturate.techniques import _registry
 
     for entry in session.plan["techniques"]:
@@ -134,11 +153,13 @@ def apply_stage(session: Any, stage: str) -> None:
         problem = ""
         try:
             module = _registry.load_one(entry["module"], entry.get("path"))
-            if module.TECHNIQUE.stage != stage:
+            if module.TECHNIQUE.stage != stage or (before_training and not getattr(module, "EARLY", False)):
                 continue
             session.context.owner = entry["id"]
             module.apply(session.context, module.Options(**entry["options"]))
         except NotApplied as refusal:
+            if before_training:
+                continue
             problem = f"not_applied: {refusal}"
         except Exception as error:  # noqa: BLE001 - third-party code: named in the report, the run goes on
             problem = f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"

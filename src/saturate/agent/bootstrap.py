@@ -58,7 +58,10 @@ def start(plan: dict[str, Any]) -> None:
     """Called by `sitecustomize` with the plan that the launcher wrote.
 
     Plan keys: `package` (folder of this package), `mode` ("trial", "verify" or "run"), `techniques` (id, module, path,
-    options), `step` (known motif or null), and per mode `socket` and `token`, `capture`, `redirect`, `on_divergence`.
+    options), `step` (known motif or null), and per mode `socket` and `token`, `capture`, `drill`, `fit` (see
+    `agent.batching`), `redirect`, `on_divergence`.
+    `early` (true: techniques that must act before memory is taken do so in a verification run, too) and `early_facts` (a path:
+    what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`.
     """
     callbacks: dict[str, Any] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
@@ -98,3 +101,7 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
             randomness.align(torch, capture["seed"])
     session = Session(torch, plan)
     session.guard(seams.install, session)
+    if plan.get("drill"):
+        from saturate.agent.drill import Drill
+
+        session.capture = session.guard(Drill, session, plan["drill"])

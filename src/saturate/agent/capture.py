@@ -31,7 +31,7 @@ class Capture:
         self._log: Any = None
         self._samples: Any = None
 
-    def saw_batch(self, tensors: Any) -> None:
+    def saw_batch(self, tensors: Any, iterator: Any) -> None:
         """A batch left a loader: remember a digest of its shapes and of values spread over it."""
         value = 0
         for tensor in tensors:
@@ -39,6 +39,9 @@ class Capture:
             seen = flat[:: max(1, flat.numel() // _DIGEST_ENTRIES)][:_DIGEST_ENTRIES].tolist()
             value = zlib.crc32(repr((tuple(tensor.shape), seen)).encode(), value)
         self._batches.append(f"{value:08x}")
+
+    def token(self, session: Any, token: str) -> None:
+        """A backward pass or an optimizer's step: recorded are whole updates."""
 
     def record(self, session: Any) -> None:
         """One update has ended; gradients are still those it used."""
@@ -54,6 +57,7 @@ class Capture:
 
     def _begin(self, session: Any) -> None:
         self._parameters = observe.trained_parameters(session)
+        session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
         if self.rank != 0:
             return
         segments = [len(sample.strided(p, ENTRIES)) for p in self._parameters]
@@ -63,10 +67,11 @@ class Capture:
         self._log.write(json.dumps(header) + "\n")
 
     def _write(self, session: Any) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        freed = session.context.gradient_norms
+        norms = [_norm(session.torch, p.grad) if p.grad is not None else freed.pop(id(p), None) for p in self._parameters]
         values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
         record = {"update": self.updates, "losses": [float(loss.double().sum()) for loss in session.losses],
-                  "grad_norm": _norm(session.torch, gradients), "digest": "".join(self._batches)}
+                  "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
         array("f", values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")
@@ -75,12 +80,16 @@ class Capture:
             _perturb(session.torch, self._parameters, **self.plan["perturb"])
 
 
-def _norm(torch: Any, gradients: list[Any]) -> float | None:
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if not dense:
+def _norm(torch: Any, gradient: Any) -> Any:
+    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(dense.detach().float())
+
+
+def _total(torch: Any, norms: list[Any]) -> float | None:
+    known = [norm for norm in norms if norm is not None]
+    if not known:
         return None
-    norms = [torch.linalg.vector_norm(g.detach().float()) for g in dense]
-    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(known[0].device) for norm in known])))
 
 
 def _perturb(torch: Any, parameters: list[Any], relative: float, seed: int) -> None:

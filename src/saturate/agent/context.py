@@ -19,6 +19,8 @@ class Context:
         self.modules: tuple[Any, ...] = ()
         self.optimizers: tuple[Any, ...] = ()
         self.device = ""
+        self.early = False
+        self.gradient_norms: dict[int, Any] | None = None
         self.owner = ""
         self.notes: dict[str, str] = {}
         self.changes: list[str] = []            # the patch manifest: one line per change

@@ -33,6 +33,7 @@ class Gate:
         self._timed = 0
         self.split = False
         self.watch: dict[str, Any] | None = None    # a window to be opened, until the session takes it
+        self.order: dict[str, Any] = {}         # the latest "go"
         self.stamps: list[int] = []
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
@@ -62,6 +63,7 @@ class Gate:
                 os._exit(0)
             order = json.loads(line)
             if order["do"] == "go":
+                self.order = order
                 break
             self._send({"at": "answer", "value": self._answer(order)})
         self._timed = order["steps"]

@@ -7,6 +7,9 @@ from typing import Any
 
 from saturate.agent.observe import all_modules, trained_parameters
 
+#: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
+READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
+
 
 class Inspection:
     """One step under observation: which modules with trained parameters are called, outermost and in training mode.
@@ -24,6 +27,8 @@ class Inspection:
         self.shapes: set[Any] = set()
         self.set_to_none: bool | None = None
         self.host_to_device_bytes = 0
+        self.checkpointed = False
+        self.gradients_read: bool | None = None
         self._counter: Any = None
         self._called: dict[int, Any] = {}
         self._stack: list[int] = []
@@ -42,13 +47,17 @@ class Inspection:
                 self._hook(module)
             self._count_attention(torch)
             self._count_flops(torch)
+            self._watch_gradients(torch)
+        self._watch_checkpoints()
         self._watch_zero_grad(torch)
         if self.device == "cuda":
             self._watch_copies(torch)
 
     def _hook(self, module: Any) -> None:
+        in_backward = _in_backward(self.session.torch)
+
         def before(m: Any, args: Any, kwargs: Any) -> None:
-            if not self._stack and m.training and self.session.torch.is_grad_enabled():
+            if not self._stack and m.training and self.session.torch.is_grad_enabled() and not in_backward():
                 self._called[id(m)] = m
                 self.calls += 1
                 self._note_call(args, kwargs)
@@ -104,6 +113,35 @@ class Inspection:
         owner.zero_grad = zero_grad
         self._undo.append(lambda: setattr(owner, "zero_grad", original))
 
+    def _watch_gradients(self, torch: Any) -> None:
+        """Does anything but torch's own optimizers and `zero_grad` read gradients? Techniques that free them must know."""
+        if self.session.plan["techniques"]:
+            return          # only the baseline is asked; a technique may watch by the same means
+        self.gradients_read = False
+        original = torch.Tensor.grad
+
+        def read(tensor: Any) -> Any:
+            reader = sys._getframe(1).f_globals.get("__name__", "")
+            if not reader.startswith(READS_GRADIENTS):
+                self.gradients_read = True
+            return original.__get__(tensor)
+
+        torch.nn.Parameter.grad = property(read, original.__set__, original.__delete__)
+        self._undo.append(lambda: delattr(torch.nn.Parameter, "grad"))
+
+    def _watch_checkpoints(self) -> None:
+        """Every kind of `torch.utils.checkpoint` looks this function up, whoever imported it how."""
+        from torch.utils import checkpoint
+
+        original = checkpoint._infer_device_type
+
+        def noticed(*args: Any) -> Any:
+            self.checkpointed = True
+            return original(*args)
+
+        checkpoint._infer_device_type = noticed
+        self._undo.append(lambda: setattr(checkpoint, "_infer_device_type", original))
+
     def _watch_copies(self, torch: Any) -> None:
         for name in ("to", "cuda"):
             self._watch_one_copy(torch.Tensor, name, getattr(torch.Tensor, name))
@@ -145,6 +183,12 @@ class Inspection:
         if step.token == "B":
             words.append("update by hand")
         return ", ".join(words)
+
+
+def _in_backward(torch: Any) -> Any:
+    """Tells whether a backward pass is running: what is called there is a forward that runs again."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return (lambda: task() != -1) if task is not None else (lambda: False)
 
 
 def _user_compiles(modules: list[Any]) -> bool:

@@ -6,10 +6,11 @@ inside the backward pass is recomputation: its operations are counted apart, bec
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
-from saturate.agent import ceilings, kinds
+from saturate.agent import ceilings, kinds, memorylines
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
@@ -27,6 +28,7 @@ class ModuleCosts(Window):
         self.bytes: dict[int, int] = {}
         self.recomputed = 0
         self.saved: dict[Any, int] = {}             # storages kept for the backward pass
+        self.lines: Any = memorylines.CudaLines(session.torch) if self.device == "cuda" else memorylines.KeptLines(session.torch)
         self.in_backward = False
         self._timed: list[tuple[list[int], Any, Any]] = []      # chain of open modules, start, end
         self._open: list[list[Any]] = []
@@ -51,8 +53,10 @@ class ModuleCosts(Window):
         self._counter.__enter__()
         self.on_undo(self._stop_counting)
         self._hook(self._counting_begins, self._counting_ends)
-        if self.device == "cpu":
-            self._watch_saved()
+        self._watch_saved()
+        if self.device == "cuda":
+            self.on_undo(self.lines.stop)
+            self.lines.start()
 
     def finish(self) -> None:
         self._add_up()
@@ -64,7 +68,7 @@ class ModuleCosts(Window):
                       "flops": self.flops.get(identity), "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
             flops=self._counter.flops, recomputed_flops=self.recomputed, parameter_bytes=known,
-            saved_bytes=sum(self.saved.values()) if self.device == "cpu" else None,
+            saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
         )
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -162,6 +166,8 @@ class ModuleCosts(Window):
         def pack(tensor: Any) -> Any:
             key, size = kinds.storage_of(tensor)
             if key not in parameters:
+                if key not in self.saved and self.device != "cuda":
+                    self.lines.add(size, sys._getframe(1))
                 self.saved[key] = size
             return tensor.detach()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import io
 import os
 import sys
 from dataclasses import asdict
@@ -96,7 +98,15 @@ def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
         batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
         custom_context=getattr(iterator, "_worker_init_fn", None) is not None,
         holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
+        tensor_rows=_stacks_rows(torch, iterator),
     )
+
+
+def _stacks_rows(torch: Any, iterator: Any) -> bool:
+    from saturate.data import rows
+
+    own = getattr(iterator, "_collate_fn", None) is not torch.utils.data.default_collate
+    return not own and bool(rows.tensors_of(torch, iterator._dataset))
 
 
 def _length(dataset: Any) -> int | None:
@@ -116,6 +126,20 @@ def tensors_of(torch: Any, batch: Any) -> Any:
     elif isinstance(batch, (list, tuple)):
         for value in batch:
             yield from tensors_of(torch, value)
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(target: Any) -> int | None:
+    """Size of what was just saved: to a path, or to a buffer that a library will write. None for a file that the script
+    opened itself: no technique acts on it."""
+    if isinstance(target, io.BytesIO):
+        return target.getbuffer().nbytes
+    try:
+        return os.stat(target).st_size if isinstance(target, (str, os.PathLike)) else None
+    except OSError:
+        return None                 # moved away at once, by another thread
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
@@ -142,6 +166,8 @@ def facts(session: Any) -> dict[str, Any]:
         micro_steps=session.step.micro_steps,
         autocast=inspection.autocast,
         grad_scaler=session.grad_scaler,
+        checkpointed=inspection.checkpointed,
+        gradients_read=inspection.gradients_read,
         threads=torch.get_num_threads(),
         sdpa_calls=inspection.sdpa_calls,
         flops_per_step=inspection.flops,
@@ -150,9 +176,13 @@ def facts(session: Any) -> dict[str, Any]:
         gc_objects=len(gc.get_objects()),
         host_to_device_bytes=inspection.host_to_device_bytes,
         shapes=max(1, len(inspection.shapes)),
+        saves=len(session.saves),
+        save_bytes=sum(size for size, _ in session.saves),
+        save_s=sum(took for _, took in session.saves) / 1e9,
         modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),
         optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
+        packages=_packages(),
         machine=MachineFacts(cpu_bf16_native=_cpu_flag(torch, "_is_avx512_bf16_supported"),
                              cpu_fp16_native=_cpu_flag(torch, "_is_amx_fp16_supported")),
     ))
@@ -164,6 +194,11 @@ def _tf32(torch: Any) -> bool:
         return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:
         return getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
+
+
+def _packages() -> tuple[str, ...]:
+    """Of the packages that techniques can use, those that this environment has. None is imported."""
+    return tuple(name for name in ("torchao",) if importlib.util.find_spec(name) is not None)
 
 
 def _cpu_flag(torch: Any, name: str) -> bool:
@@ -247,7 +282,7 @@ def evidence(session: Any) -> dict[str, Any]:
     return asdict(Evidence(
         dynamo_frames=frames.get("ok", 0),
         dynamo_graphs=stats.get("unique_graphs", 0),
-        graph_breaks=sum(counters.get("graph_break", {}).values()),
+        graph_breaks=_graph_breaks(dynamo),
         recompiles=max(0, stats.get("unique_graphs", 0) - frames.get("ok", 0)),
         recompile_limit_hit=limit_hit,
         compile_s=_compile_seconds(dynamo),
@@ -264,8 +299,16 @@ def evidence(session: Any) -> dict[str, Any]:
             for m in session.context.modules for p in m.parameters()
         ),
         environment={key: os.environ[key] for key in session.plan.get("environment", ()) if key in os.environ},
-        notes=dict(session.context.notes),
+        notes={key: str(value) for key, value in session.context.notes.items()},
     ))
+
+
+def _graph_breaks(dynamo: Any) -> int:
+    """So far. Newer versions keep a list of reasons and leave the older ones' counter at 0."""
+    if dynamo is None:
+        return 0
+    counted = sum(dynamo.utils.counters.get("graph_break", {}).values())
+    return max(counted, len(getattr(dynamo.utils, "graph_break_reasons", ())))
 
 
 def _compile_seconds(dynamo: Any) -> float:

@@ -3,6 +3,7 @@
     sample    no profiler: input, its lines and what it waits for, pauses of the collector, memory, CPU time
     record    torch.profiler, with labels for input, forward, backward, optimizer and host syncs; exported as a trace
     modules   time by module; in the last step floating-point operations and memory by module instead
+    replay    one batch given out again and again, so that steps run without their loader (`agent.synthetic`)
 
 A window lets `skip` steps pass, looks at `steps`, and takes back everything that it set. The controller orders one step
 more than that, because a window ends behind the last label of its last step, not inside it. Where a window cannot be
@@ -38,9 +39,9 @@ _HEAD_BYTES = 1 << 16       # what stands before the events
 
 def open_window(session: Any, order: dict[str, Any]) -> None:
     """Open the window of an order (`skip` at least 1). It ends by itself, and leaves what it saw in `session.seen`."""
-    from saturate.agent import modulecosts, sampling
+    from saturate.agent import modulecosts, sampling, synthetic
 
-    makers = {"sample": sampling.Sampling, "record": Recording, "modules": modulecosts.ModuleCosts}
+    makers = {"sample": sampling.Sampling, "record": Recording, "modules": modulecosts.ModuleCosts, "replay": synthetic.Replay}
     window: Window = makers[order["kind"]](session, order)
     session.undo.append(window.withdraw)
     session.window, session.seen = window, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 
@@ -16,3 +17,10 @@ def strided(parameter: Any, entries: int) -> list[float]:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     flat = local.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // entries)][:entries].float().tolist()
+
+
+def digest(tensor: Any, entries: int = 4096) -> str:
+    """Stands for a tensor: its shape, and up to `entries` values spread over it."""
+    flat = tensor.detach().reshape(-1)
+    seen = flat[:: max(1, flat.numel() // entries)][:entries].tolist()
+    return f"{zlib.crc32(repr((tuple(tensor.shape), seen)).encode()):08x}"

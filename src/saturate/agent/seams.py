@@ -6,6 +6,7 @@
     DataLoader.__init__, iterator.__next__   arguments; time spent waiting for input
     Module.eval                              a step that contains an evaluation is not a training step
     Optimizer.__init__, init_process_group   first signs that this process trains; `import` techniques apply then
+    torch.load                               files that only name a checkpoint in a store
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ def install(session: Any) -> None:
     _loaders(session, torch)
     _evaluation(session, torch)
     _signs(session, torch)
+    _loading(session, torch)
+    if not session.plan["techniques"]:       # facts are asked of the unchanged workload
+        _saves(session, torch)
 
 
 def replace(session: Any, owner: Any, name: str, wrapper: Any) -> None:
@@ -108,6 +112,19 @@ def _loaders(session: Any, torch: Any) -> None:
     replace(session, _BaseDataLoaderIter, "__next__", next_batch)
 
 
+def _saves(session: Any, torch: Any) -> None:
+    original = torch.save
+
+    @functools.wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        began = session.clock()
+        original(obj, f, *args, **kwargs)
+        session.saved(f, session.clock() - began)
+
+    replace(session, torch, "save", save)
+    replace(session, torch.serialization, "save", save)
+
+
 def _evaluation(session: Any, torch: Any) -> None:
     original = torch.nn.Module.eval
 
@@ -147,3 +164,13 @@ def _sign_of_group(session: Any, torch: Any) -> None:
         return original(*args, **kwargs)
 
     replace(session, torch.distributed, "init_process_group", init_process_group)
+
+
+def _loading(session: Any, torch: Any) -> None:
+    """Here and not by a technique: a script that resumes often loads before anything shows that it trains, and a checkpoint
+    must load with whatever recipe."""
+    from saturate.checkpoints import pointer
+
+    load = pointer.loading(torch.load)
+    for owner in (torch, torch.serialization):
+        replace(session, owner, "load", load)

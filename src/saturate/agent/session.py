@@ -64,6 +64,7 @@ class Session:
         self.splitting = False
         self.loaders_known = False
         self.loaders: dict[Any, Any] = {}          # by kind of loader: see observe.remember_loader
+        self.saves: list[tuple[int, int]] = []     # bytes and nanoseconds of each torch.save
         self.losses: list[Any] = []
         self.recording = plan["mode"] == "trial" and step is not None
         self.early: list[list[Any]] = []        # losses of the first updates, by update, until they are reported
@@ -71,6 +72,7 @@ class Session:
         self.capture: Any = None
         self.watchdog: Any = None
         self.inspection: Any = None
+        self.batching: Any = None               # batches of other sizes than the script's: see agent.batching
         self.window: Any = None                 # a close look at a few steps: see agent.profiling
         self.seen: dict[str, Any] | None = None # what the last one saw
         self.watched: list[Any] | None = None   # parameters that are looked at whenever the gate is reached
@@ -148,10 +150,20 @@ class Session:
             self.gate.parts["input"] = self.gate.parts.get("input", 0) + waited_ns
         if self.asleep:
             return
+        if self.batching is not None:
+            self.guard(self.batching.fetched, iterator)
         if self.capture is not None:
-            self.guard(self.capture.saw_batch, observe.tensors_of(self.torch, batch))
+            self.guard(self.capture.saw_batch, observe.tensors_of(self.torch, batch), iterator)
         if not self.loaders_known:
             self.guard(observe.remember_loader, self, iterator, batch)
+
+    def saved(self, target: Any, took_ns: int) -> None:
+        """`torch.save` was called, outside of any technique."""
+        if self.asleep:
+            return
+        size = observe.saved_bytes(target)
+        if size is not None:
+            self.saves.append((size, took_ns))
 
     def backward_begins(self) -> None:
         if self.phase == "asleep":
@@ -163,6 +175,8 @@ class Session:
         if self.asleep:
             return
         self.backwards += 1
+        if self.batching is not None:
+            self.guard(self.batching.fed)
         if self.splitting:
             self._add_part("backward")
             self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
@@ -231,6 +245,8 @@ class Session:
 
     def _token(self, token: str) -> None:
         self.counts[token] = self.counts.get(token, 0) + 1
+        if self.capture is not None:
+            self.capture.token(self, token)
         if self.step is None:
             self._discover(token)
             if self.step is None:
@@ -278,6 +294,8 @@ class Session:
 
     def _boundary(self) -> None:
         self.boundaries += 1
+        if self.batching is not None:
+            self.batching.stepped(self.evaluated)
         if self.window is not None:
             self.window.boundary()
         if self.capture is not None:
@@ -300,6 +318,8 @@ class Session:
 
     def released(self) -> None:
         """The gate is open: do what the order asks for besides running."""
+        if self.batching is not None and "fit" in self.gate.order:
+            self.batching.ordered(self.gate.order.pop("fit"))
         self.split(self.gate.split)
         if self.gate.watch is not None:
             from saturate.agent import profiling

@@ -25,8 +25,12 @@ from saturate.errors import SaturateError, UsageError
 VERBS = (
     ("tune", "saturate.cli.tune", "find what makes a training command faster, prove it, write a recipe"),
     ("run", "saturate.cli.run", "run a training command with a recipe"),
+    ("fit", "saturate.cli.fit", "find the largest batch that really trains within a limit of memory"),
     ("profile", "saturate.cli.profile", "say where the time of a training command goes, and what would help"),
     ("analyze", "saturate.cli.analyze", "say the same of recorded traces: Kineto JSON or Nsight Systems SQLite"),
+    ("pack", "saturate.cli.pack", "pack a dataset of many small files, text or tables into a few that load fast"),
+    ("checkpoint", "saturate.cli.checkpoint", "check, export, thin out and plan checkpoints"),
+    ("drill", "saturate.cli.drill", "kill a training, start it again, and say whether it goes on where it was"),
     ("recipe", "saturate.cli.recipe", "show, compare and validate recipes"),
     ("explain", "saturate.cli.explain", "what a technique, a finding, a verdict or an error code means"),
     ("techniques", "saturate.cli.techniques", "list what can be tried"),

@@ -26,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long to wait for a steady step (default: 5m)")
     parser.add_argument("--with", dest="recorder", choices=["torch", "nsys"], default="torch",
                         help="what records: torch.profiler, or Nsight Systems (default: torch)")
+    parser.add_argument("--synthetic-input", action="store_true",
+                        help="also time steps that replay one batch, which shows what the loader costs")
     parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
     parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
     parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
@@ -50,7 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
     try:
         with one_signal_interrupts():
-            found = profile(request, arguments.steps, Progress(sys.stderr), nsys=arguments.recorder == "nsys")
+            found = profile(request, arguments.steps, Progress(sys.stderr), nsys=arguments.recorder == "nsys",
+                            synthetic=arguments.synthetic_input)
     except UsageError:
         raise
     except SaturateError as problem:

@@ -30,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=ids, default=frozenset(), metavar="IDS", help="do not try these techniques")
     parser.add_argument("--allow", choices=["convergence"], help="also try techniques that change the training itself")
     parser.add_argument("--threshold", type=percent, default=0.02, metavar="SHARE", help="the gain that counts (default: 2%%)")
+    parser.add_argument("--fit", type=memory, metavar="LIMIT",
+                        help="find the fastest recipe that needs no more memory than this: 20GiB, 512MiB; of the device, or resident on a CPU")
     parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
     parser.add_argument("--race", choices=["auto", "concurrent", "alternate"], default="auto",
                         help="whether two processes are raced side by side or one after the other (default: by memory)")
@@ -59,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
             argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=directory,
             budget_s=arguments.budget, threshold=arguments.threshold, only=arguments.only, skip=arguments.skip,
             allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
-            timeout_s=arguments.timeout,
+            timeout_s=arguments.timeout, limit_bytes=arguments.fit,
         )
         with one_signal_interrupts():
             record, error = tune(request, Progress(sys.stderr))
@@ -168,6 +170,16 @@ def percent(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 2% or 0.02")
     return value
+
+
+def memory(text: str) -> int:
+    """Bytes in "20GiB"."""
+    from saturate.records import sizes
+
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def ids(text: str) -> frozenset[str]:

@@ -41,7 +41,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound",
     title="waiting for input",
-    techniques=("loader-workers",),
+    techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
 )
 

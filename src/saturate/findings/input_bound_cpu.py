@@ -45,7 +45,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound-cpu",
     title="making a batch takes too much CPU",
-    techniques=("loader-workers",),
+    techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
 )
 

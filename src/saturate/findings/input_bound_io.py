@@ -42,7 +42,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound-io",
     title="making a batch waits for storage",
-    techniques=("loader-workers",),
+    techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
 )
 

@@ -41,7 +41,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="pageable-copies",
     title="copies from pageable memory",
-    techniques=("pin-memory",),
+    techniques=("pin-memory", "device-prefetch"),
     needs=frozenset({"steps"}),
 )
 

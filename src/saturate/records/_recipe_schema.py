@@ -35,6 +35,9 @@ class MeasuredEvidence(Struct, frozen=True, kw_only=True):
     verified: bool | None = None
     noise_floor: Annotated[float, Meta(ge=0)] | None = None  # 0.012: differences below 1.2 % are not resolved
     break_even_steps: Annotated[int, Meta(ge=0)] | None = None
+    peak_bytes: Annotated[int, Meta(ge=0)] | None = None
+    baseline_peak_bytes: Annotated[int, Meta(ge=0)] | None = None
+    limit_bytes: Annotated[int, Meta(ge=0)] | None = None
     command: list[str] = []
 
 

@@ -199,6 +199,17 @@ class ModuleCost(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None # allocated in it and still held when it returned, per step
 
 
+class MemoryLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of code, and the bytes that it had allocated and that were in use at the peak of a step (on a CPU: that it had
+    autograd keep for the backward pass)."""
+
+    file: str
+    line: int
+    function: str
+    inside: str = ""                # where in a library, if the line only calls one: "modeling.py:310 forward"
+    bytes: int
+
+
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes by kind at the peak of a step; None: not measurable here."""
 
@@ -211,7 +222,20 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     reserved: int | None = None     # what the allocator holds
     fragmentation: float | None = None          # reserved and not used, of reserved, at the peak
     allocator_retries: int | None = None
+    limit: int | None = None        # the device's memory; on a CPU, what the machine gives this process
+    lines: list[MemoryLine] = []    # that allocate most, most bytes first
     unknown: dict[str, str] = {}
+
+
+class LoaderCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the DataLoader costs a step: ordinary steps beside steps with one batch replayed, in turns in one process."""
+
+    step_ms: float                  # with the loader, median over rounds
+    replayed_step_ms: float         # with one batch replayed
+    cost_ms: float                  # the difference: what a loader that takes no time would save
+    share: float                    # of the step with the loader; below 0 where replaying was slower (noise)
+    share_ci: tuple[float, float]   # 95 %
+    rounds: int                     # pairs of blocks
 
 
 class Profile(Analysis, frozen=True, kw_only=True):
@@ -222,6 +246,7 @@ class Profile(Analysis, frozen=True, kw_only=True):
     command: list[str] = []
     step_ms: float | None = None                # median, without a profiler
     step_ms_profiled: float | None = None
+    loader_cost: LoaderCost | None = None       # with --synthetic-input
     split: dict[str, int] = {}                  # "input", "host_to_device", "forward", "backward", "optimizer",
                                                 # "communication", "sync", "idle"
     split_steps: int = 0

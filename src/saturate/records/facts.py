@@ -24,6 +24,7 @@ class LoaderFacts:
     picklable: bool | None = None
     custom_context: bool = False        # multiprocessing_context or worker_init_fn given by the user
     holds_device_tensors: bool = False  # the dataset yields tensors that already live on an accelerator
+    tensor_rows: bool = False           # rows of a TensorDataset, stacked by the default collate function
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Facts:
     capability: tuple[int, int] | None = None
     device_memory_bytes: int | None = None
     device_reserved_bytes: int = 0      # peak that torch's allocator held on the device, so far
+    memory_limit_bytes: int | None = None  # what `tune --fit` asked for, set by the study; None: no limit was asked
     cuda_bf16_native: bool = False
     tf32_matmul: bool = False           # already allowed by the script
     cudnn_benchmark: bool = False
@@ -98,6 +100,8 @@ class Facts:
     micro_steps: int = 1                # backward passes per step
     autocast: str | None = None         # dtype the user's own script already autocasts to
     grad_scaler: bool = False           # the user's own script scales its loss
+    checkpointed: bool = False          # the script recomputes activations itself (torch.utils.checkpoint)
+    gradients_read: bool | None = None  # it reads gradients besides backward, step and zero_grad (clips them, for one)
     threads: int = 1                    # torch intra-op threads
     flops_per_step: int | None = None   # of matrix products, convolutions and attention, forward and backward
     sdpa_calls: int = 0                 # scaled_dot_product_attention calls in one step
@@ -111,9 +115,13 @@ class Facts:
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0
     shapes: int = 1                     # distinct input shapes seen at the outermost modules
+    saves: int = 0                      # calls of torch.save in the observed steps, open files left out
+    save_bytes: int = 0                 # what they wrote, all together
+    save_s: float = 0.0                 # how long the training stood in them, all together
     modules: tuple[ModuleFacts, ...] = ()
     optimizers: tuple[OptimizerFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
+    packages: tuple[str, ...] = ()      # importable in the workload's environment, of those that techniques can use
     machine: MachineFacts = field(default_factory=MachineFacts)
 
 

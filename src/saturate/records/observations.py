@@ -86,9 +86,15 @@ class CommunicationSeen:
 
 @dataclass(frozen=True)
 class MemorySeen:
-    used: float | None = None               # peak / the device's memory
+    used: float | None = None               # peak / the device's memory; on a CPU, all resident memory / the machine's
     fragmentation: float | None = None
     allocator_retries: int | None = None
+    parameters: float | None = None         # shares of what is known of the peak, by kind
+    gradients: float | None = None
+    optimizer_state: float | None = None
+    activations: float | None = None
+    line: str = ""                          # "train.py:41 forward": allocates most of it
+    line_share: float | None = None
 
 
 @dataclass(frozen=True)

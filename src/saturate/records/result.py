@@ -34,6 +34,7 @@ class TechniqueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     gain: float | None = None
     gain_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None               # of a trial with this technique (under a limit: with what was needed to fit)
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,10 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     techniques: list[TechniqueOutcome]
     recipe: str                                 # path
     report: str                                 # path
+    peak_bytes: int | None = None               # the most that the final set needed; None: not measured
+    baseline_peak_bytes: int | None = None
+    limit_bytes: int | None = None              # of `tune --fit`
+    fits: bool | None = None                    # whether the final set keeps the limit; None: no limit, or not known
 
 
 class StairStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +110,7 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float | None = None
     recompiles: int | None = None
     steps: int = 0
+    peak_bytes: int | None = None               # of the device's allocator, on a CPU resident; None: not measured
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):

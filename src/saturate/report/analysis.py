@@ -343,6 +343,8 @@ def _profile_top(profile: Profile, room: int, paint: Callable[..., str], blocks:
         recorded = f" ({words.count(steps, 'step')})" if steps else ""
         step.append(f"{words.ms(profile.step_ms_profiled)} ms while recorded{recorded}")
     rows = labelled("step", flow(step, room))
+    if profile.loader_cost is not None:
+        rows += labelled("loader", flow(say.loader_cost(profile.loader_cost), room))
     parts = say.split(profile)
     total = sum(part.ns for part in parts)
     if total > 0:
@@ -362,6 +364,7 @@ def _profile_top(profile: Profile, room: int, paint: Callable[..., str], blocks:
     rows += labelled("flops", flow(flops, room))
     memory = profile.memory
     kinds = [f"{name} {say.size(getattr(memory, key))}" for key, name in say.MEMORY.items() if getattr(memory, key)]
+    kinds += [f"{say.size(line.bytes)} by {line.file}:{line.line}" for line in memory.lines[:1]]
     peak = [f"peak {say.size(memory.peak)}"] if memory.peak is not None else []
     return rows + labelled("memory", flow([*peak, *kinds], room))
 

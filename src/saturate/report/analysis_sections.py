@@ -58,6 +58,8 @@ def _frame(analysis: Analysis) -> list[tuple[str, object]]:
     if isinstance(analysis, Profile):
         if analysis.step_ms is not None:
             pairs.append(("Step without a profiler", f"{words.ms(analysis.step_ms)}\u00a0ms"))
+        if analysis.loader_cost is not None:
+            pairs.append(("Loader", ", ".join(say.loader_cost(analysis.loader_cost))))
         if analysis.mfu is not None:
             pairs.append(("Model FLOPs utilization", say.share(analysis.mfu)))
     if device is not None:
@@ -288,6 +290,7 @@ def _memory(profile: Profile) -> Markup | None:
                 say.share(memory.fragmentation) if memory.fragmentation is not None else "",
             ),
             ("Allocator retries", f"{memory.allocator_retries:,}" if memory.allocator_retries is not None else ""),
+            ("There is, on the device or machine", say.size(memory.limit) if memory.limit is not None else ""),
         )
         if value
     ]
@@ -311,5 +314,7 @@ def _memory(profile: Profile) -> Markup | None:
         "",
         rows(lines, "rows short"),
         facts([*pairs], "facts plain small"),
+        facts([(f"{line.file}:{line.line} {line.function}" + (f" (in {line.inside})" if line.inside else ""), say.size(line.bytes))
+               for line in memory.lines[:5]], "facts plain small") if memory.lines else "",
         missing if memory.unknown else "",
     )

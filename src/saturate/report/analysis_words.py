@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.records.analysis import Analysis, Device, Finding, Operator, Profile
+from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile
 from saturate.report import words
 
 UNKNOWN = "not known"
@@ -90,6 +90,15 @@ def time(ns: int | None) -> str:
     if abs(ns) < 100_000:
         return f"{ns / 1000:.1f} us" if abs(ns) >= 1000 else f"{ns} ns"
     return f"{words.ms(ns / 1e6)} ms" if abs(ns) < 100_000_000_000 else words.seconds(ns / 1e9)
+
+
+def loader_cost(cost: LoaderCost) -> list[str]:
+    """What `--synthetic-input` found, in parts of a sentence."""
+    low, high = cost.share_ci
+    ends = [f"{words.ms(cost.step_ms)} ms with the loader", f"{words.ms(cost.replayed_step_ms)} ms with one batch replayed"]
+    if low <= 0:
+        return [*ends, f"no difference that can be told from noise ({share(low)} to {share(high)} of the step)"]
+    return [*ends, f"it costs {words.ms(cost.cost_ms)} ms, {share(cost.share)} of the step ({share(low)} to {share(high)})"]
 
 
 def size(count: float | None, unit: str = "B") -> str:

@@ -136,6 +136,9 @@ def _frame(record: StudyRecord) -> list[tuple[str, object]]:
         ),
         ("A gain counts from", words.percent(record.threshold)),
     ]
+    change = words.memory_change(record)
+    if change:
+        pairs.append(("Memory", change))
     payback = words.break_even(record)
     if payback:
         pairs.insert(1, ("Pays back", payback))
@@ -265,11 +268,12 @@ def techniques(record: StudyRecord) -> Markup:
         if words.kept(record)
         else "Every technique that saturate knows, and why it was not kept."
     )
+    together = words.memory(record.result.peak_bytes, record.result.baseline_peak_bytes).replace("-", "\u2212")
     body: list[object] = []
     if words.kept(record):
         body += [
             tag("h3", "Kept"),
-            _outcomes(record, words.kept(record), "Marginal gain", "Kept", ["Measured together", "", "", total]),
+            _outcomes(record, words.kept(record), "Marginal gain", "Kept", ["Measured together", "", "", total, together]),
         ]
     tried = _of(record, _TRIED)
     if tried:
@@ -330,13 +334,16 @@ def _outcomes(
                 ),
                 outcome.numerics,
                 join([number, tag("span", interval, class_="sub") if interval else ""]),
+                words.memory(outcome.peak_bytes, record.result.baseline_peak_bytes).replace("-", "\u2212"),
             ]
         )
+    if not any(line[4] for line in lines):      # a record of before memory was measured
+        lines, foot = [line[:4] for line in lines], foot and foot[:4]
     return table(
-        ["Technique", "Fate and reason", "Numerics", measured],
+        ["Technique", "Fate and reason", "Numerics", measured, "Peak memory"][: len(lines[0])],
         lines,
         label=label,
-        numeric=[3],
+        numeric=[3, 4][: len(lines[0]) - 3],
         short=[2],
         foot=foot,
         class_="stacked outcomes",

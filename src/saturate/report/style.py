@@ -86,7 +86,7 @@ header{padding-top:3.5rem;padding-bottom:2.5rem}
 .brand{font-size:.875rem;color:var(--soft);margin-bottom:2.5rem}
 .brand b{color:var(--ink);font-weight:650;letter-spacing:-.01em}
 h1{font-size:clamp(2.25rem,7vw,4rem);line-height:1.05;font-weight:700;letter-spacing:-.035em;text-wrap:balance}
-.win h1{color:var(--accent)}
+.win h1,.fits h1{color:var(--accent)}
 .lede{font-size:1.125rem;margin-top:.9rem;max-width:46rem}
 .lede .status{font-weight:650}
 .change{margin-top:2rem;max-width:46rem}
@@ -132,7 +132,7 @@ td.num .sub{white-space:nowrap}
 .sign{width:1em;height:1em;vertical-align:-.14em;margin-right:.45em;fill:none;stroke:currentColor;stroke-width:1.6;
 stroke-linecap:round;stroke-linejoin:round}
 .sign.strong{stroke-width:2.4}
-.win .status .sign,.keep .sign{color:var(--accent)}
+.win .status .sign,.fits .status .sign,.keep .sign{color:var(--accent)}
 
 h3+table{margin-top:0}
 .outcomes{table-layout:fixed}

@@ -18,6 +18,9 @@ MIN_WIDTH = 40  # narrower terminals wrap by themselves; cutting further would l
 _BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
 _TITLE_CODES = {
     "win": (_BOLD, _GREEN),
+    "fits": (_BOLD, _GREEN),
+    "fits_unverified": (_BOLD, _YELLOW),
+    "too_big": (_BOLD, _YELLOW),
     "unverified": (_BOLD, _YELLOW),
     "cannot_verify": (_BOLD, _YELLOW),
     "noisy": (_BOLD, _YELLOW),
@@ -89,7 +92,10 @@ def _body(record: StudyRecord, answer: words.Headline, width: int, room: int) ->
     if record.notes:
         more = f" (+{len(record.notes) - 1} in the report)" if len(record.notes) > 1 else ""
         rest.append(("note", fit(record.notes[0], width - len(more)) + more))
-    return why + _labelled("kept", _kept(words.kept(record), width, room - len(why) - len(rest))) + rest
+    change = words.memory_change(record) if answer.kind == "win" else ""
+    memory = _labelled("memory", [fit(change, width)] if change else [])
+    kept = _kept(words.kept(record), width, room - len(why) - len(memory) - len(rest), record.result.baseline_peak_bytes)
+    return why + memory + _labelled("kept", kept) + rest
 
 
 def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
@@ -107,14 +113,16 @@ def _fold(parts: list[str], width: int) -> str:
     return fit(", ".join(parts), width)
 
 
-def _kept(outcomes: list[TechniqueOutcome], width: int, room: int) -> list[str]:
+def _kept(outcomes: list[TechniqueOutcome], width: int, room: int, before_bytes: int | None) -> list[str]:
     """One line per kept technique, the rest folded into the last one, at most `room` lines."""
     most = min(MAX_KEPT, room)
     shown = outcomes if len(outcomes) <= most else outcomes[: most - 1]
-    rows = [(words.one_line(o.id), words.gain(o.gain), words.gain_interval(o.gain_ci), o.numerics) for o in shown]
-    widths = [max((cells(row[column]) for row in rows), default=0) for column in range(4)]
-    columns = 4
-    # Rather a column less on every line than a ragged edge: numerics goes first, then the interval.
+    rows = [(words.one_line(o.id), words.gain(o.gain), words.gain_interval(o.gain_ci), words.memory(o.peak_bytes, before_bytes), o.numerics)
+            for o in shown]
+    rows = rows if any(row[3] for row in rows) else [(*row[:3], row[4]) for row in rows]
+    columns = len(rows[0]) if rows else 0
+    widths = [max(cells(row[column]) for row in rows) for column in range(columns)]
+    # Rather a column less on every line than a ragged edge: numerics goes first, then memory, then the interval.
     while columns > 2 and sum(widths[:columns]) + 2 * (columns - 1) > width:
         columns -= 1
     lines = []

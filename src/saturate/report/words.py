@@ -7,9 +7,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from saturate.records import sizes
 from saturate.records.result import StudyRecord, TechniqueOutcome
 
-Kind = Literal["win", "nothing", "slower", "unverified", "cannot_verify", "noisy", "inconclusive"]
+Kind = Literal["win", "fits", "fits_unverified", "too_big", "nothing", "slower", "unverified", "cannot_verify", "noisy", "inconclusive"]
 
 #: Fate -> the word a reader sees, in the order in which a reader asks about them.
 FATES = {
@@ -102,6 +103,14 @@ def gain_interval(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f"[{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
 
 
+def memory(peak_bytes: int | None, before_bytes: int | None = None) -> str:
+    """A peak, and how it differs from the baseline's: "3.21 GiB (-37 %)"; "" when it was not measured."""
+    if peak_bytes is None:
+        return ""
+    change = f" ({100 * (peak_bytes / before_bytes - 1):+.0f} %)" if before_bytes and peak_bytes != before_bytes else ""
+    return sizes.show(peak_bytes) + change
+
+
 def percent(value: float | None) -> str:
     """A share (0.012) as "1.2 %"."""
     return UNMEASURED if value is None else f"{100 * value:.1f} %"
@@ -138,8 +147,12 @@ NOISY_WITHOUT_A_FINAL_RACE = 5.0
 
 def _kind(record: StudyRecord) -> Kind:
     result = record.result
+    if result.fits is False:
+        return "too_big"
     if result.verified is False:
         return "unverified"
+    if result.fits and kept(record) and not _fits_by_itself(record) and result.verdict != "faster":
+        return "fits" if result.verified else "fits_unverified"
     if result.verdict == "faster":
         return "win" if result.verified else "cannot_verify"
     if result.verdict == "no_difference":
@@ -155,6 +168,22 @@ def _kind(record: StudyRecord) -> Kind:
     return "noisy" if noisy else "inconclusive"
 
 
+def _fits_by_itself(record: StudyRecord) -> bool:
+    """Whether the baseline keeps the limit; one that ran out of memory has left no peak, or one that is too low."""
+    before, limit = record.result.baseline_peak_bytes, record.result.limit_bytes
+    return record.result.baseline.step_ms is not None and before is not None and limit is not None and before <= limit
+
+
+def memory_change(record: StudyRecord) -> str:
+    """ "peak 3.21 GiB instead of 5.13 GiB, limit 4.00 GiB"; "" without a limit."""
+    result = record.result
+    if result.limit_bytes is None or result.peak_bytes is None:
+        return ""
+    before = result.baseline_peak_bytes if result.baseline.step_ms is not None else None
+    instead = f" instead of {sizes.show(before)}" if before and kept(record) else ""
+    return f"peak {sizes.show(result.peak_bytes)}{instead}, limit {sizes.show(result.limit_bytes)}"
+
+
 def headline(record: StudyRecord, times: str = "x") -> Headline:
     """The answer of the study: title, numbers, reason. `times` is the sign after a speed-up."""
     result, kind = record.result, _kind(record)
@@ -166,6 +195,12 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
     reason = result.verified_reason
     if kind == "win":
         return Headline(kind, f"{speed.replace(times, f'{times} faster', 1)}, verified", change, moved(record))
+    if kind in ("fits", "fits_unverified"):
+        title = "Fits, verified" if kind == "fits" else "Fits, not compared with the baseline"
+        detail = ", ".join(filter(None, (memory_change(record), change and f"{speed}, {change}")))
+        return Headline(kind, title, detail, moved(record) if kind == "fits" else reason)
+    if kind == "too_big":
+        return Headline(kind, "Does not fit", raced, reason or memory_change(record))
     if kind == "unverified":
         return Headline(kind, "Not verified, no set trains like the baseline", raced, reason)
     if kind == "cannot_verify":
@@ -253,8 +288,10 @@ def run_command(record: StudyRecord) -> str:
 def next_command(record: StudyRecord) -> str:
     """What to type next."""
     kind = _kind(record)
-    if kind == "win":
+    if kind in ("win", "fits", "fits_unverified"):
         return run_command(record)
+    if kind == "too_big":
+        return shell(["saturate", "fit", "--", *record.result.command])
     if kind in ("noisy", "inconclusive"):
         # The same command resumes the study: rounds that were measured are not measured again.
         return shell(["saturate", "tune", "--", *record.result.command])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +11,19 @@ import msgspec
 
 from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine import facts as machine_facts
+from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
+from saturate.study import bench as benches
 from saturate.study.bench import Bench, Live
 from saturate.study.state import Study
-from saturate.trial.outcome import Outcome
+from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import TrialEnded
 
 
 def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts], list[Finding]]) -> bool:
-    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why).
+    """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why). With a memory limit, one
+    that runs out of memory is `study.starved`: all that is known then is what showed before its first forward.
 
     `diagnose` looks at the warm baseline before it is ended; nothing is timed in that process afterwards.
     """
@@ -36,20 +41,38 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
             finally:
                 bench.finish_live(live)
         except TrialEnded as ended:
-            return failed(study, ended.outcome)
+            stored = starved(study, bench, ended.outcome)
+            if stored is None:
+                return failed(study, ended.outcome)
         study.store.set_answer("baseline", stored)
     study.baseline = stored
-    study.facts = msgspec.convert(stored["facts"], Facts)
+    study.facts = dataclasses.replace(msgspec.convert(stored["facts"], Facts), memory_limit_bytes=study.request.limit_bytes)
     study.findings = msgspec.convert(stored["findings"], list[Finding])
+    if stored.get("starved"):
+        study.starved, bench.starved = stored["starved"], True
+        study.say(f"baseline: {study.starved}")
+        return True
     bench.step = stored["step"]
     bench.reference_events = stored["events"]
     if (bench.folder / "caches").is_dir():
         bench.caches = bench.folder / "caches"
+    peak = bench.peaks.of(())
     study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif}); "
-              f"first step after {stored['startup_s']:.1f} s")
+              f"first step after {stored['startup_s']:.1f} s" + (f"; peak {sizes.show(peak)}" if peak else ""))
     if not stored["stationary"]:
         study.notes.append("the baseline's step time was still drifting when measuring began")
     return True
+
+
+def starved(study: Study, bench: Bench, outcome: Outcome) -> dict[str, Any] | None:
+    """What is known of a baseline that ran out of memory in a study with a memory limit; None: it failed otherwise, or before
+    its first training forward."""
+    left = study.folder / study.store.trials()[-1]["id"] / benches.EARLY_FACTS
+    if study.request.limit_bytes is None or outcome.kind not in OUT_OF_MEMORY or not left.exists():
+        return None
+    facts = json.loads(left.read_text(encoding="utf-8"))
+    with_machine(study, facts)
+    return {"facts": facts, "starved": f"{outcome.kind.replace('_', ' ')}: {outcome.reason}", "findings": [], "split": {}}
 
 
 def step_override(text: str | None) -> dict[str, Any] | None:
@@ -70,16 +93,21 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     facts = live.trial.ask("facts")
     live.trial.freeze()
     split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
-    machine = machine_facts.observe(study.request.argv[0])
-    seen = facts["machine"]
-    facts["machine"] = {**msgspec.to_builtins(machine), "cpu_bf16_native": seen["cpu_bf16_native"] or machine.cpu_bf16_native,
-                        "cpu_fp16_native": seen["cpu_fp16_native"] or machine.cpu_fp16_native}
+    with_machine(study, facts)
     facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
                  gc_ms_per_step=split.get("garbage collector", 0.0))
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
             "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
             "memory_bytes": live.trial.resident_bytes()}
+
+
+def with_machine(study: Study, facts: dict[str, Any]) -> None:
+    """Complete what the agent saw by what is seen from here."""
+    machine = machine_facts.observe(study.request.argv[0])
+    seen = facts["machine"]
+    facts["machine"] = {**msgspec.to_builtins(machine), "cpu_bf16_native": seen["cpu_bf16_native"] or machine.cpu_bf16_native,
+                        "cpu_fp16_native": seen["cpu_fp16_native"] or machine.cpu_fp16_native}
 
 
 def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, float]:
@@ -112,6 +140,8 @@ def failed(study: Study, outcome: Outcome) -> bool:
 
 def race_mode(study: Study) -> str:
     """Whether two processes of the workload fit into memory at once."""
+    if study.starved and study.request.race_mode == "auto":
+        return "alternate"
     if study.request.race_mode != "auto":
         return study.request.race_mode
     assert study.facts is not None

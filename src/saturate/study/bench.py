@@ -16,14 +16,18 @@ from saturate.measure import stationary
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
 from saturate.study.candidates import Set, key
+from saturate.study.peaks import Peaks
 from saturate.study.store import Store
 from saturate.trial import planning, tree
 from saturate.trial.layers import collect_caches, discard
-from saturate.trial.outcome import Outcome
+from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 #: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
 WARM_UP_SHARE = 0.2
+
+#: What the baseline leaves in its folder in a study with a memory limit.
+EARLY_FACTS = "early_facts.json"
 
 
 _WORDS = {"B": "backward runs", "S": "its optimizer steps"}
@@ -53,12 +57,15 @@ def timed_losses(techniques: Set) -> str:
 class Bench:
     """Starts and ends every process of a study. `say` tells the user one line."""
 
-    def __init__(self, workload: Workload, folder: Path, study_dir: Path, store: Store, budget_s: float, say: Callable[[str], None]):
+    def __init__(self, workload: Workload, folder: Path, study_dir: Path, store: Store, budget_s: float, say: Callable[[str], None],
+                 limit_bytes: int | None = None):
         self.workload = workload
         self.folder = folder
         self.study_dir = study_dir
         self.store = store
         self.budget_s = budget_s
+        self.peaks = Peaks(store, limit_bytes)
+        self.starved = False                            # the baseline itself runs out of memory
         self.say = say
         self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
         self.reference_events: dict[str, float] | None = None     # per step, of the baseline
@@ -68,6 +75,7 @@ class Bench:
         self.living: list[Trial] = []
         self.startup_s = 0.0                            # of the latest trial: what another one will cost
         self._count = self._clear_away({trial["id"] for trial in store.trials()})
+        self.agent_plan: dict[str, Any] = {}            # more for the agent of the trials that start from now on
         self._plans: dict[str, Any] = {}
 
     def _clear_away(self, known: set[str]) -> int:
@@ -96,6 +104,8 @@ class Bench:
         trial = Trial(self.workload, TrialSpec(
             id=identity, purpose=purpose, folder=run_dir, techniques=[c.chosen() for c in techniques],
             step=self.step, capture=capture, cage=plan.to_json(), redirect=plan.redirect, environment=plan.environment,
+            plan={**self.agent_plan, **self._memory_plan(run_dir, techniques, capture is not None)},
+            limit_bytes=self.peaks.allowed(techniques) if capture is None else None,
         ))
         self._plans[identity] = plan
         self.living.append(trial)
@@ -114,8 +124,21 @@ class Bench:
             self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
             return self.ready(purpose, techniques, capture)
 
+    def _memory_plan(self, run_dir: Path, techniques: Set, verifies: bool) -> dict[str, Any]:
+        """What the agent is told of the limit. The baseline need not keep it; should it run out of memory, it has left what is
+        known before the first forward. Otherwise verification runs begin as the baseline does, and need its memory."""
+        limit = self.peaks.limit_bytes
+        if limit is None:
+            return {}
+        if not techniques:
+            return {"early_facts": str(run_dir / EARLY_FACTS)}
+        return {} if verifies and not self.starved else {"device_limit_bytes": limit, "early": True}
+
     def live(self, purpose: str, techniques: Set) -> Live:
         """A trial, warm and frozen. Raises TrialEnded."""
+        too_much = self.peaks.too_much(techniques)
+        if techniques and too_much:
+            raise TrialEnded(Outcome("over_limit", too_much))
         trial, hello = self.ready(purpose, techniques)
         try:
             self.check_applied(trial, techniques, hello)
@@ -123,6 +146,18 @@ class Bench:
         except TrialEnded:
             self.finish(trial, techniques)
             raise
+
+    def why_not_fit(self, techniques: Set) -> str | None:
+        """What keeps this set from running within the memory limit, found out in a trial if it is not known; None: nothing."""
+        if self.peaks.limit_bytes is None:
+            return None
+        if self.peaks.of(techniques) is None:
+            try:
+                self.finish_live(self.live("memory", techniques))
+            except TrialEnded as ended:
+                kind = ended.outcome.kind
+                return "runs out of memory" if kind in OUT_OF_MEMORY else ended.outcome.reason
+        return self.peaks.too_much(techniques)
 
     def check_applied(self, trial: Trial, techniques: Set, hello: dict[str, Any]) -> None:
         """Raise TrialEnded unless every technique was applied."""
@@ -187,7 +222,10 @@ class Bench:
         if record is None:
             record = TrialRecord(id=trial.spec.id, purpose=trial.spec.purpose, techniques=[c.label() for c in techniques],
                                  outcome=outcome.kind, reason=outcome.reason, log=str(trial.log.relative_to(self.folder)))
-        record = msgspec.structs.replace(record, outcome=outcome.kind, reason=outcome.reason, steps=trial.steps)
+        peak = trial.peak_bytes if trial.spec.capture is None else None     # recording takes memory of its own
+        if peak:
+            self.peaks.note(techniques, peak)
+        record = msgspec.structs.replace(record, outcome=outcome.kind, reason=outcome.reason, steps=trial.steps, peak_bytes=peak)
         self.store.set_trial(trial.spec.id, msgspec.to_builtins(record))
         if trial.losses:
             self.store.set_answer(timed_losses(techniques), trial.losses)

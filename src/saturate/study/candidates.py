@@ -67,3 +67,9 @@ def conflict(techniques: Set, candidate: Candidate) -> str | None:
 def weakest(techniques: Set) -> str:
     """The numerics class of a whole set: the weakest promise in it."""
     return max((c.numerics for c in techniques), key=NUMERICS.index, default="exact")
+
+
+def ordered(techniques: Set) -> Set:
+    """In the order in which they are applied."""
+    order = {module: index for index, module in enumerate(_registry.ordered([c.module for c in techniques]))}
+    return tuple(sorted(techniques, key=lambda c: order[c.module]))

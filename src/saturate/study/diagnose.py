@@ -20,10 +20,10 @@ from saturate.records.observations import (
     CompilerSeen,
     LoaderSeen,
     MachineSeen,
-    MemorySeen,
     Observations,
     SyncSeen,
 )
+from saturate.study import memory
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
@@ -63,6 +63,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
            "unknown": {**analysis.unknown, **seen.notes, **record.unknown}},
         command=request.argv,
         step_ms=seen.step_ms,
+        loader_cost=seen.loader_cost,
         step_ms_profiled=sum(recorded.values()) / view.count / 1e6 if view.count else None,
         split=split,
         split_steps=view.count if split is recorded else seen.sample["clocked_steps"],
@@ -145,22 +146,7 @@ class Record:
         return found
 
     def memory(self) -> Memory:
-        kinds = self.seen.sample.get("memory", {})
-        device = self.seen.sample.get("device_memory")
-        known = sum(kinds.values())
-        if device is None:
-            why = "the CPU allocator keeps no peak"
-            saved = self.seen.modules.get("saved_bytes")
-            unknown = {"peak": why, "reserved": why, "fragmentation": why, "allocator_retries": why}
-            if saved is None:
-                unknown["activations"] = self.seen.notes.get("modules", "what is kept for the backward pass was not seen")
-            return Memory(**kinds, activations=saved, unknown=unknown)
-        reserved = device["reserved"]
-        return Memory(
-            **kinds, activations=max(0, device["peak"] - known), peak=device["peak"], reserved=reserved,
-            fragmentation=1.0 - device["active_peak"] / reserved if reserved else None,
-            allocator_retries=device["retries"],
-        )
+        return memory.breakdown(self.seen, self.shorten)
 
     def syncs(self) -> list[Sync]:
         found = [self._place(file, line, what, calls, ns, self.seen.record["steps"])
@@ -232,7 +218,7 @@ def observe(
         "loader": _loader(seen, shorten),
         "syncs": _syncs(record, shorten),
         "compiler": _compiler(record),
-        "memory": _memory(sample),
+        "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
         "machine": MachineSeen(**seen.telemetry) if seen.telemetry else base.machine,
     }
@@ -301,15 +287,6 @@ def _compiler(record: dict[str, Any]) -> CompilerSeen:
         compile_share=min(1.0, seen["compile_s"] / seen["window_s"]), graph_breaks=seen["graph_breaks"],
         graph_break_reasons=tuple(seen["graph_break_reasons"]), recompile_limit_hit=seen["limit_hit"],
     )
-
-
-def _memory(sample: dict[str, Any]) -> MemorySeen:
-    device = sample.get("device_memory")
-    if device is None:
-        return MemorySeen()
-    reserved = device["reserved"]
-    return MemorySeen(used=device["peak"] / device["total"], allocator_retries=device["retries"],
-                      fragmentation=1.0 - device["active_peak"] / reserved if reserved else None)
 
 
 def _communication(

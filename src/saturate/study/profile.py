@@ -28,7 +28,7 @@ from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Profile
 from saturate.records.facts import Facts
-from saturate.study import baseline, nsight
+from saturate.study import baseline, loadercost, nsight
 from saturate.study.bench import Bench, Live
 from saturate.study.ending import in_our_words
 from saturate.study.seen import Seen
@@ -54,8 +54,9 @@ PROFILED_IS_SLOWER = 2
 _LONG_STEP_MS = 1000.0
 
 
-def profile(request: Request, steps: int | None, say: Callable[[str], None], nsys: bool = False) -> Profile:
-    """Run the workload once and say where its time goes. Writes trace, record and report into a run folder.
+def profile(request: Request, steps: int | None, say: Callable[[str], None], nsys: bool = False, synthetic: bool = False) -> Profile:
+    """Run the workload once and say where its time goes. Writes trace, record and report into a run folder. `synthetic`:
+    also measure what the loader costs, by steps that replay one batch.
 
     Raises SaturateError; KeyboardInterrupt when the user ends it (nothing is left running then).
     """
@@ -70,7 +71,7 @@ def profile(request: Request, steps: int | None, say: Callable[[str], None], nsy
                 study = Study(request, folder, store, _registry.load(), say)
                 store.set_meta("identity", _identity(request))
                 store.set_meta("finished", True)        # a profile is not resumed, it is made again
-                return _finished(study, _watch(study, steps, nsight.find() if nsys else None))
+                return _finished(study, _watch(study, steps, nsight.find() if nsys else None, synthetic))
             finally:
                 store.close()
     finally:
@@ -109,7 +110,7 @@ def nothing(command: list[str], reason: str) -> Profile:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-def _watch(study: Study, steps: int | None, nsys: Path | None) -> Seen | None:
+def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) -> Seen | None:
     """Run the workload through all windows; None where it cannot be measured (`study.refusal` says why)."""
     request = study.request
     stem = study.folder / "t001" / "nsys"        # in the folder of the first trial, where a workload may write
@@ -121,7 +122,7 @@ def _watch(study: Study, steps: int | None, nsys: Path | None) -> Seen | None:
         try:
             live = bench.live("profile", ())
             try:
-                seen = _look(study, live, steps, "nsys" if nsys else "torch")
+                seen = _look(study, live, steps, "nsys" if nsys else "torch", synthetic)
                 if nsys and not seen.record.get("problem"):
                     seen.traces = [_exported(study, nsys, stem, live)]
             finally:
@@ -138,15 +139,15 @@ def _watch(study: Study, steps: int | None, nsys: Path | None) -> Seen | None:
         bench.close()
 
 
-def _look(study: Study, live: Live, steps: int | None, recorder: str) -> Seen:
+def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic: bool) -> Seen:
     stored = baseline.observe(study, live)
     live.trial.thaw()
-    seen = Seen(msgspec.convert(stored["facts"], Facts))
+    seen = Seen(msgspec.convert(stored["facts"], Facts), resident_bytes=stored["memory_bytes"])
     study.say(f"step {live.step_ms:.1f} ms ({seen.facts.motif}); first step after {live.startup_s:.1f} s")
     if not live.stationary:
         seen.notes["step_ms"] = "the step time was still drifting when it was measured"
     try:
-        _windows(study, live, seen, steps, recorder)
+        _windows(study, live, seen, steps, recorder, synthetic)
     except TrialEnded as ended:
         seen.ended = ended.outcome
         seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
@@ -192,7 +193,7 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
     return found.findings
 
 
-def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str) -> None:
+def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str, synthetic: bool) -> None:
     trial, facts = live.trial, seen.facts
     if recorder == "nsys" and facts.device != "cuda":
         raise EnvironmentProblem(f"this workload trains on {facts.device}, and Nsight Systems records CUDA devices",
@@ -206,6 +207,8 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
         study.say(f"sampling {many} steps")
         seen.sample = trial.look("sample", skip, many)
         seen.telemetry = sampler.seen()
+    if synthetic:
+        _without_loader(study, live, seen)
     study.say(f"recording {few} steps")
     began = time.monotonic()
     seen.record = trial.look("record", skip, few, folder=str(trial.spec.folder), step_ms=live.step_ms, recorder=recorder)
@@ -218,6 +221,16 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
         seen.notes["modules"] = "the script compiles its model, and hooks on modules would compile it again"
     else:
         seen.modules = trial.look("modules", 1, 2 if live.step_ms > _LONG_STEP_MS else 3)
+
+
+def _without_loader(study: Study, live: Live, seen: Seen) -> None:
+    """Steps with one batch replayed beside ordinary ones: what the loader costs."""
+    study.say("timing steps with one batch replayed")
+    cost = loadercost.measure(live.trial, seen.facts, live.step_ms)
+    if isinstance(cost, str):
+        seen.notes["loader_cost"] = cost
+    else:
+        seen.loader_cost = cost
 
 
 def _exported(study: Study, nsys: Path, stem: Path, live: Live) -> Path:

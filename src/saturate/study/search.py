@@ -2,10 +2,14 @@
 
 A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
 measured and verified.
+
+Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
+that passes the limit is ended like any other that fails.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
@@ -16,11 +20,10 @@ from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.records.result import TechniqueOutcome
-from saturate.study.candidates import Candidate, Set, conflict, without
+from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.guidance import promise
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
-from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded
 
 #: A technique that cannot remove more than this share of a step is not worth a process.
@@ -73,17 +76,25 @@ class Search:
     allow_convergence: bool = False
     findings: tuple[Finding, ...] = ()
     fates: dict[str, Fate] = field(default_factory=dict)
+    base: Set = ()                      # always on: without it the workload needs more memory than it may
+    fitted: Result | None = None        # `base` against the baseline
     kept: Set = ()
     stairs: list[tuple[Candidate, Result]] = field(default_factory=list)    # in the order in which they were added
     screened: dict[str, Result] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
     on_kept: Any = None
+    _variants: list[list[Candidate]] | None = None
 
     # -- eligibility -----------------------------------------------------------------------------------------------
 
     def eligible(self) -> list[list[Candidate]]:
-        """The variants of every technique worth a trial, most promising first; the others get their fate."""
+        """The variants of every technique worth a trial, most promising first; the others get their fate. Asked once."""
+        if self._variants is None:
+            self._variants = self._find_eligible()
+        return self._variants
+
+    def _find_eligible(self) -> list[list[Candidate]]:
         found = []
         for identity, module in self.registry.items():
             excluded = self._excluded(identity, module)
@@ -99,10 +110,17 @@ class Search:
                 continue
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
             found.append(answer)
-        # What changes the work itself comes before what changes where it runs: that depends on the former.
-        found.sort(key=lambda entry: (entry[1][0].module.TECHNIQUE.stage == "environment",
+        # What changes the work itself comes before what changes where it runs: that depends on the former. What is only
+        # worth a trial under a limit costs time, and comes last.
+        found.sort(key=lambda entry: (self.saves_memory(entry[1][0]), entry[1][0].module.TECHNIQUE.stage == "environment",
                                       promise(entry[1][0].id, entry[0], self.findings)))
         return [variants for _, variants in found]
+
+    def saves_memory(self, candidate: Candidate) -> bool:
+        """Whether this technique is only eligible because a memory limit was asked for."""
+        if self.facts.memory_limit_bytes is None:
+            return False
+        return not candidate.module.eligible(dataclasses.replace(self.facts, memory_limit_bytes=None))
 
     def _ask(self, module: ModuleType) -> Fate | tuple[float | None, list[Candidate]]:
         """What a technique says of this workload: why not, or how much it could give and with which options."""
@@ -133,7 +151,7 @@ class Search:
         self.racer.drop_base()
         for candidate in promising:
             # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
-            certain = not self.kept and self.screened[candidate.id].decision.verdict == "faster"
+            certain = self.kept == self.base and self.screened[candidate.id].decision.verdict == "faster"
             if time.monotonic() > self.deadline and not certain:
                 break
             self._try_to_add(candidate)
@@ -143,6 +161,8 @@ class Search:
         """Race each technique alone; the candidates to combine, best first."""
         scored: list[tuple[float, Candidate]] = []
         for variants in eligible:
+            if variants[0].id in {member.id for member in self.base}:
+                continue
             best: tuple[float, Candidate] | None = None
             for candidate in variants:
                 if time.monotonic() > self.deadline:
@@ -156,7 +176,12 @@ class Search:
 
     def _screen_one(self, candidate: Candidate, better_than: float) -> float | None:
         """The gain of one candidate alone, or None when it does not run."""
-        result = self._race(f"screen {candidate.label()}", (), (candidate,), SCREEN, candidate, share_base=True)
+        clash = conflict(self.base, candidate)
+        if clash:
+            self.settle(candidate, "not_applicable", clash)
+            return None
+        together = ordered((*self.base, candidate))
+        result = self.race(f"screen {candidate.label()}", self.base, together, SCREEN, candidate, share_base=True)
         if result is None:
             return None
         if result.gain > better_than:
@@ -172,7 +197,7 @@ class Search:
         if clash:
             self.settle(candidate, "not_applicable", clash)
             return
-        together = _ordered((*self.kept, candidate))
+        together = ordered((*self.kept, candidate))
         names = " + ".join(c.id for c in self.kept) or "baseline"
         result = self._race_to_add(f"add {candidate.label()} to {names}", together, candidate)
         if result is None:
@@ -182,7 +207,7 @@ class Search:
         if fate != "kept":
             self.settle(candidate, fate, reason + (f" on top of {names}" if self.kept else ""))
             return
-        verified = self._verify(together, candidate)
+        verified = self.verify(together, candidate)
         if verified is None:
             return
         self.curves += verified.curves
@@ -195,27 +220,32 @@ class Search:
             self.kept = together
             self.stairs.append((candidate, result))
             self.settle(candidate, "kept", f"{reason}; {verified.reason}")
-            self._tell_kept()
+            self.tell_kept()
 
     def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
         alone = self.screened[candidate.id]
-        if not self.kept and alone.decision.verdict == "faster":
+        first = self.kept == self.base
+        if first and alone.decision.verdict == "faster":
             return alone            # the same two sets were just raced, and left no doubt
-        if not self.kept and alone.gain < self.racer.threshold:
+        if first and alone.gain < self.racer.threshold:
             return alone            # nothing to combine it with
         if alone.gain < self.racer.threshold:
-            first = self._race(question, self.kept, together, RETRY, candidate)
-            if first is None or first.gain < self.racer.threshold:
-                return first
-        return self._race(question, self.kept, together, ADD, candidate)
+            retried = self.race(question, self.kept, together, RETRY, candidate)
+            if retried is None or retried.gain < self.racer.threshold:
+                return retried
+        return self.race(question, self.kept, together, ADD, candidate)
 
     def _ablate(self) -> None:
         """Race the kept set against itself without each technique but the last added; drop what gives nothing."""
-        for candidate, _ in self.stairs[:-1]:
+        for candidate in (*self.base, *(added for added, _ in self.stairs[:-1])):
             if time.monotonic() > self.deadline or len(self.kept) < 2:
                 return
             rest = without(self.kept, candidate)
-            result = self._race(f"without {candidate.id}", rest, self.kept, ADD, candidate)
+            needed = self.racer.bench.why_not_fit(rest)
+            if needed is not None:
+                self.settle(candidate, "kept", f"needed: without it the training {needed}")
+                continue
+            result = self.race(f"without {candidate.id}", rest, self.kept, ADD, candidate)
             if result is None:
                 continue
             fate, reason = _in_words(result)
@@ -223,26 +253,26 @@ class Search:
             if fate in ("no_difference", "slower") and self._still_verifies(rest):
                 self.kept = rest
                 self.settle(candidate, fate, f"{reason}, in the final set")
-                self._tell_kept()
+                self.tell_kept()
             else:
                 self.settle(candidate, "kept", f"{reason}, in the final set")
 
-    def _tell_kept(self) -> None:
+    def tell_kept(self) -> None:
         if self.on_kept is not None:
             self.on_kept(self)
 
     def _still_verifies(self, techniques: Set) -> bool:
-        verified = self._verify(techniques, None)
+        verified = self.verify(techniques, None)
         return verified is not None and verified.passed is True
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False) -> Result | None:
+    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False) -> Result | None:
         """The result, or None when B does not run or is not active (its fate then says why)."""
         try:
             result = self.racer.run(question, a, b, limits, self.deadline, share_base)
         except TrialEnded as ended:
-            if ended.side == "a" and not a:
+            if ended.side == "a" and a == self.base:
                 raise
             fate = FATES.get(ended.outcome.kind, "failed")
             self.settle(candidate, fate, f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
@@ -253,7 +283,7 @@ class Search:
         self.say(f"  {question}: {result.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
         return result
 
-    def _verify(self, techniques: Set, candidate: Candidate | None) -> Any:
+    def verify(self, techniques: Set, candidate: Candidate | None) -> Any:
         try:
             return self.verifier.verify(techniques)
         except TrialEnded as ended:
@@ -265,11 +295,6 @@ class Search:
         """Record a technique's fate; what was measured of it stays."""
         known = self.fates[candidate.id]
         self.fates[candidate.id] = Fate(fate, reason, candidate, known.gain, known.gain_ci)
-
-
-def _ordered(techniques: Set) -> Set:
-    order = {module: index for index, module in enumerate(_registry.ordered([c.module for c in techniques]))}
-    return tuple(sorted(techniques, key=lambda c: order[c.module]))
 
 
 def _in_words(result: Result) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saturate.records.analysis import LoaderCost
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts
 from saturate.trial.outcome import Outcome
@@ -18,6 +19,8 @@ class Seen:
 
     facts: Facts
     step_ns: list[int] = field(default_factory=list)    # without a profiler
+    loader_cost: LoaderCost | None = None               # when it was asked for
+    resident_bytes: int | None = None                   # of all processes of the workload, once it was warm
     sample: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)

@@ -37,13 +37,14 @@ class Request:
     race_mode: str = "auto"             # "concurrent", "alternate", or "auto": by memory
     step: str | None = None             # "backward:4" or "optimizer:1": overrides what was found
     timeout_s: float = 300.0
+    limit_bytes: int | None = None       # `--fit`: the most memory that the recipe may need
 
     def identity(self) -> str:
         """The same for a command that asks the same question again, so that it can resume."""
         script = fingerprint.script_of(self.argv, self.cwd)
         parts = [self.argv, str(self.cwd), fingerprint.digest(script) if script else "", sorted(self.only or ()),
                  self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
-                 self.step, saturate.__version__]
+                 self.step, saturate.__version__, *([self.limit_bytes] if self.limit_bytes else [])]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -66,6 +67,7 @@ class Study:
     final: Result | None = None
     tuned: dict[str, Any] = field(default_factory=dict)
     refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
+    starved: str = ""                   # the baseline runs out of memory by itself, and how that showed
     notes: list[str] = field(default_factory=list)
     error: SaturateError | None = None
     isolation: str = ""

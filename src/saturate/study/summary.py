@@ -7,6 +7,8 @@ import time
 from statistics import median
 from typing import Any
 
+import msgspec
+
 import saturate
 from saturate.errors import VerificationFailed
 from saturate.machine import fingerprint
@@ -23,7 +25,8 @@ from saturate.records.result import (
     TuneResult,
 )
 from saturate.report import html
-from saturate.study.candidates import key
+from saturate.study.candidates import Candidate, Set, key, ordered
+from saturate.study.peaks import Peaks
 from saturate.study.state import Study
 
 
@@ -59,16 +62,17 @@ def record_of(study: Study) -> StudyRecord:
 
 
 def result_of(study: Study) -> TuneResult:
-    final = study.final if study.search and study.search.kept else None
-    estimate = final.decision.estimate if final else None
-    baseline_ms = final.a_ms if final else study.baseline.get("step_ms")
     kept = study.search.kept if study.search else ()
+    final = study.final if kept else None
+    estimate = final.decision.estimate if final and not study.starved else None
+    baseline_ms = None if study.starved else final.a_ms if final else study.baseline.get("step_ms")
+    peaks = Peaks(study.store, study.request.limit_bytes)
     verified, verified_reason = _verified(study)
     return TuneResult(
         run=study.folder.name,
         command=study.request.argv,
         baseline=StepTime(step_ms=baseline_ms),
-        tuned=StepTime(step_ms=final.b_ms if final else (baseline_ms if not kept else None)),
+        tuned=StepTime(step_ms=final.b_ms if final else _probed_ms(study, kept) if kept else baseline_ms),
         speedup=estimate.speedup if estimate else (1.0 if baseline_ms and not kept and not study.refusal and not study.error else None),
         speedup_ci=estimate.speedup_ci if estimate else None,
         verdict=_verdict(study),
@@ -79,11 +83,28 @@ def result_of(study: Study) -> TuneResult:
         techniques=_techniques(study),
         recipe=str(study.recipe_path),
         report=str(study.report_path),
+        peak_bytes=peaks.of(kept),
+        baseline_peak_bytes=peaks.of(()),
+        limit_bytes=peaks.limit_bytes,
+        fits=_fits(study, peaks, kept),
     )
 
 
+def _probed_ms(study: Study, kept: Set) -> float | None:
+    """The step of a set that was only tried for its memory."""
+    stored = study.store.answer(f"probe {key(kept)}")
+    return stored[0] if stored else None
+
+
+def _fits(study: Study, peaks: Peaks, kept: Set) -> bool | None:
+    """Whether the final set keeps the limit; None when there is none, or when nobody knows."""
+    if peaks.limit_bytes is None or study.error is not None or peaks.of(kept) is None:
+        return False if study.starved and not kept and study.error is None else None
+    return peaks.too_much(kept) is None
+
+
 def _verdict(study: Study) -> Any:
-    if study.refusal or study.error or study.search is None:
+    if study.refusal or study.error or study.starved or study.search is None:
         return "inconclusive"
     if not study.search.kept:
         open_ends = [f for f in study.search.fates.values() if f.fate == "inconclusive" and (f.gain or 0) > study.request.threshold]
@@ -114,9 +135,13 @@ def _verified(study: Study) -> tuple[bool | None, str]:
         return None, "the study ended before anything could be verified"
     if not study.search.kept:
         return True, "nothing was changed"
+    if study.starved and study.search.kept == study.search.base:
+        return None, "the baseline does not run in this memory, so there is nothing to compare with"
     stored = study.store.answer(f"verify {key(study.search.kept)}")
     if stored is None:
         return None, "the study ended before the final set was verified"
+    if study.starved:
+        return None, f"the baseline does not run in this memory; like the set that was needed to fit, it trains: {stored['reason']}"
     return stored["passed"], stored["reason"]
 
 
@@ -130,7 +155,7 @@ def _break_even(study: Study) -> int | None:
     Starts vary from run to run, so medians over all trials of either kind are compared. Compiling is paid once where a
     cache keeps it; its cold cost is the longest that any trial of these techniques took.
     """
-    if not (study.final and study.search and study.search.kept):
+    if not (study.final and study.search and study.search.kept) or study.starved:
         return None
     labels = {c.label() for c in study.search.kept}
     trials = [t for t in study.store.trials() if t["startup_s"] is not None and t["warmup_s"] is not None]
@@ -145,14 +170,21 @@ def _break_even(study: Study) -> int | None:
 
 def _techniques(study: Study) -> list[TechniqueOutcome]:
     why = study.refusal or (study.error.message if study.error else "the study ended before its turn")
+    peaks = Peaks(study.store)
     found = []
     for identity, module in study.registry.items():
         fate = study.search.fates.get(identity) if study.search else None
         if fate is None:
             found.append(TechniqueOutcome(id=identity, fate="not_tried", reason=why, numerics=module.TECHNIQUE.numerics))
         else:
-            found.append(fate.outcome(identity, module.TECHNIQUE.numerics))
+            peak = peaks.of(_measured_in(study.search.base, fate.candidate)) if fate.candidate else None
+            found.append(msgspec.structs.replace(fate.outcome(identity, module.TECHNIQUE.numerics), peak_bytes=peak))
     return found
+
+
+def _measured_in(base: Set, candidate: Candidate) -> Set:
+    """The set in which a technique was tried: with what was needed to fit, which itself was tried alone."""
+    return (candidate,) if candidate in base else ordered((*base, candidate))
 
 
 def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
@@ -160,7 +192,11 @@ def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
     if not study.search or not result.baseline.step_ms:
         return []
     steps = [StairStep(label="baseline", step_ms=result.baseline.step_ms, speedup=1.0, speedup_ci=(1.0, 1.0))]
-    speedup = 1.0
+    fitted = study.search.fitted
+    speedup = 1.0 + fitted.gain if fitted else 1.0
+    if fitted:
+        label = " + ".join(c.label() for c in study.search.base)
+        steps.append(StairStep(label=f"+ {label} (to fit)", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
     for candidate, added in study.search.stairs:
         if candidate not in study.search.kept:
             continue
@@ -180,8 +216,6 @@ def _curves(study: Study) -> list[NumericsCurve]:
 
 
 def _renamed(curve: NumericsCurve, subject: str) -> NumericsCurve:
-    import msgspec
-
     return msgspec.structs.replace(curve, subject=subject)
 
 
@@ -226,7 +260,8 @@ def _at_the_ceiling(study: Study) -> list[str]:
         return []
     parts = [f"{label} {ms / sum(study.baseline['split'].values()):.0%}" for label, ms in study.baseline["split"].items() if ms > 0]
     ceiling = _ceiling(study)
-    return [*([f"ceiling: {ceiling}"] if ceiling else []), f"where the step goes: {', '.join(parts)}"]
+    split = [f"where the step goes: {', '.join(parts)}"] if parts else []
+    return [*([f"ceiling: {ceiling}"] if ceiling else []), *split]
 
 
 def _ceiling(study: Study) -> str:
@@ -257,7 +292,8 @@ def write_recipe(study: Study, result: TuneResult | None = None) -> None:
         evidence=recipes.MeasuredEvidence(
             baseline_ms=result.baseline.step_ms, tuned_ms=result.tuned.step_ms, speedup=result.speedup,
             speedup_ci=_finite(result.speedup_ci), verified=result.verified, noise_floor=result.noise_floor,
-            break_even_steps=result.break_even_steps,
+            break_even_steps=result.break_even_steps, peak_bytes=result.peak_bytes,
+            baseline_peak_bytes=result.baseline_peak_bytes, limit_bytes=result.limit_bytes,
         ),
         techniques=[
             recipes.Entry(id=c.id, options=c.options_dict(), gain=_finite(study.search.fates[c.id].gain),
@@ -274,8 +310,6 @@ def _finite(value: Any) -> Any:
 
 
 def _convert(kind: type, value: Any) -> Any:
-    import msgspec
-
     return msgspec.convert(value, kind)
 
 

@@ -2,6 +2,7 @@
 
     baseline   start the workload alone: does it train, what is a step, what is there to gain
     noise      race the baseline against itself, in fresh processes
+    fit        with --fit, and a baseline that needs more: find a set that keeps the limit
     search     screen, add, ablate; every kept set is verified
     confirm    race the final set against the baseline in fresh pairs
     write      recipe, record
@@ -26,9 +27,9 @@ from saturate.errors import (
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.result import StudyRecord
-from saturate.study import baseline, profile, summary
+from saturate.study import baseline, fitting, profile, summary
 from saturate.study.bench import Bench
-from saturate.study.candidates import Candidate
+from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import Interrupted, in_our_words
 from saturate.study.racing import Racer
 from saturate.study.search import Search
@@ -95,7 +96,7 @@ def _open(request: Request, registry: dict[str, ModuleType], say: Callable[[str]
 def _work(study: Study) -> tuple[StudyRecord, SaturateError | None]:
     request, store = study.request, study.store
     bench = Bench(Workload(request.argv, request.cwd, request.environment, request.timeout_s),
-                  study.folder, request.directory, store, request.budget_s, study.say)
+                  study.folder, request.directory, store, request.budget_s, study.say, request.limit_bytes)
     interrupted = False
     try:
         with in_our_words(request.directory):
@@ -150,33 +151,54 @@ def _measure(study: Study, bench: Bench) -> None:
     assert study.facts is not None
     racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
     verifier = Verifier(bench)
+    search = Search(
+        study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
+        request.only, request.skip, request.allow_convergence, tuple(study.findings), on_kept=lambda search: summary.write_recipe(study),
+    )
+    if not study.starved and not _is_measurable(study, verifier, racer, (), end):
+        return
+    study.search = search
+    too_much = "runs out of memory" if study.starved else bench.peaks.too_much(())
+    if too_much:
+        with _phase(study, "fit"):
+            study.say(f"fit: the baseline {too_much}")
+            study.refusal = fitting.Fitting(search).find()
+            racer.drop_base()
+        if study.refusal is not None:
+            study.say(study.refusal)
+            return
+    if study.starved:
+        verifier.reference = search.base
+        if not _is_measurable(study, verifier, racer, search.base, end):
+            study.notes.append(f"nothing was added to what was needed to fit: {study.refusal}")
+            study.refusal = None
+            return
+    with _phase(study, "search"):
+        study.say("search:")
+        search.run()
+        racer.drop_base()
+    if search.kept and not (study.starved and search.kept == search.base):
+        with _phase(study, "confirm"):
+            _confirm(study, racer, end)
+
+
+def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, end: float) -> bool:
+    """Whether what everything is compared with can be verified and timed; `study.refusal` says why not."""
     with _phase(study, "can it be verified"):
         refusal = verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
-            return
+            return False
     with _phase(study, "noise"):
-        if not _noise(study, racer, end):
-            return
-    study.search = Search(
-        study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
-        request.only, request.skip, request.allow_convergence, tuple(study.findings), on_kept=lambda search: summary.write_recipe(study),
-    )
-    with _phase(study, "search"):
-        study.say("search:")
-        study.search.run()
-        racer.drop_base()
-    if study.search.kept:
-        with _phase(study, "confirm"):
-            _confirm(study, racer, end)
+        return _noise(study, racer, base, end)
 
 
-def _noise(study: Study, racer: Racer, end: float) -> bool:
-    study.say("noise: the baseline against itself")
+def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
+    study.say("noise: " + ("what fits" if base else "the baseline") + " against itself")
     try:
         deadline = min(end, time.monotonic() + NOISE_SHARE * study.request.budget_s)
-        study.aa = racer.run("A/A", (), (), AA, deadline, share_base=True)
+        study.aa = racer.run("A/A", base, base, AA, deadline, share_base=True)
     except TrialEnded as ended:
         if ended.outcome.kind != "too_short":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
@@ -193,12 +215,14 @@ def _noise(study: Study, racer: Racer, end: float) -> bool:
 
 
 def _confirm(study: Study, racer: Racer, end: float) -> None:
-    """The final set against the baseline, in at least three fresh pairs if there is time."""
+    """The final set against the baseline, in at least three fresh pairs if there is time. Where the baseline does not run,
+    against the set that was needed to fit."""
     assert study.search is not None
     kept = study.search.kept
+    before = study.search.base if study.starved else ()
     study.say("confirm: " + " + ".join(c.label() for c in kept))
     try:
-        study.final = racer.run("final", (), kept, FINAL, end, min_pairs=FINAL.max_pairs)
+        study.final = racer.run("final", before, kept, FINAL, end, min_pairs=FINAL.max_pairs)
     except TrialEnded as ended:
         if ended.side == "a":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason) from ended
@@ -207,7 +231,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
         return
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
-    if study.final.decision.verdict in ("no_difference", "slower"):
+    if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain")
         return
     if len(kept) == 1:      # its gain in the final set is what the final race measured
@@ -220,6 +244,8 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
         racer.bench.finish_live(live)
         study.store.set_answer("tuned", stored)
     study.tuned = stored
+    remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
+    study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
 
 
 def _drop(study: Study, kept: tuple[Candidate, ...], fate: str, reason: str) -> None:

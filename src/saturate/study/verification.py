@@ -15,7 +15,7 @@ import msgspec
 
 from saturate.records.result import NumericsCurve
 from saturate.study.bench import Bench, timed_losses
-from saturate.study.candidates import Set, key, weakest
+from saturate.study.candidates import Set, key, ordered, weakest
 from saturate.trial.process import TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
@@ -62,9 +62,10 @@ def first_difference(expected: list[list[float]], found: list[list[float]], allo
 class Verifier:
     """Runs and caches verification runs. Baseline runs are shared by all candidates."""
 
-    def __init__(self, bench: Bench):
+    def __init__(self, bench: Bench, reference: Set = ()):
         self.bench = bench
         self._series: dict[str, Series] = {}
+        self.reference = reference              # what everything is compared with; the baseline, if that runs
         self.refusal: str | None = None         # why nothing can be verified in this workload
 
     def verify(self, techniques: Set) -> Verified:
@@ -82,7 +83,7 @@ class Verifier:
         stored = self.bench.store.answer("informative")
         if stored is None:
             try:
-                stored = [informative(self.series(Run()))]
+                stored = [informative(self.series(Run(self.reference)))]
             except TrialEnded as ended:
                 if ended.outcome.kind != "too_short":
                     raise
@@ -94,21 +95,22 @@ class Verifier:
     def _verify(self, techniques: Set) -> Verified:
         if self.check_baseline() is not None:
             return Verified(None, str(self.refusal))
-        numerics = weakest(techniques)
-        for member in techniques:       # in a set with a weaker one, a technique still keeps its own promise
-            if member.numerics != numerics and not (alone := self.verify((member,))).passed:
+        added = [member for member in techniques if member not in self.reference]
+        numerics = weakest(tuple(added))
+        for member in added:            # in a set with a weaker one, a technique still keeps its own promise
+            if member.numerics != numerics and not (alone := self.verify(ordered((*self.reference, member)))).passed:
                 return Verified(alone.passed, f"{member.id} alone: {alone.reason}", alone.curves)
         found = self._trains_alike(techniques, numerics)
         otherwise = self._otherwise_when_timed(techniques, ROUNDING[numerics]) if found.passed else None
         return found if otherwise is None else Verified(False, otherwise, found.curves)
 
     def _trains_alike(self, techniques: Set, numerics: str) -> Verified:
-        baseline = self.series(Run())
+        baseline = self.series(Run(self.reference))
         subject = " + ".join(c.id for c in techniques)
         rounding = ROUNDING[numerics]
         if comparison.bitwise(baseline, self.series(Run(techniques))):
             return Verified(True, "bit-identical to the baseline", [])
-        if numerics == "exact" and comparison.bitwise(baseline, self.series(Run(repetition=1))):
+        if numerics == "exact" and comparison.bitwise(baseline, self.series(Run(self.reference, repetition=1))):
             return Verified(False, "declared exact, but not bit-identical to the baseline, which repeats itself exactly")
         found = self._compare(techniques, rounding, aligned=False)
         if not found.passed and numerics not in ("exact", "reordering"):
@@ -116,24 +118,24 @@ class Verifier:
         return Verified(found.passed, found.reason, [msgspec.structs.replace(c, subject=subject) for c in found.curves])
 
     def _compare(self, techniques: Set, rounding: float, aligned: bool) -> comparison.Verdict:
-        baseline = self.series(Run(aligned=aligned))
+        baseline = self.series(Run(self.reference, aligned=aligned))
         allowed = self._tolerance(rounding, aligned)
         return comparison.compare(baseline, self.series(Run(techniques, aligned=aligned)), allowed)
 
     def _tolerance(self, rounding: float, aligned: bool = False) -> Tolerance:
-        repeated = self.series(Run(aligned=aligned, repetition=1))
-        twin = self.series(Run(aligned=aligned, perturb=rounding))
-        return tolerance(self.series(Run(aligned=aligned)), [repeated], [twin], rounding)
+        repeated = self.series(Run(self.reference, aligned=aligned, repetition=1))
+        twin = self.series(Run(self.reference, aligned=aligned, perturb=rounding))
+        return tolerance(self.series(Run(self.reference, aligned=aligned)), [repeated], [twin], rounding)
 
     def _otherwise_when_timed(self, techniques: Set, rounding: float) -> str | None:
         """What shows that the timed trials of a set did not train as its verification run did; None when nothing does.
 
         Only a script that seeds itself can tell: its baseline has the same losses whether it is timed or verified.
         """
-        timed = [self.bench.store.answer(timed_losses(chosen)) for chosen in ((), techniques)]
+        timed = [self.bench.store.answer(timed_losses(chosen)) for chosen in (self.reference, techniques)]
         if None in timed:
             return None
-        plain, own = (self.series(Run(chosen)).losses for chosen in ((), techniques))
+        plain, own = (self.series(Run(chosen)).losses for chosen in (self.reference, techniques))
         if all(ours == theirs for ours, theirs in zip(own[FIRST_ACTING:], timed[1][FIRST_ACTING:])):
             return None
         allowed = self._tolerance(rounding).loss
@@ -149,7 +151,7 @@ class Verifier:
         aligned = self._compare(techniques, rounding, aligned=True)
         if not aligned.passed:
             return comparison.Verdict(False, f"{aligned.reason} (with dropout off and samples aligned)", aligned.curves)
-        seeds = [self.series(Run(seed_offset=offset)) for offset in range(ENVELOPE_SEEDS)]
+        seeds = [self.series(Run(self.reference, seed_offset=offset)) for offset in range(ENVELOPE_SEEDS)]
         inside = envelope(seeds, self.series(Run(techniques)))
         if not inside.passed:
             return comparison.Verdict(False, f"{inside.reason}; same seed: {reason}", aligned.curves)

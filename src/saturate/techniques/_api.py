@@ -85,6 +85,8 @@ class Context(Protocol):
     modules: tuple[Any, ...]            # stage "model": outermost trained modules, DistributedDataParallel unwrapped
     optimizers: tuple[Any, ...]         # stage "model"
     device: str                         # "cpu", "cuda": where the trained parameters live ("" before stage "model")
+    early: bool                         # stage "model": applied before the first training forward (`EARLY`)
+    gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
     def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
         """Put `wrap(inner) -> function(self, *args, **kwargs)` around the module's forward in training mode.
@@ -130,5 +132,9 @@ class TechniqueModule(Protocol):
         """The lines that a user would write to have the same without saturate."""
 
 
+#: A technique may have `REMARK`, a sentence that a study notes when it keeps it: under which conditions its gain holds.
 #: A technique of stage "environment" also has `environment(options) -> dict[str, str]`: variables of the new process.
+#: One of stage "model" that must act before memory is taken has `EARLY = True`: outside of verification runs it is applied
+#: before the first training forward. Optimizers have no state then, unless one was loaded; of the modules it is only known
+#: that they own trained parameters, not which of them are called.
 FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")

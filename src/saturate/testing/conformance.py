@@ -77,7 +77,9 @@ def sample_facts() -> list[Facts]:
         usual, device="cuda", capability=(8, 0), cuda_bf16_native=True, host_to_device_bytes=1 << 20, world_size=4
     )
     old_gpu = dataclasses.replace(cuda, capability=(7, 5), cuda_bf16_native=False, shapes=100, micro_steps=4)
-    found = [Facts(), usual, cuda, old_gpu]
+    limited = [dataclasses.replace(facts, memory_limit_bytes=1 << 30) for facts in (usual, cuda)]
+    hopper = dataclasses.replace(cuda, capability=(9, 0), packages=("torchao",))
+    found = [Facts(), usual, cuda, old_gpu, *limited, hopper]
     for bad in (math.nan, math.inf, -1.0, 0.0):
         times = dict.fromkeys(("step_ms", "input_wait_ms", "backward_ms", "optimizer_ms", "gc_ms_per_step"), bad)
         found += [dataclasses.replace(facts, **times) for facts in (usual, cuda)]

@@ -17,6 +17,7 @@ what it is told; `trial/layers.py` cleans up.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import NamedTuple
@@ -114,8 +115,6 @@ def _unshare(plan: CagePlan) -> None:
 
 
 def _namespace_reason(error: OSError) -> str:
-    import errno
-
     if error.errno == errno.ENOSPC:
         return "namespaces are used up or switched off (user.max_user_namespaces)"
     if error.errno in (errno.EPERM, errno.EACCES):
@@ -140,6 +139,8 @@ class _Stage:
         self.prefix = ""
         self.made: list[str] = []
         self.index: list[dict[str, str]] = []
+        self.kept = _index_of(plan.run_dir)     # of an earlier process of this trial, whose writes this one finds
+        self.next = len(self.kept)
         self.handles: list[int] = []
         self.options = "" if mounts.initial_user_namespace() else ",userxattr"
         if not self.options:
@@ -169,7 +170,7 @@ class _Stage:
                 self._bind(self.real[path], path)
         writable += self._run_folder()
         with open(f"{self.run}/{INDEX}", "w") as file:
-            json.dump(self.index, file)
+            json.dump([*self.index, *self.kept], file)
         self._freeze(writable)
         if self.plan.layout == "root":
             mounts.pivot(self.prefix)
@@ -269,20 +270,26 @@ class _Stage:
                 continue    # not a mount here, or the container had made it read-only
 
     def _overlay(self, at: str, lowers: list[str], target: str | None = None) -> None:
-        name = str(len(self.index))
-        layer = f"{self.run}/{LAYERS}/{name}"
+        entry = next((kept for kept in self.kept if kept["at"] == at), None)
+        if entry is None:
+            entry = {"at": at, "upper": f"{LAYERS}/{self.next}/upper"}
+            self.next += 1
+        else:
+            self.kept.remove(entry)
+        layer = f"{self.run}/{entry['upper']}".removesuffix("/upper")
         os.makedirs(layer, exist_ok=True)
         self._layer_overlay(at, lowers, layer, target)
-        self.index.append({"at": at, "upper": f"{LAYERS}/{name}/upper"})
+        self.index.append(entry)
 
     def _layer_overlay(self, at: str, lowers: list[str], layer: str, target: str | None = None) -> None:
         upper, work = f"{layer}/upper", f"{layer}/work"
-        os.mkdir(upper)
-        os.mkdir(work)
-        seen = os.stat(lowers[-1])      # the top layer gives the folder its mode and owner
-        if os.geteuid() == 0:
-            os.chown(upper, seen.st_uid, seen.st_gid)
-        os.chmod(upper, seen.st_mode & 0o7777)
+        if not os.path.isdir(upper):
+            os.mkdir(upper)
+            os.mkdir(work)
+            seen = os.stat(lowers[-1])      # the top layer gives the folder its mode and owner
+            if os.geteuid() == 0:
+                os.chown(upper, seen.st_uid, seen.st_gid)
+            os.chmod(upper, seen.st_mode & 0o7777)
         options = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work}{self.options}"
         target = target or self.prefix + at
         mounts.mount("overlay", target, "overlay", 0, options)
@@ -295,6 +302,14 @@ class _Stage:
     def _bind(self, source: str, at: str, recursive: bool = False) -> None:
         mounts.bind(source, self.prefix + at, recursive)
         self.made.append(self.prefix + at)
+
+
+def _index_of(run_dir: str) -> list[dict[str, str]]:
+    try:
+        with open(os.path.join(run_dir, INDEX), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return []
 
 
 def _inside(path: str, folder: str) -> bool:

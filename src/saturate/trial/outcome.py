@@ -40,7 +40,10 @@ KINDS = {
     "not_active": "a technique was set but did not take effect",
     "motif_differs": "its step consists of other events than the baseline's",
     "trains_otherwise": "in a timed run it did not train as the baseline does",
+    "over_limit": "it needs more memory than was asked for with --fit",
 }
+
+OUT_OF_MEMORY = ("out_of_memory_device", "out_of_memory_host")
 
 # Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
 _PATTERNS: tuple[tuple[str, str], ...] = (

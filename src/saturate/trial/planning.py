@@ -34,6 +34,10 @@ CACHE_VARIABLES = (
 #: Compiled kernels go to the study, unless the user chose a place: one trial compiles, the others reuse.
 _SHARED = (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton"))
 
+#: Decoded samples go there too, whatever the user chose: a trial must not fill the user's own cache. A trial may make this
+#: many seconds' worth of them before its first step, so that it shows a warm cache.
+SAMPLES_AHEAD_S = 20
+
 _decisions: dict[tuple[object, ...], tuple[bool, str]] = {}
 
 
@@ -58,6 +62,7 @@ def plan(
     shared.mkdir(parents=True, exist_ok=True)
     environment = environment_offline(run_dir, environ)
     environment |= {name: str(shared / folder) for name, folder in _SHARED if not environ.get(name)}
+    environment |= {"SATURATE_DATA_CACHE": str(shared / "data"), "SATURATE_DATA_AHEAD_S": str(SAMPLES_AHEAD_S)}
     layout = "root" if os.geteuid() == 0 else "user"
     made = CagePlan(
         mode="overlay",

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saturate.trial import launch, tree
+from saturate.records import sizes
+from saturate.trial import launch, meter, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep
 from saturate.trial.outcome import Outcome, classify, stalled
 
@@ -79,6 +80,8 @@ class TrialSpec:
     cage: str | None = None                 # JSON of a trial.cage.CagePlan
     redirect: dict[str, Any] | None = None  # for the interception mode
     environment: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)      # more for the agent's plan: see `agent.bootstrap.start`
+    limit_bytes: int | None = None           # a trial whose peak is above it is ended: "over_limit"
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ class Trial:
         self.counts: dict[str, int] = {}        # events in the workload since its start, by token
         self.sample: list[float] = []           # a few entries of a few parameters, at the latest gate
         self.losses: list[list[float]] = []     # of the first updates of a timed trial, by update and micro-step
+        self.peak_bytes: int | None = None      # see `_note_peak`
+        self._looked_at = False
+        self.gates: list[dict[str, Any]] = []   # the latest message of every rank, rank 0 first
         self._lags: list[tuple[int, int]] = []
         self.frozen = False
         self.ended: Outcome | None = None
@@ -124,7 +130,7 @@ class Trial:
         plan = spec.folder / "plan.json"
         plan.write_text(launch.plan_text(
             "verify" if spec.capture else "trial", spec.techniques,
-            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
+            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect, **spec.plan,
         ), encoding="utf-8")
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
         supervisor = spec.folder / "supervise.json"
@@ -141,19 +147,21 @@ class Trial:
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait for the first gate of all ranks; returns rank 0's greeting."""
-        self._wait_gate()
+        gates = self._wait_gate()
         hello = self.server.hello()
         assert hello is not None    # a gate comes after a greeting
         self.steps = hello["steps_so_far"]
         self.first_gate_s = time.monotonic() - self.started
+        self._note_peak(gates)
         (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
         return hello
 
-    def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None) -> Block:
-        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`."""
+    def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None, **orders: Any) -> Block:
+        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`; `orders`: what
+        else every rank is to do on the way (`fit`: see `agent.batching`)."""
         assert not self.frozen
         began = time.perf_counter_ns()
-        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch}))
+        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch, **orders}))
         counts, sample = self.counts, self.sample
         gates = self._wait_gate()
         ended = time.perf_counter_ns()
@@ -161,7 +169,10 @@ class Trial:
         self.server.notices.clear()
         slowest = max(gates, key=lambda gate: gate["stamps"][-1] - gate["stamps"][skip])
         stamps = slowest["stamps"]
-        self._lags.append((ended - began, stamps[-1] - stamps[0]))
+        if not orders:          # what else is asked for takes its time at the gate
+            self._lags.append((ended - began, stamps[-1] - stamps[0]))
+        self._looked_at = self._looked_at or watch is not None
+        self._note_peak(gates)
         problem = next(filter(None, (clock_problem(began, gate["stamps"], ended) for gate in gates)), clocks_drift(self._lags))
         if problem is not None:
             raise self.end(Outcome("clock_disagrees", problem))
@@ -177,6 +188,7 @@ class Trial:
 
     def ask(self, question: str) -> Any:
         """Facts or evidence, while at the gate."""
+        self._looked_at = self._looked_at or question == "ceilings"
         return self._guarded(lambda: self.server.ask({"do": question}, self.workload.timeout_s, self._alive))
 
     def look(self, kind: str, skip: int, steps: int, **options: Any) -> dict[str, Any]:
@@ -191,9 +203,22 @@ class Trial:
     def _wait_gate(self) -> list[dict[str, Any]]:
         silence = self.workload.timeout_s
         gates = self._guarded(lambda: self.server.wait_gates(silence, self._alive, self._printed_bytes, PATIENCE * silence))
+        self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
         return gates
+
+    def _note_peak(self, gates: list[dict[str, Any]]) -> None:
+        """`peak_bytes` is the most since the start: what torch's allocator reserved on the device of the neediest rank; on a
+        CPU what the tree had resident. What a profiler or a measurement of ceilings takes is not the workload's."""
+        if self._looked_at:
+            return
+        device = [gate["device_peak_bytes"] for gate in gates if gate.get("device_peak_bytes") is not None]
+        found = max(device) if device else meter.high_water_bytes(self.supervisor.pid)
+        self.peak_bytes = max(self.peak_bytes or 0, found) or None
+        limit = self.spec.limit_bytes
+        if limit is not None and found > limit:
+            raise self.end(Outcome("over_limit", f"needs {sizes.show(found)}, the limit is {sizes.show(limit)}"))
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
@@ -242,6 +267,10 @@ class Trial:
     def stop(self) -> Outcome:
         """End it because we have seen enough."""
         return self.end(Outcome("ok", "stopped when enough was measured")).outcome
+
+    def finished(self) -> Outcome | None:
+        """How the workload ended by itself, or None while it runs: for who follows it by other means than the gate."""
+        return None if self._alive() else self._collect("the process ended").outcome
 
     def end(self, outcome: Outcome) -> TrialEnded:
         """Kill the tree, record `outcome`, and return the exception to raise."""

@@ -1,0 +1,144 @@
+"""Applying techniques before the first training forward, for those that must act before memory is taken.
+
+Others of stage "model" wait until the step is known and one step was inspected; what saves memory would come too late
+then: the first steps would take what it saves. So a technique that declares `EARLY = True` is applied when a module
+with parameters of an optimizer is called in training mode for the first time. In verification runs it waits like the
+others, so that the first updates are the baseline's, unless the plan says otherwise. Where nothing of the kind is
+seen, or it cannot be applied yet, it is applied with the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+from typing import Any
+
+from saturate.agent import memory, observe
+
+#: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
+MOST_CALLS = 2000
+
+
+def install(session: Any) -> None:
+    """Look out for the first training forward, if the plan has any use for it: a technique, what is known by then, or a limit
+    for the device's allocator."""
+    plan = session.plan
+    wanted = any(_is_early(entry) for entry in plan["techniques"]) and (plan["mode"] != "verify" or plan.get("early"))
+    if wanted or plan.get("early_facts") or plan.get("device_limit_bytes"):
+        FirstForward(session, apply=wanted)
+
+
+def _is_early(entry: dict[str, Any]) -> bool:
+    from saturate.errors import TechniqueError
+    from saturate.techniques import _registry
+
+    try:
+        return getattr(_registry.load_one(entry["module"], entry.get("path")), "EARLY", False)
+    except TechniqueError:
+        return False        # reported when its stage comes
+
+
+class FirstForward:
+    """Listens to every call of a module until the first one that counts."""
+
+    def __init__(self, session: Any, apply: bool):
+        from saturate.agent import seams
+
+        self.session = session
+        self.apply = apply
+        self.calls = 0
+        torch, owner = session.torch, session.torch.nn.Module
+        original = vars(owner)["__call__"]
+
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if session.constructed and not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+                session.guard(self._called, module)
+            return original(module, *args, **kwargs)
+
+        seams.replace(session, owner, "__call__", call)
+        self._restore = session.undo[-1]
+
+    def _called(self, module: Any) -> None:
+        session = self.session
+        if session.asleep:
+            return
+        self.calls += 1
+        optimizers = [o for reference in session.constructed if (o := reference()) is not None and "param_groups" in vars(o)]
+        trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+        if session.phase == "active" or self.calls > MOST_CALLS:
+            self._restore()
+        elif any(id(p) in trained for p in module.parameters()):
+            self._restore()
+            self._begin(module, tuple(optimizers), list(trained.values()))
+
+    def _begin(self, module: Any, optimizers: tuple[Any, ...], trained: list[Any]) -> None:
+        from saturate.agent import application
+
+        session = self.session
+        owners = front(observe.all_modules(session.torch), {id(p) for p in trained}, module)
+        distributed = session.torch.nn.parallel.DistributedDataParallel
+        modules = tuple(m.module if isinstance(m, distributed) else m for m in owners)
+        if session.plan.get("early_facts") and observe.rank() == 0:
+            with open(session.plan["early_facts"], "w", encoding="utf-8") as file:
+                json.dump(_facts(session, modules, optimizers, trained[0].device.type, modules != tuple(owners)), file)
+        session.context.device = trained[0].device.type
+        if session.plan.get("device_limit_bytes"):
+            memory.DeviceMemory(session).limit(session.plan["device_limit_bytes"])
+        if self.apply:
+            context = session.context
+            context.modules, context.optimizers = modules, optimizers
+            context.early = True
+            application.apply_stage(session, "model", before_training=True)
+            context.early = False
+
+
+def front(modules: list[Any], trained: set[int], called: Any) -> list[Any]:
+    """The outermost modules that own trained parameters; one that only holds `called` gives way to its children, since its
+    own forward is not what is called (a LightningModule)."""
+    owners = [m for m in modules if any(id(p) in trained for p in m.parameters())]
+    children = {id(child) for m in owners for child in m._modules.values() if child is not None}
+    found = [m for m in owners if id(m) not in children]
+    while called not in found:
+        holder = next((m for m in found if any(below is called for below in m.modules())), None)
+        if holder is None:
+            return found
+        inner = [c for c in holder.children() if any(id(p) in trained for p in c.parameters())]
+        found = [m for m in found if m is not holder] + inner
+    return found
+
+
+class _NothingSeen:
+    """What an inspection would know, before any step was inspected: the modules, and None for the rest."""
+
+    def __init__(self, torch: Any, modules: tuple[Any, ...], device: str, distributed: bool):
+        self.device, self.modules, self.distributed = device, modules, distributed
+        self.device_name = torch.cuda.get_device_name() if device == "cuda" else ""
+        self.compiled, self.shapes = False, ()
+
+    def describe(self) -> str:
+        return ""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Before:
+    """A session before its first step."""
+
+    def __init__(self, session: Any, inspection: _NothingSeen, optimizers: tuple[Any, ...]):
+        self._session, self.inspection, self._optimizers = session, inspection, optimizers
+        self.step = types.SimpleNamespace(micro_steps=1)
+
+    def living_optimizers(self) -> tuple[Any, ...]:
+        return self._optimizers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def _facts(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...], device: str, distributed: bool) -> dict[str, Any]:
+    """What can be said before a step has run; what nobody has seen yet is left out."""
+    seen = observe.facts(_Before(session, _NothingSeen(session.torch, modules, device, distributed), optimizers))
+    return {name: value for name, value in seen.items() if value is not None}

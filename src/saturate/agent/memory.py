@@ -1,0 +1,97 @@
+"""What memory a training process holds: by kind, and on a CUDA device what its caching allocator took at most.
+
+On a CPU the peak is seen from outside (`trial.meter`). The CUDA part was not run on a device when it was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from saturate.agent import observe
+
+
+class DeviceMemory:
+    """The caching allocator's peaks since `begin`. Every method does nothing where the training is not on CUDA."""
+
+    def __init__(self, session: Any):
+        self.session = session
+        self._retries = 0
+        self._limited = False
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.session.context.device == "cuda"
+
+    def limit(self, limit_bytes: int) -> None:
+        """Let the allocator take no more than this: beyond it, it frees its cache, and then raises out of memory."""
+        if self._on_cuda and not self._limited:
+            cuda = self.session.torch.cuda
+            total = cuda.get_device_properties(cuda.current_device()).total_memory
+            cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+            self._limited = True
+
+    def begin(self) -> None:
+        """A window begins: what another batch size left in the cache is given back, and peaks start anew."""
+        if self._on_cuda:
+            cuda = self.session.torch.cuda
+            cuda.synchronize()
+            cuda.empty_cache()
+            cuda.reset_peak_memory_stats()
+            self._retries = cuda.memory_stats().get("num_alloc_retries", 0)
+
+    def seen(self) -> dict[str, int] | None:
+        """Bytes, and how often the allocator had to free its cache before it could go on; None on a CPU."""
+        if not self._on_cuda:
+            return None
+        cuda = self.session.torch.cuda
+        free, total = cuda.mem_get_info()
+        return {"reserved_bytes": cuda.max_memory_reserved(), "allocated_bytes": cuda.max_memory_allocated(),
+                "now_bytes": cuda.memory_reserved(), "idle_bytes": cuda.memory_allocated(),
+                "retries": cuda.memory_stats().get("num_alloc_retries", 0) - self._retries,
+                "free_bytes": free, "total_bytes": total}
+
+
+def give_back_freed(session: Any) -> None:
+    """On a CPU: let the C library return what was freed, so that what is resident is what is in use. glibc only."""
+    if session.context.device == "cpu":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def kinds(session: Any) -> dict[str, int]:
+    """Bytes held between two steps, by kind: what the optimizers and the trained modules own. Each storage counts once."""
+    optimizers = session.living_optimizers()
+    trained = observe.trained_parameters(session)
+    owned = [t for m in session.context.modules for t in (*m.parameters(), *m.buffers())]
+    state = (t for o in optimizers for entry in list(o.state.values()) for t in _tensors(session.torch, entry))
+    counted: set[int] = set()
+    return {
+        "parameters": _bytes([*trained, *owned], counted),
+        "gradients": _bytes([p.grad for p in [*trained, *owned] if p.grad is not None], counted),
+        "optimizer_state": _bytes(state, counted),
+    }
+
+
+def _bytes(tensors: Any, counted: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)        # a DTensor's shard
+        if id(local) not in counted:
+            counted.add(id(local))
+            total += local.numel() * local.element_size()
+    return total
+
+
+def _tensors(torch: Any, value: Any) -> Iterator[Any]:
+    """Tensors in what an optimizer keeps for a parameter: mostly a flat dictionary, lists in LBFGS."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(torch, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(torch, item)

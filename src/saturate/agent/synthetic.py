@@ -1,0 +1,124 @@
+"""Steps without the loader: one batch of each loader is kept and given out again, so that what the loader costs shows
+as a difference. A window like those of `agent.profiling`, timed by its block; real batches come again when it ends.
+
+Epochs keep their lengths: a replayed batch counts, and an iterator that has given out as many as its sampler has,
+real ones and replayed ones, is at its end.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from saturate.agent.window import Window
+
+_COUNT = "_saturate_replayed"       # on an iterator: batches that it gave out without loading them, and in which epoch
+
+
+class Replay(Window):
+    """Replays from the step before the window on, whose batch is the one that is kept."""
+
+    def prepare(self) -> None:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        self.replayed = 0
+        keep_length(self.session, _BaseDataLoaderIter)
+        original = _BaseDataLoaderIter.__next__
+        kept: dict[Any, tuple[Any, Any]] = {}       # by loader: the dataset, so that its id stays taken, and the batch
+
+        @functools.wraps(original)
+        def next_batch(this: Any) -> Any:
+            key = id(this._dataset), getattr(this._index_sampler, "batch_size", None)
+            if key not in kept or at_end(this):
+                batch = original(this)              # raises StopIteration at the end
+                kept[key] = this._dataset, Kept(self.torch, batch)
+                return batch
+            vars(this)[_COUNT] = replayed_by(this) + 1, this._sampler_iter
+            self.replayed += 1
+            return kept[key][1].again()
+
+        self.replace(_BaseDataLoaderIter, "__next__", next_batch)
+
+    def finish(self) -> None:
+        self.result["replayed"] = self.replayed
+
+
+def keep_length(session: Any, iterator: Any) -> None:
+    """From now on, iterators that replayed batches end where they would have ended without."""
+    if getattr(iterator.__next__, "_saturate_keeps_length", False):
+        return
+    original = iterator.__next__
+
+    @functools.wraps(original)
+    def next_batch(this: Any) -> Any:
+        if replayed_by(this) and at_end(this):
+            raise StopIteration
+        return original(this)
+
+    next_batch._saturate_keeps_length = True        # type: ignore[attr-defined]
+    iterator.__next__ = next_batch
+
+    def undo() -> None:
+        if vars(iterator).get("__next__") is next_batch:
+            iterator.__next__ = original
+
+    session.undo.append(undo)
+
+
+def replayed_by(iterator: Any) -> int:
+    """Batches of this epoch that were replayed. A persistent iterator begins anew with a new iterator of its
+    sampler."""
+    count, epoch = vars(iterator).get(_COUNT, (0, None))
+    return count if epoch is iterator._sampler_iter else 0
+
+
+def at_end(iterator: Any) -> bool:
+    """Whether an iterator has given out its last batch, counting those that it replayed."""
+    try:
+        return iterator._num_yielded + replayed_by(iterator) >= len(iterator._index_sampler)
+    except (TypeError, NotImplementedError):
+        return False                                # it has no length
+
+
+class Kept:
+    """A batch that can be given out again and again, whatever the script does to what it gets."""
+
+    def __init__(self, torch: Any, batch: Any):
+        self._torch = torch
+        self._batch = batch
+        self._pristine: dict[int, tuple[Any, Any, int]] = {}    # by id: the tensor, a copy of it, its version
+        self._fresh(batch, self._remember)
+
+    def again(self) -> Any:
+        """The same batch: containers are made anew, tensors written to since are written back."""
+        return self._fresh(self._batch, self._restored)
+
+    def _remember(self, tensor: Any) -> Any:
+        self._pristine[id(tensor)] = tensor, tensor.detach().clone(), tensor._version
+        return tensor
+
+    def _restored(self, tensor: Any) -> Any:
+        kept, pristine, version = self._pristine[id(tensor)]
+        if kept._version != version:
+            with self._torch.no_grad():
+                kept.copy_(pristine)
+            self._pristine[id(tensor)] = kept, pristine, kept._version
+        return kept
+
+    def _fresh(self, value: Any, change: Any) -> Any:
+        if isinstance(value, self._torch.Tensor):
+            return change(value)
+        if isinstance(value, tuple):
+            items = [self._fresh(item, change) for item in value]
+            return type(value)._make(items) if hasattr(value, "_make") else tuple(items) if type(value) is tuple else value
+        if type(value) is list:
+            return [self._fresh(item, change) for item in value]
+        if type(value) is dict:
+            return {key: self._fresh(item, change) for key, item in value.items()}
+        if hasattr(value, "keys") and hasattr(value, "__setitem__"):     # a BatchEncoding and its like
+            made = copy.copy(value)
+            for key in list(value.keys()):
+                made[key] = self._fresh(value[key], change)
+            return made
+        return value

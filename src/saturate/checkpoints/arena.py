@@ -1,0 +1,123 @@
+"""Host buffers that snapshots are copied into: kept and reused, shared with the helper process, pinned for a GPU.
+
+A fresh buffer costs a page fault per 4 KiB at its first use, more than the copy itself; so buffers are kept. They are
+memfd files (the helper maps them by descriptor; /dev/shm and its limit are not involved).
+
+Untested without a GPU: `Arena.pin`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from typing import Any
+
+_GRAIN = 1 << 21                # whole huge pages
+_SLACK = 16                     # a sixteenth more than asked for: the next snapshot may be a little larger
+_KEPT = 2                       # idle buffers; more than two different sizes in turn are rare
+
+
+class Arena:
+    """`size` bytes of host memory. `tensor` is a uint8 view of it; `descriptor` is -1 where memory has no file."""
+
+    def __init__(self, torch: Any, size: int):
+        self.size = size
+        self.descriptor = -1
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("saturate-checkpoint", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, size)
+        self.memory = mmap.mmap(self.descriptor, size)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._torch = torch
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Page-lock it, so that copies from the GPU need no staging by the driver and do not block the host."""
+        if not self._pinned:
+            status = self._torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
+            self._pinned = int(status) == 0     # refused (ulimit -l): copies still work, more slowly
+
+    def close(self) -> None:
+        if self._pinned:
+            self._torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        del self.tensor             # it exports the mapping, which could not be closed before
+        try:
+            self.memory.close()
+        except BufferError:
+            pass                    # a view of it lives on in a traceback; the mapping ends with it
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class Pool:
+    """Arenas by size. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+        self._idle: list[Arena] = []
+
+    def take(self, size: int) -> Arena | None:
+        """An arena of at least `size` bytes; None when memory is too short for another one."""
+        fitting = [arena for arena in self._idle if size <= arena.size <= 4 * max(size, _GRAIN)]
+        if fitting:
+            arena = min(fitting, key=lambda arena: arena.size)
+            self._idle.remove(arena)
+            return arena
+        wanted = -(-(size + size // _SLACK) // _GRAIN) * _GRAIN
+        self._drop(wanted)
+        available = available_bytes()
+        if available is not None and wanted > available // 2:
+            return None
+        try:
+            return Arena(self._torch, wanted)
+        except (OSError, ValueError, OverflowError):       # no memory, no descriptors: the caller does without
+            return None
+
+    def give(self, arena: Arena) -> None:
+        self._idle.append(arena)
+        self._drop(0)
+
+    def _drop(self, wanted: int) -> None:
+        """Close what is idle and will not be used again: the smaller ones first, all of them for a larger one."""
+        self._idle.sort(key=lambda arena: arena.size)
+        while len(self._idle) > _KEPT or (wanted and self._idle and self._idle[0].size < wanted):
+            self._idle.pop(0).close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+def available_bytes() -> int | None:
+    """Host memory that may still be used: the kernel's estimate, or the cgroup's limit. None where neither is known."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found = []
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    limit = _cgroup_bytes()
+    if limit is not None:
+        found.append(limit)
+    return min(found, default=None)
+
+
+def _cgroup_bytes() -> int | None:
+    """What this process's own cgroup (version 2) still allows; cached file pages can be taken back."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as file:
+            own = next((line[3:].strip() for line in file if line.startswith("0::")), "/")
+        folder = "/sys/fs/cgroup" + own.rstrip("/")
+        with open(f"{folder}/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        if limit == "max":
+            return None
+        with open(f"{folder}/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+        with open(f"{folder}/memory.stat", encoding="ascii") as file:
+            cached = next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):
+        return None             # no cgroup here that limits memory
+    return int(limit) - used + cached

@@ -1,0 +1,146 @@
+"""Free what no checkpoint needs. A checkpoint goes only when no file names it, it is not among the newest of its
+series, and the caller removes at all; what remains is complete at every moment, so it may be killed anywhere.
+
+Order: manifests first, then packs that nothing needs, then packs that are mostly dead are written anew before the old
+one goes. What a writer left behind when it was killed goes too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from saturate.checkpoints import durable, manifests, pointer
+from saturate.checkpoints.chunks import PackWriter, Store
+from saturate.checkpoints.manifests import Manifest
+from saturate.errors import CheckpointDamaged
+
+#: A pack is written anew when less than this share of it is still needed.
+REWRITE_BELOW = 0.5
+
+#: Folders deep that pointers are looked for below the folders that checkpoints were saved to.
+_DEEPEST = 3
+
+
+@dataclass
+class Plan:
+    """What would be removed, and why the rest stays."""
+
+    kept: list[tuple[Manifest, str]] = field(default_factory=list)      # with the reason
+    removed: list[Manifest] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)               # manifests that cannot be read; they stay
+    dead_packs: list[str] = field(default_factory=list)
+    rewritten_packs: list[str] = field(default_factory=list)
+    leftovers: list[Path] = field(default_factory=list)
+    needed: set[bytes] = field(default_factory=set)                     # chunks of what is kept
+    store_bytes: int = 0
+    freed_bytes: int = 0
+
+
+def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) -> Plan:
+    """What `gc` would do. `keep`: the newest of each series that stay; `keep_every`: each k-th save stays; `places`:
+    more folders to look for files that name checkpoints.
+    """
+    store.refresh()
+    found, damaged = manifests.all_of(store)
+    named = _named([*places, *(Path(m.path).parent for m in found)], store.folder)
+    plan = Plan(damaged=damaged, store_bytes=store.pack_bytes())
+    newest: dict[str, int] = defaultdict(int)
+    for manifest in reversed(found):
+        newest[manifest.series] += 1
+        if manifest.id in named:
+            plan.kept.append((manifest, f"{named[manifest.id]} names it"))
+        elif newest[manifest.series] <= keep:
+            plan.kept.append((manifest, f"among the newest {keep} of its series"))
+        elif keep_every and manifest.number % keep_every == 0:
+            plan.kept.append((manifest, f"save {manifest.number}, every {keep_every} are kept"))
+        else:
+            plan.removed.append(manifest)
+    _weigh_packs(store, plan)
+    plan.leftovers = [path for folder in (store.packs, store.manifests) for path in folder.glob(f"{durable.TEMPORARY}*")]
+    plan.freed_bytes += sum(path.stat().st_size for path in plan.leftovers)
+    return plan
+
+
+def _named(folders: list[Path], store: Path) -> dict[str, Path]:
+    """Checkpoints that files below these folders name -> one such file. A folder that is gone may have been renamed:
+    its siblings are looked through.
+    """
+    wanted: dict[Path, None] = {}
+    for folder in folders:
+        if os.path.isdir(folder):
+            wanted[folder] = None
+        elif os.path.isdir(folder.parent) and folder.parent != Path(folder.anchor):      # never the whole machine
+            wanted.update(dict.fromkeys(path for path in folder.parent.iterdir() if os.path.isdir(path)))
+    found: dict[str, Path] = {}
+    for top in wanted:
+        depth = len(top.parts)
+        for place, folders_below, names in os.walk(top):
+            if len(Path(place).parts) - depth >= _DEEPEST or Path(place) == store:
+                folders_below.clear()
+            for name in names:
+                path = Path(place) / name
+                pointed = pointer.read(path)
+                if pointed is not None:
+                    found.setdefault(pointed.checkpoint, path)
+    return found
+
+
+def _weigh_packs(store: Store, plan: Plan) -> None:
+    """Which packs go, and which shrink. With a manifest that cannot be read, or a pack, nothing may be judged
+    dead.
+    """
+    if plan.damaged or store.problems:
+        return
+    for manifest, _ in plan.kept:
+        try:
+            plan.needed |= store.bases_of(manifests.addresses(store, manifest))
+        except CheckpointDamaged as error:
+            plan.damaged[manifest.id] = error.message
+            return
+    total: dict[str, int] = defaultdict(int)
+    alive: dict[str, int] = defaultdict(int)
+    for digest, entry in store.index.items():
+        total[entry.pack] += entry.stored_bytes
+        alive[entry.pack] += entry.stored_bytes if digest in plan.needed else 0
+    for path in sorted(store.packs.glob("*.pack")):
+        if not alive[path.name]:
+            plan.dead_packs.append(path.name)
+            plan.freed_bytes += path.stat().st_size
+        elif alive[path.name] < REWRITE_BELOW * total[path.name]:
+            plan.rewritten_packs.append(path.name)
+            plan.freed_bytes += total[path.name] - alive[path.name]
+
+
+def carry_out(store: Store, plan: Plan) -> None:
+    """Remove what the plan says. Hold the lock alone since before it was made."""
+    for manifest in plan.removed:
+        (store.manifests / f"{manifest.id}.json").unlink()
+    for path in plan.leftovers:
+        path.unlink()
+    durable.sync_folder(store.manifests)        # before chunks go: a manifest must never come back without them
+    for name in plan.rewritten_packs:
+        _rewrite(store, name, plan.needed)
+    for name in plan.dead_packs:
+        (store.packs / name).unlink()
+    durable.sync_folder(store.packs)
+    store.refresh()
+
+
+def _rewrite(store: Store, name: str, needed: set[bytes]) -> None:
+    """Copy what is needed of a pack into a new one, as it is coded, then remove the old one."""
+    writer = PackWriter(store)
+    try:
+        for digest, entry in store.index.items():
+            if entry.pack == name and digest in needed:
+                payload = store.payload(entry)
+                if len(payload) != entry.stored_bytes:
+                    raise CheckpointDamaged(f"{store.packs / name} is damaged", cause="it ends too early")
+                writer.add(digest, payload, entry.coding, entry.raw_bytes, entry.base, entry.depth)
+        writer.commit()
+    except BaseException:
+        writer.abandon()
+        raise
+    (store.packs / name).unlink()

@@ -1,0 +1,112 @@
+"""`torch.distributed.checkpoint.save` in the background: torch's own writer, on a copy, with collectives of its own.
+
+The copy is made before `save` returns. The collectives of the save run on a gloo group that only saves use: on a
+shared one they would mix with those of the training, and hang. A checkpoint goes this way where nothing speaks against
+it that all ranks see alike: a path that holds no checkpoint yet, and no writer, planner or group of the script's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saturate.checkpoints.durable import sync_folder
+from saturate.checkpoints.writer import Writer
+
+METADATA = ".metadata"
+
+
+class Later:
+    """What `save` returns: torch's Metadata, as soon as somebody looks into it."""
+
+    def __init__(self, wait: Callable[[], None], found: list[Any]):
+        self._wait = wait
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        self._wait()
+        return getattr(self._found[0], name)
+
+
+class Shards:
+    """Replaces `torch.distributed.checkpoint.save` for this rank."""
+
+    def __init__(self, torch: Any, writer: Writer, saved: Callable[[], None]):
+        self.torch = torch
+        self.writer = writer
+        self.saved = saved
+        self._group: Any = None
+
+    def save(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def save(state_dict: Any, *args: Any, checkpoint_id: Any = None, **kwargs: Any) -> Any:
+            own = args or any(value not in (None, False) for value in kwargs.values())
+            local = isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in str(checkpoint_id)
+            if self.writer.closed or self.writer.foreign or own or not local:
+                self.writer.flush()
+                return original(state_dict, *args, checkpoint_id=checkpoint_id, **kwargs)
+            folder = Path(os.path.realpath(checkpoint_id))
+            self.writer.wait_for([number for number, job in self.writer.pending.items() if job.path == str(folder)])
+            if (folder / METADATA).exists():            # overwritten in place, by torch: not while anybody reads
+                self.writer.flush()
+                return original(state_dict, checkpoint_id=checkpoint_id)
+            return self._later(original, state_dict, folder)
+
+        return save
+
+    def _later(self, original: Any, state_dict: Any, folder: Path) -> Later:
+        began = time.perf_counter()
+        self.writer.raise_failure()
+        way = self.writer.costs.way()
+        group = self._private_group()
+        state = self._copy(state_dict)
+        found: list[Any] = []
+
+        def write() -> None:
+            options = {"process_group": group} if group is not None else {}
+            found.append(original(state, checkpoint_id=folder, **options))
+            sync_folder(folder)
+            sync_folder(folder.parent)
+            state.clear()
+
+        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state, self.torch))
+        number = self.writer.perform(str(folder), size, write)
+        if way == "sync":
+            self.writer.wait_for([number])
+            self.writer.raise_failure()
+        self.writer.count(way, size, time.perf_counter() - began)
+        self.saved()
+        return Later(lambda: self.writer.wait_for([number]), found)
+
+    def _private_group(self) -> Any:
+        distributed = self.torch.distributed
+        if not distributed.is_initialized():
+            return None
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        return self._group
+
+    def _copy(self, state_dict: Any) -> dict[str, Any]:
+        """Every tensor in host memory of its own, every other object copied."""
+        from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
+        from torch.distributed.checkpoint.stateful import Stateful
+
+        state = {key: value.state_dict() if isinstance(value, Stateful) else value
+                 for key, value in state_dict.items()}
+        if any(tensor.device.type != "cpu" for tensor in _tensors(state, self.torch)):
+            state = _offload_state_dict_to_cpu(state, type_check=False)
+        with self.torch.no_grad():
+            return copy.deepcopy(state)
+
+
+def _tensors(value: Any, torch: Any) -> list[Any]:
+    """Every tensor in nested mappings and sequences."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item, torch)]

@@ -1,0 +1,53 @@
+"""Files that exist whole or not at all: temporary file, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+#: How temporary files are named. One that lies about belongs to a process that was killed.
+TEMPORARY = ".saturate-temporary-"
+
+
+def temporary(folder: Path) -> Path:
+    """A name in `folder` that nobody else uses."""
+    return folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def publish(temporary_path: Path, stream: BinaryIO, path: Path) -> None:
+    """Make a complete temporary file durable, and give it its name."""
+    stream.flush()
+    os.fsync(stream.fileno())
+    os.replace(temporary_path, path)
+    sync_folder(path.parent)
+
+
+def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write(stream)` fill a new file, then put it in the place of `path`, which keeps its permissions.
+
+    Whatever happens, `path` holds the old bytes or the new ones. A symbolic link stays one: its target is replaced.
+    """
+    path = path.resolve()
+    new = temporary(path.parent)
+    try:
+        with open(new, "xb") as stream:
+            write(stream)
+            if path.exists():
+                os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
+            publish(new, stream, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,280 @@
+"""What looks at a file that is still on its way waits for it; what could announce or outlive it waits too.
+
+`install` replaces the functions of `os`, `builtins.open` and a few ways to start or end processes by ones that ask
+first. An audit hook would see more callers, but cannot be removed, runs at every event of the interpreter, and there
+is no event for `os.stat`. With nothing pending the price is one look at an empty dictionary.
+
+    reads (open, stat, listdir...)      wait for that very file, or the files of that folder
+    creations (open for writing, link)  wait for all files in the folder of the new name and below: a pointer such as
+                                        `latest` stands beside its checkpoint or above it
+    removals (unlink, rename, rmdir)    wait for everything: the last good one must not go before the next is there
+    barriers, programs, exits           wait for everything
+
+A forked child does not delay its parent (loader workers are forked all the time): it waits by itself when it looks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from saturate.checkpoints.writer import Job, Writer, inside, quiet
+
+_READS = ("stat", "lstat", "access", "readlink", "chmod", "chown", "lchown", "utime", "getxattr", "setxattr",
+          "listxattr", "removexattr")
+_LISTS = ("listdir", "scandir")
+_REMOVALS = ("unlink", "remove", "rmdir", "rename", "replace", "truncate")
+_CREATIONS = ("link", "symlink")
+_PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "execv", "execve")
+_SETS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+#: Python's own for output that could not be written at the end.
+_EXIT_CODE = 120
+
+#: Signals whose default is to end the process at once.
+_DEADLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+class Guards:
+    """For one writer. `signals_held` are the deadly ones that flush first while something is pending."""
+
+    def __init__(self, writer: Writer):
+        self.writer = writer
+        self.signals_held: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        for names, before in ((_READS, self._read), (_LISTS, self._list), (_REMOVALS, self._everything),
+                              (_CREATIONS, self._create), (_PROGRAMS, self._everything)):
+            for name in names:
+                if hasattr(os, name):
+                    self._replace_os(name, before)
+        self._replace_os("open", self._os_open)
+        self._replace_os("kill", self._kill)
+        self._replace_os("killpg", self._kill_group)
+        self._replace_os("abort", self.writer.flush)
+        self._set(os, "_exit", self._exiting(os._exit))
+        opened = self._asking(io.open, self._open)
+        self._set(builtins, "open", opened)
+        self._set(io, "open", opened)
+        self._set(subprocess.Popen, "_execute_child", self._asking(subprocess.Popen._execute_child, self._everything))
+        self._set(multiprocessing.process.BaseProcess, "start",
+                  self._asking(multiprocessing.process.BaseProcess.start, self._process))
+
+    def _replace_os(self, name: str, before: Any) -> None:
+        original = getattr(os, name)
+        function = self._asking(original, before)
+        for group in _SETS:             # callers look up there what a function can do
+            members = getattr(os, group)
+            if original in members:
+                members.add(function)
+                self._undo.append(functools.partial(members.discard, function))
+        self._set(os, name, function)
+
+    def _asking(self, original: Any, before: Any) -> Any:
+        """`original`, but while something is pending `before` is called first with the same arguments."""
+        pending = self.writer.pending
+        failures = self.writer.failures
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if (pending or failures) and not inside():
+                with quiet():
+                    before(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return function
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        original = vars(owner)[name]
+
+        def undo() -> None:
+            if vars(owner).get(name) is value:          # somebody may have wrapped ours, which then only passes on
+                setattr(owner, name, original)
+
+        setattr(owner, name, value)
+        self._undo.append(undo)
+
+    def _read(self, path: Any = None, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
+        place = _canonical(path, dir_fd)
+        self._wait(lambda job: _is_of(job, place))
+
+    def _list(self, path: Any = ".", *_: Any) -> None:
+        place = _canonical("." if path is None else path, None, of_descriptor=True)
+        self._wait(lambda job: place is not None and (job.folder == place or _is_of(job, place)))
+
+    def _create(self, src: Any = None, dst: Any = None, *_: Any, dst_dir_fd: int | None = None,
+                dir_fd: int | None = None, **__: Any) -> None:
+        place = _canonical(dst, dst_dir_fd if dst_dir_fd is not None else dir_fd)
+        linked = _canonical(src, None)
+        self._wait(lambda job: _is_of(job, linked) or (place is not None and _below(job, os.path.dirname(place))))
+        self.writer.raise_failure()
+
+    def _open(self, file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> None:
+        self._opens(_canonical(file, None), isinstance(mode, str) and bool(set(mode) & set("wax+")))
+
+    def _os_open(self, path: Any = None, flags: int = 0, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
+        self._opens(_canonical(path, dir_fd), bool(flags & _WRITES))
+
+    def _opens(self, place: str | None, writes: bool) -> None:
+        if place is None:
+            return
+        # A folder is opened to be listed, synced or removed with all that it holds.
+        if writes:
+            self._wait(lambda job: _below(job, os.path.dirname(place)))
+            self.writer.raise_failure()
+        elif self._wait(lambda job: _is_of(job, place) or _below(job, place)) or self._failed(place):
+            self.writer.raise_failure()
+
+    def _failed(self, place: str) -> bool:
+        return any(failure.path == place for failure in self.writer.failures)
+
+    def _wait(self, concerns: Callable[[Job], bool]) -> bool:
+        """Wait for the jobs that it concerns; whether there were any."""
+        found = [job.number for job in list(self.writer.pending.values()) if concerns(job)]
+        self.writer.wait_for(found)
+        return bool(found)
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def _everything(self, *_: Any, **__: Any) -> None:
+        self.writer.flush()
+        self.writer.raise_failure()
+
+    def _kill(self, pid: int, number: int) -> None:
+        if pid in (0, os.getpid(), -os.getpgrp()) and number:
+            self.writer.flush()
+
+    def _kill_group(self, group: int, number: int) -> None:
+        self._kill(-group, number)
+
+    def _exiting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def _exit(status: int) -> None:
+            with quiet():
+                self.writer.flush()
+            original(_EXIT_CODE if self.writer.failures and not status else status)
+
+        return _exit
+
+    def _process(self, process: Any) -> None:
+        method = getattr(process, "_start_method", None) or multiprocessing.get_start_method(allow_none=True)
+        if method != "fork":
+            self._everything()
+
+    def looking(self, original: Any) -> Any:
+        """A reader of files that opens them without Python; it names the file first, or `filename`."""
+        return self._asking(original, lambda filename=None, *_, **__: self._open(filename))
+
+    def waiting(self, original: Any) -> Any:
+        """A barrier that is not passed before this rank's files are durable."""
+        return self._asking(original, self._everything)
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    def hold_signals(self) -> None:
+        """Something is pending: deadly signals that nobody handles flush first. Only the main thread may do this; a
+        handler that stayed longer than needed would hide from libraries that the signal is free."""
+        if not self.writer.pending or threading.current_thread() is not threading.main_thread():
+            return
+        caught = _caught_signals()
+        for number in _DEADLY:
+            if signal.getsignal(number) == signal.SIG_DFL and not caught >> (number - 1) & 1:
+                signal.signal(number, self._dies)
+                self.signals_held.add(number)
+
+    def release_signals(self) -> None:
+        """Nothing is pending any more."""
+        if not self.signals_held or threading.current_thread() is not threading.main_thread():
+            return
+        for number in self.signals_held:
+            if signal.getsignal(number) == self._dies:
+                signal.signal(number, signal.SIG_DFL)
+        self.signals_held.clear()
+
+    def _dies(self, number: int, frame: Any) -> None:
+        with quiet():
+            self.writer.flush()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def at_exit(self) -> None:
+        """Flush; a failure that nobody was told of becomes the exit code. All other exit handlers still run."""
+        if self.writer.foreign:
+            return
+        with quiet():
+            self.writer.close()
+        if self.writer.failures:
+            sys.stdout = _Failing(sys.stdout, self.writer.failures[0].error)
+
+    def undo(self) -> None:
+        with quiet():
+            self.writer.close()
+        self.release_signals()
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Failing:
+    """Standard output whose flush at the end of the process says that a checkpoint is missing."""
+
+    closed = False
+
+    def __init__(self, stream: Any, error: OSError):
+        self._stream = stream
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise self._error
+
+
+def _caught_signals() -> int:
+    """The mask of signals that anybody handles. `signal.getsignal` knows only those of its own: not `faulthandler`'s."""
+    try:
+        with quiet(), open("/proc/self/status", encoding="ascii") as file:
+            return next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+    except FileNotFoundError:
+        return 0                    # not Linux: what Python knows must do
+
+
+def _canonical(path: Any, dir_fd: int | None, of_descriptor: bool = False) -> str | None:
+    """The absolute path without links; None where a call names no path."""
+    if isinstance(path, int):
+        return os.path.realpath(f"/proc/self/fd/{path}") if of_descriptor else None
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return None
+    text = os.fsdecode(path)
+    if dir_fd is not None:
+        text = os.path.join(f"/proc/self/fd/{dir_fd}", text)
+    try:
+        return os.path.realpath(text)
+    except (OSError, ValueError):       # too many links, a null byte: the call itself will say so
+        return None
+
+
+def _below(job: Job, folder: str) -> bool:
+    """Whether what is pending lies in `folder`, at any depth."""
+    return job.folder == folder or job.folder.startswith(folder.rstrip("/") + "/")
+
+
+def _is_of(job: Job, place: str | None) -> bool:
+    """Whether `place` is what is pending, or a part of it."""
+    return place is not None and (job.path == place or (job.path == job.folder and place.startswith(job.path + "/")))

@@ -1,0 +1,196 @@
+"""Where saves are seen: the zip writer of `torch.save`, safetensors' file writer, distributed checkpoints, Lightning.
+
+`torch.save` looks its zip writer up by name at every call, so a script that took `from torch import save` is seen too,
+and torch pickles as it always does. Saves into file objects stay what they are: their bytes are the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from saturate.checkpoints import archive, distributed
+from saturate.checkpoints.guards import Guards
+from saturate.checkpoints.staging import Recorder
+from saturate.checkpoints.writer import Unsuitable, Writer
+
+_local = threading.local()
+
+
+class Saves:
+    """Hands what this process saves to `writer`. `saved` is called after each file that was handed over."""
+
+    def __init__(self, torch: Any, writer: Writer, saved: Callable[[], None]):
+        self.torch = torch
+        self.writer = writer
+        self.saved = saved
+
+    def zip_writer(self, original: Any) -> Any:
+        """What replaces `torch.serialization._open_zipfile_writer`."""
+        serialization = self.torch.serialization
+
+        def open_zipfile_writer(name_or_buffer: Any) -> Any:
+            skipping = getattr(getattr(serialization, "_serialization_tls", None), "skip_data", False)
+            if not isinstance(name_or_buffer, (str, os.PathLike)) or skipping:
+                return original(name_or_buffer)
+            name = os.fspath(name_or_buffer)
+            if not isinstance(name, str) or not archive.archive_name(name):
+                return original(name_or_buffer)
+            return _Recording(self, name, original)
+
+        return open_zipfile_writer
+
+    def storage_cpu(self, original: Any) -> Any:
+        """What replaces `UntypedStorage.cpu`: while torch writes its records, a storage stays on the GPU; it is copied
+        with all others, by a side stream."""
+
+        def cpu(storage: Any) -> Any:
+            if getattr(_local, "records", False) and storage.device.type == "cuda":
+                return storage
+            return original(storage)
+
+        return cpu
+
+    def safetensors_file(self, module: Any) -> Any:
+        """What replaces `safetensors.torch.serialize_file`."""
+        original, serialize = module.serialize_file, module.serialize
+
+        def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+            content = serialize(tensors, *args, **kwargs)
+            try:
+                self.hand_over(os.fspath(filename), "", [("", content, len(content))], archive.DEFAULT_ALIGNMENT)
+            except Unsuitable:
+                self.writer.wait_for(list(self.writer.pending))
+                original(tensors, filename, *args, **kwargs)
+
+        return serialize_file
+
+    def atomic_save(self, original: Any) -> Any:
+        """What replaces Lightning's `_atomic_save(checkpoint, path)`, which builds the whole file in memory first."""
+
+        def atomic_save(checkpoint: Any, filepath: Any) -> None:
+            if "://" in str(filepath):
+                original(checkpoint, filepath)
+            else:
+                self.torch.save(checkpoint, os.fspath(filepath))
+
+        return atomic_save
+
+    def hand_over(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int) -> None:
+        self.writer.save(os.path.abspath(path), folder, records, alignment)
+        self.saved()
+
+
+class _Recording:
+    """The context manager that `torch.save` enters in the place of its zip writer."""
+
+    def __init__(self, saves: Saves, name: str, original: Any):
+        self.saves = saves
+        self.name = name
+        self.original = original
+        self.recorder = _LocalRecorder()
+
+    def __enter__(self) -> Recorder:
+        return self.recorder
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _local.records = False
+        if kind is not None:
+            return          # it could not be pickled: nothing was written, and what is there stays
+        recorder, version = self.recorder, _version(self.saves.torch)
+        recorder.records.append(("version", version, len(version)))
+        try:
+            self.saves.hand_over(self.name, archive.archive_name(self.name), recorder.records, recorder.alignment())
+        except Unsuitable:
+            self._plainly()
+        except OSError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - a guest fails open: whatever is wrong with us, the file is saved
+            sys.stderr.write(f"saturate: {self.name} is saved plainly: {type(failure).__name__}: {failure}\n")
+            self._plainly()
+
+    def _plainly(self) -> None:
+        """As torch would have done it, in its turn."""
+        self.saves.writer.wait_for(list(self.saves.writer.pending))
+        with self.original(self.name) as file:
+            for name, data, size in self.recorder.records[:-1]:
+                on_device = not isinstance(data, bytes) and data.device.type != "cpu"
+                file.write_record(name, data.cpu() if on_device else data, size)
+
+
+class _LocalRecorder(Recorder):
+    """Records are written after everything was pickled: an object that saves something itself does so before."""
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        _local.records = True
+        super().write_record(name, data, size)
+
+
+_versions: list[bytes] = []
+
+
+def _version(torch: Any) -> bytes:
+    """The format version that this torch writes at the end of its archives."""
+    if not _versions:
+        import io
+        import zipfile
+
+        buffer = io.BytesIO()
+        torch.save(0, buffer)
+        with zipfile.ZipFile(buffer) as file:
+            _versions.append(file.read("archive/version"))
+    return _versions[0]
+
+
+def _hands_over_storages(torch: Any, original: Any) -> bool:
+    """Whether this torch gives its zip writer storages; an address on a GPU could not be read."""
+    recorder = Recorder()
+    torch.serialization._open_zipfile_writer = lambda name: contextlib.nullcontext(recorder)
+    try:
+        torch.save(torch.zeros(1), "a")
+    finally:
+        torch.serialization._open_zipfile_writer = original
+    return not recorder.addresses
+
+
+#: Modules of Lightning that hold the name of its writer.
+_LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
+
+
+def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, str, Any], None]) -> list[str]:
+    """Put the seams in with `replace(owner, name, value)`. Returns what is covered, in words.
+
+    Libraries that are imported later are not looked for: what trains has imported what it saves with.
+    """
+    saves = Saves(torch, writer, guards.hold_signals)
+    covered = ["torch.save"]
+    original = torch.serialization._open_zipfile_writer
+    if _hands_over_storages(torch, original):
+        replace(torch.UntypedStorage, "cpu", saves.storage_cpu(torch.UntypedStorage.cpu))
+    replace(torch.serialization, "_open_zipfile_writer", saves.zip_writer(original))
+    module = sys.modules.get("safetensors.torch")
+    if module is not None and hasattr(module, "serialize_file") and hasattr(module, "serialize"):
+        replace(module, "serialize_file", saves.safetensors_file(module))
+        opens = sys.modules["safetensors"].safe_open
+        held = guards.looking(opens)
+        for user in list(sys.modules.values()):
+            if getattr(user, "__dict__", {}).get("safe_open") is opens:
+                replace(user, "safe_open", held)        # its users took it by name
+        covered.append("safetensors")
+    module = sys.modules.get("torch.distributed.checkpoint")
+    if module is not None and torch.distributed.is_available():
+        shards = distributed.Shards(torch, writer, guards.hold_signals)
+        held = shards.save(module.save)
+        for owner in (module, sys.modules["torch.distributed.checkpoint.state_dict_saver"]):
+            replace(owner, "save", held)
+        covered.append("torch.distributed.checkpoint")
+    for name in _LIGHTNING:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "_atomic_save"):
+            replace(module, "_atomic_save", saves.atomic_save(module._atomic_save))
+            covered.append("Lightning")
+    return covered

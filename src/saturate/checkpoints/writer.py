@@ -1,0 +1,379 @@
+"""Checkpoints on their way to the disk: one after the other, by a thread of this process or by its helper process.
+
+    save        returns once the snapshot is staged (ways "thread", "process") or durable ("sync")
+    wait_for    what is about to look at a file waits here until it is durable
+    flush       before the process ends
+
+Files become durable in the order in which they were saved, so nothing that was saved later (a pointer, for one) is on
+disk before what it points to. A save that fails in the background is said on stderr at once; its OSError is raised in
+the thread that saved, by the next save or the next change to files there, and at the latest it is the exit code.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.checkpoints import persist, staging
+from saturate.checkpoints.arena import Pool
+from saturate.checkpoints.costs import Costs
+from saturate.checkpoints.target import Target, Unsuitable, remove_litter
+
+#: Staged bytes beyond this, and beyond three times the newest file, make a save wait for earlier ones.
+MOST_STAGED_BYTES = 1 << 30
+_POLL_S = 0.002
+_DISK_MARGIN_BYTES = 1 << 20
+
+_inside = threading.local()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What this thread does to files in here is our own: nothing waits for it, or makes it wait."""
+    before = inside()
+    _inside.yes = True
+    try:
+        yield
+    finally:
+        _inside.yes = before
+
+
+def inside() -> bool:
+    return getattr(_inside, "yes", False)
+
+
+@dataclass
+class Job:
+    """One file, or folder of files (then `folder` is the same), on its way. Paths are canonical.
+
+    `perform` makes it durable. `abandon` gives it up before that; None where other ranks wait for it.
+    """
+
+    number: int
+    path: str
+    folder: str
+    perform: Callable[[], None]
+    abandon: Callable[[], None] | None
+    staged: staging.Staged | None
+    size: int
+    thread: int
+
+
+@dataclass
+class Failure:
+    path: str
+    error: OSError
+    thread: int
+
+
+class Writer:
+    """One per training process. `ways`: those that `costs` may choose from."""
+
+    def __init__(self, torch: Any, costs: Costs, note: Callable[[str], None] = lambda text: None):
+        self.costs = costs
+        self.pending: dict[int, Job] = {}           # by number, oldest first
+        self.failures: list[Failure] = []
+        self.helper: persist.Helper | None = None
+        self.closed = False                         # from then on, saves are synchronous
+        self._torch = torch
+        self._note = note
+        self._pool = Pool(torch)
+        self._held_bytes = 0
+        self._condition = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+        self._number = 0
+        self._clean: set[str] = set()
+        self._pid = os.getpid()
+        self._finished = mmap.mmap(-1, 8)           # all jobs up to this number are done; shared with forked children
+        _alive.add(self)
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child: its saves are its own, and only what it looks at waits for the parent."""
+        return os.getpid() != self._pid
+
+    def save(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int) -> None:
+        """Store records (name, bytes or storage, bytes) as an archive, or a bare one where `folder` is empty.
+
+        Raises `Unsuitable` when the path wants a plain save, else OSError: of this save where it is synchronous or the
+        file cannot be created, or of an earlier one.
+        """
+        began = time.perf_counter()
+        self.raise_failure()
+        size = sum(size for _, _, size in records)
+        request: dict[str, Any] = {"folder": folder, "alignment": alignment}
+        request["records"] = [(name, length, 0) for name, _, length in records]
+        way = "sync" if self.closed or self.foreign else self.costs.way()
+        with quiet():
+            self._tidy(os.path.dirname(os.path.realpath(path)))
+            target = _target(path)
+            try:
+                if target.free_bytes() < size + _DISK_MARGIN_BYTES:
+                    way = "sync"                    # a disk that is full is better told by this save than by the next
+                staged = self._stage(way, records, size, alignment)
+                if staged is None:
+                    way = "sync"
+                    self._write_now(target, request, records)
+                    target.publish()
+                else:
+                    request["records"] = staged.records
+                    write = functools.partial(self._write_staged, target, way, request, staged)
+                    self._enqueue(target.path, target.folder, write, target.discard, staged, size)
+            except BaseException:
+                target.discard()
+                raise
+        self.count(way, size, time.perf_counter() - began)
+
+    def count(self, way: str, size: int, blocked_s: float) -> None:
+        """Something was saved, for which the script stood still so long."""
+        self.costs.saved(way, size, blocked_s)
+        self._note(self.describe())
+
+    def _tidy(self, folder: str) -> None:
+        if folder not in self._clean and os.path.isdir(folder):
+            self._clean.add(folder)
+            remove_litter(folder)
+
+    def _stage(self, way: str, records: list[tuple[str, Any, int]], size: int,
+               alignment: int) -> staging.Staged | None:
+        """A snapshot, once there is room for it; None when this save must be synchronous."""
+        if way == "sync":
+            return None
+        if len(records) == 1 and isinstance(records[0][1], bytes):
+            return staging.Staged(None, [(records[0][0], size, 0)], alignment, content=records[0][1])
+        needed = staging.staged_bytes(records)
+        while True:
+            with self._condition:
+                room = sum(job.size for job in self.pending.values()) + size <= max(3 * size, MOST_STAGED_BYTES)
+                arena = self._pool.take(needed) if room else None
+                oldest = next(iter(self.pending), None)
+            if arena is not None:
+                break
+            if oldest is None:
+                return None         # memory is short: the file is written from the live tensors
+            self._await([oldest])
+        try:
+            staged = staging.stage(self._torch, records, arena, alignment)
+        except BaseException:
+            arena.close()           # a copy from a GPU may still be on its way: nobody else may get this one
+            raise
+        self._held_bytes = max(self._held_bytes, arena.size)
+        return staged
+
+    def _write_now(self, target: Target, request: dict[str, Any], records: list[tuple[str, Any, int]]) -> None:
+        jobs = list(self.pending.values())
+        self._await([job.number for job in jobs if not self.foreign or job.path == target.path])
+        persist.write(target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records)))
+
+    def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
+        """Have the thread do something that makes the files of `folder` durable; the number of the job. Raises earlier
+        failures."""
+        self.raise_failure()
+        with quiet():
+            folder = os.path.realpath(folder)
+            return self._enqueue(folder, folder, action, None, None, size)
+
+    def _enqueue(self, path: str, folder: str, perform: Callable[[], None], abandon: Callable[[], None] | None,
+                 staged: staging.Staged | None, size: int) -> int:
+        with self._condition:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
+                self._thread.start()
+            self._number += 1
+            job = Job(self._number, path, folder, perform, abandon, staged, size, threading.get_ident())
+            self.pending[job.number] = job
+            self._queue.append(job)
+            self._condition.notify_all()
+            return job.number
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        _inside.yes = True
+        while True:
+            with self._condition:
+                while not self._queue:
+                    if self.closed:
+                        return
+                    self._condition.wait()
+                job = self._queue.popleft()
+            failure = None
+            try:
+                job.perform()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the script must learn that a file is missing
+                failure = _plain(error, job.path)
+            self._finish(job, failure)
+
+    def _write_staged(self, target: Target, way: str, request: dict[str, Any], staged: staging.Staged) -> None:
+        try:
+            staged.wait()
+            self._persist(target.descriptor, way, request, staged)
+            target.publish()
+        except BaseException:
+            target.discard()
+            raise
+
+    def _persist(self, descriptor: int, way: str, request: dict[str, Any], staged: staging.Staged) -> None:
+        if way == "process" and staged.arena is not None:
+            try:
+                if self.helper is None:
+                    self.helper = persist.Helper()
+                self.helper.write(descriptor, staged.arena.descriptor, request)
+                return
+            except persist.HelperGone:
+                self.helper = None
+                os.ftruncate(descriptor, 0)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+        persist.write(descriptor, persist.layout(request, staged.contents()))
+
+    def _finish(self, job: Job, failure: OSError | None) -> None:
+        if failure is not None:
+            _say(f"the checkpoint {job.path} was not written: {failure}; what was there before is untouched; "
+                 "the error is raised at the next save or when the process ends")
+        with self._condition:
+            if failure is not None:
+                self.failures.append(Failure(job.path, failure, job.thread))
+                self._give_up_after(job)
+            self._remove(job)
+            struct.pack_into("=q", self._finished, 0, min(self.pending, default=self._number + 1) - 1)
+            self._condition.notify_all()
+
+    def _give_up_after(self, failed: Job) -> None:
+        """What the same thread saved after it, it would not have saved had it known; a pointer to it, for one."""
+        for job in [job for job in self._queue if job.thread == failed.thread and job.abandon is not None]:
+            self._queue.remove(job)
+            try:
+                job.abandon()
+            except OSError as error:
+                _say(f"a temporary file of {job.path} stays: {error}")
+            self._remove(job)
+            _say(f"nor was {job.path}, which was saved after it")
+
+    def _remove(self, job: Job) -> None:
+        del self.pending[job.number]
+        staged = job.staged
+        if staged is not None and staged.arena is not None and staged.event is None:
+            self._pool.give(staged.arena)       # else a copy from a GPU may still be on its way into it: left alone
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def wait_for(self, numbers: Iterable[int]) -> None:
+        """Until those jobs are durable, or have failed. The time counts as lost for the training."""
+        wanted = [number for number in numbers if number in self.pending]
+        if wanted:
+            began = time.perf_counter()
+            self._await(wanted)
+            self.costs.waited(time.perf_counter() - began)
+
+    def _await(self, wanted: list[int]) -> None:
+        if self.foreign:
+            self._await_parent(max(wanted, default=0))
+            return
+        with self._condition:
+            self._condition.wait_for(lambda: not any(number in self.pending for number in wanted))
+
+    def _await_parent(self, number: int) -> None:
+        """In a forked child: the parent's thread does the work, and says in shared memory how far it is."""
+        while struct.unpack_from("=q", self._finished, 0)[0] < number and os.getppid() == self._pid:
+            time.sleep(_POLL_S)
+        for done in [known for known in self.pending if known <= number]:
+            del self.pending[done]
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong with a save of this thread in the background, once."""
+        if not self.failures:
+            return
+        with self._condition:
+            mine = next((one for one in self.failures if one.thread == threading.get_ident()), None)
+            if mine is None:
+                return
+            self.failures.remove(mine)
+        raise mine.error
+
+    def flush(self) -> None:
+        """Until nothing is pending; in a forked child nothing is."""
+        if not self.foreign:
+            self.wait_for(list(self.pending))
+
+    def close(self) -> None:
+        """Flush, and end the thread and the helper. Later saves are synchronous."""
+        self.flush()
+        with self._condition:
+            self.closed = True
+            self._condition.notify_all()
+        if self.foreign:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        if self.helper is not None:
+            self.helper.close()
+            self.helper = None
+        self._pool.close()
+        self.costs.settle()
+
+    def describe(self) -> str:
+        return self.costs.describe(self._held_bytes)
+
+    def after_fork(self) -> None:
+        """In the child: no thread, and a lock that another thread may have held."""
+        self._condition = threading.Condition()
+        self._queue.clear()
+        self._thread = None
+        self.helper = None
+        self.failures.clear()
+        self.closed = True
+
+
+def _say(text: str) -> None:
+    """One line on standard error. A script may have put anything there, and the thread must outlive it."""
+    line = f"saturate: {text}\n"
+    try:
+        sys.stderr.write(line)
+    except Exception:  # noqa: BLE001 - whatever it raises, the line still has a place to go
+        os.write(2, line.encode())
+
+
+def _plain(error: Exception, path: str) -> OSError:
+    """The same error without its traceback, which would hold the snapshot in memory."""
+    if isinstance(error, OSError) and error.errno:
+        return OSError(error.errno, error.strerror, path)       # Python picks the same subclass
+    return OSError(errno.EIO, f"{type(error).__name__}: {error}", path)
+
+
+def _target(path: str) -> Target:
+    """A disk without room is an error of ours; any other that keeps the file from being created is left to the plain
+    save, which may do without a new file in the folder, and says what is wrong in its own words."""
+    try:
+        return Target(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Unsuitable(str(error)) from error
+
+
+_alive: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for writer in list(_alive):
+        writer.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Failure", "Job", "Unsuitable", "Writer", "inside", "quiet"]

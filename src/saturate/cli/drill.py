@@ -1,0 +1,98 @@
+"""Kill a training at random moments, start it again, and compare it with one that was left alone.
+
+The command runs in a cage, as in `saturate tune`: what it writes is thrown away at the end, but a process that is
+started again finds what the killed one left. It ends with 0 whatever it found; see `verdict` and `drills`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from saturate.cli._output import coloured, encoded
+from saturate.cli.tune import Progress, duration, one_signal_interrupts, show_log
+from saturate.cli.tune import step as step_name
+from saturate.errors import SaturateError, UsageError
+from saturate.records.drill import DrillResult
+
+TAKES_COMMAND = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume-args", type=words, default=[], metavar="ARGS",
+                        help="what to add when a killed run is started again: --resume-args=\"--resume ckpt.pt\"")
+    parser.add_argument("--kills", type=kills, default=2, metavar="N",
+                        help="kills while it trains; one more follows while it saves (default: 2)")
+    parser.add_argument("--steps", type=steps, metavar="N",
+                        help="updates of the uninterrupted run (default: until it has saved once more than it is killed)")
+    parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="how long in all (default: 10m)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the moments of the kills (default: 0)")
+    parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from saturate.report import drill as report
+    from saturate.study.drill import Request, drill
+    from saturate.study.tune import environment_of_user
+
+    command = arguments.command
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+
+    def show(result: DrillResult) -> None:
+        if arguments.json:
+            print(encoded(result), flush=True)
+
+    request = Request(
+        argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
+        resume_args=arguments.resume_args, kills=arguments.kills, steps=arguments.steps, budget_s=arguments.budget,
+        timeout_s=arguments.timeout, step=arguments.step, seed=arguments.seed,
+    )
+    try:
+        with one_signal_interrupts():
+            result = drill(request, Progress(sys.stderr))
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        show(nothing(request.argv, problem.message))
+        show_log(problem)
+        raise
+    except KeyboardInterrupt:
+        show(nothing(request.argv, "interrupted"))
+        raise
+    show(result)
+    stream = sys.stderr if arguments.json else sys.stdout
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    print(report.summary(result, width=width, color=coloured(stream)), file=stream)
+    return 0
+
+
+def nothing(command: list[str], reason: str) -> DrillResult:
+    """The object for a drill that could not be carried out."""
+    return DrillResult(run="", command=command, resume_command=command, verdict="inconclusive", reason=reason,
+                       next_command=shlex.join(["saturate", "drill", "--", *command]))
+
+
+def words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from error
+
+
+def kills(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of kills from 1 to 20")
+    return int(text)
+
+
+def steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of updates, at least 2")
+    return int(text)

@@ -1,0 +1,101 @@
+"""Find the largest batch that really trains within a limit of memory, and how throughput grows with the batch.
+
+A few sizes are measured, the largest that should fit is predicted, and exactly that one is proved in a fresh process: for
+50 steps, with the largest samples, an evaluation and a checkpoint. The answer is advice: nothing is changed. The command
+runs at most four times, in a cage, as in `saturate tune`; a process that passes the limit is ended at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from saturate.cli._output import coloured, encoded
+from saturate.cli.tune import Progress, duration, one_signal_interrupts, show_log
+from saturate.cli.tune import step as step_name
+from saturate.errors import SaturateError, UsageError
+from saturate.records.fit import Fit
+
+TAKES_COMMAND = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", type=memory, metavar="SIZE",
+                        help="the limit: 4GiB. On a CPU of all processes of the command (required there), on a GPU of torch's allocator "
+                             "(default: what the device has to give)")
+    parser.add_argument("--target", choices=["memory", "throughput"], default="memory",
+                        help="the largest batch, or the smallest that is as fast as any (default: memory)")
+    parser.add_argument("--knob", type=knob, metavar="ARGUMENT",
+                        help="search the script's own argument instead of its DataLoader: --knob=--batch-size")
+    parser.add_argument("--max", type=size, dest="most", metavar="N", help="try no larger batch")
+    parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="how long to search: 90s, 10m, 2h (default: 10m)")
+    parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from saturate.report import analysis
+    from saturate.report import fit as report
+    from saturate.study.fit import Asked, Interrupted, fit, nothing
+    from saturate.study.state import Request
+    from saturate.study.tune import environment_of_user
+
+    command = arguments.command
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+
+    def show(found: Fit) -> None:
+        if arguments.json:
+            print(encoded(found), flush=True)
+
+    request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
+                      budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
+    try:
+        with one_signal_interrupts():
+            found = fit(Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most), Progress(sys.stderr))
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        show(nothing(command, problem.message))
+        show_log(problem)
+        raise
+    except Interrupted as interruption:
+        show(interruption.found)
+        if interruption.found.micro_batch is not None:
+            print(f"best so far: a batch of {interruption.found.micro_batch}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        show(nothing(command, "interrupted"))
+        raise
+    show(found)
+    stream = sys.stderr if arguments.json else sys.stdout
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    blocks = analysis.can_draw(getattr(stream, "encoding", None))
+    print(report.summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
+    return 0
+
+
+def memory(text: str) -> int:
+    from saturate.records import sizes
+
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def size(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch size")
+    return int(text)
+
+
+def knob(text: str) -> str:
+    if not re.fullmatch(r"-{1,2}[A-Za-z][\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an argument such as --batch-size")
+    return text

@@ -1,0 +1,418 @@
+"""A cache between a loader and its dataset: what was made once is read back, by every worker and rank, epoch and run.
+
+Only what is the same each time is cached (`cache_probe`), under a key that changes with the dataset (`cache_key`).
+The user's dataset stays what and where it is: a stand-in is put into the loader's iterator, where nothing else looks.
+Now and then an item is made again and compared; one that differs ends the cache for everybody, and is said aloud.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.data import cache_codec, cache_key, cache_probe, cache_store
+from saturate.data.cache_ahead import Ahead
+
+#: Share of a process's time that goes into making items again to compare them.
+RECHECKED = 0.005
+
+#: Share of the free disk, or of the available memory, that a cache may take.
+FREE_SHARE = 0.5
+
+#: How often a dataset may become another one before it is left alone.
+MOST_VERSIONS = 3
+MOST_STORES = 16
+
+
+class CachedDataset:
+    """Stands in a loader's iterator for the dataset, and in its workers for `get_worker_info().dataset`."""
+
+    __slots__ = ("_saturate_reader", "__weakref__")
+
+    def __init__(self, reader: Reader):
+        object.__setattr__(self, "_saturate_reader", reader)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._saturate_reader.source)
+
+    def __len__(self) -> int:
+        return len(self._saturate_reader.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._saturate_reader.item(index)
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        return self._saturate_reader.items(indices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saturate_reader.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._saturate_reader.source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._saturate_reader.source, name)
+
+    def __reduce__(self) -> Any:
+        reader = self._saturate_reader
+        return _restored, (reader.source, reader.store.path, reader.store.key, reader.store.slots, reader.steps, reader.place)
+
+
+def _restored(source: Any, path: str, key: bytes, slots: int, steps: int | None, place: tuple[Any, ...]) -> Any:
+    """In a spawned worker; the dataset itself where the store cannot be opened."""
+    try:
+        return CachedDataset(Reader(source, cache_store.attach(path, key, slots), steps, place))
+    except (cache_store.Unusable, OSError):
+        return source
+
+
+class Reader:
+    """Reads items of `source` through a store: whole ones, or (`steps`, `place`: see `cache_probe.Found`) those whose
+    transform was cut, and does the rest of the transform itself."""
+
+    def __init__(self, source: Any, store: cache_store.Store, steps: int | None, place: tuple[Any, ...]):
+        self.source = source
+        self.store = store
+        self.steps = steps
+        self.place = place
+        self.off = ""                       # why items come from the source alone
+        self._twin, self._prefix, self._rest = (source, None, []) if steps is None else cache_probe.cut(source, steps)
+        self._together = steps is None and callable(getattr(source, "__getitems__", None))
+        self.attributes = attributes(source)    # as this process left them
+        self._began_anew()
+
+    def _began_anew(self) -> None:
+        self._pid = os.getpid()
+        self._began, self._spent_s = time.perf_counter(), 0.0
+        self._read = self._stored = 0
+
+    def item(self, index: Any) -> Any:
+        """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not
+        cached."""
+        plain = hasattr(self.source, "__getitems__") or type(index) is not int
+        return self.source[index] if plain else self.items([index])[0]
+
+    def items(self, indices: list[Any]) -> list[Any]:
+        """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
+        if not self._usable():
+            return self._plain(indices)
+        out: list[Any] = [None] * len(indices)
+        missing = []
+        for at, index in enumerate(indices):
+            if type(index) is not int or not 0 <= index < self.store.slots:
+                out[at] = self._plain([index])[0]
+                continue
+            found, item = self._cached(index)
+            if found:
+                out[at] = self._finished(item)
+            elif self._together:
+                missing.append(at)
+            else:
+                out[at] = self._made(index)
+        if missing:
+            before = cache_probe.states()
+            fresh = self.source.__getitems__([indices[at] for at in missing])
+            drew = cache_probe.drawn_since(before)
+            for at, item in zip(missing, fresh):
+                out[at] = item
+                if not drew:
+                    self._keep(indices[at], item)
+        self.attributes = attributes(self.source)
+        self.store.count(self._read, self._stored)
+        self._read = self._stored = 0
+        return out
+
+    def _plain(self, indices: list[Any]) -> list[Any]:
+        many = getattr(self.source, "__getitems__", None)
+        return many(indices) if callable(many) else [self.source[index] for index in indices]
+
+    def _usable(self) -> bool:
+        if self.off:
+            return False
+        if os.getpid() != self._pid:
+            self._began_anew()
+        if self.store.dropped:
+            self.off = self.store.reason
+        elif not same(self.attributes, attributes(self.source)):
+            self.off = "the dataset was changed while it was read"
+            say(f"{self.off}: until the next epoch its items come from itself")
+        return not self.off
+
+    def _cached(self, index: int) -> tuple[bool, Any]:
+        record = self.store.get(index)
+        if record is None:
+            return False, None
+        try:
+            item = cache_codec.decode(record)
+        except cache_codec.Damaged:
+            return False, None
+        if self._spent_s <= RECHECKED * (time.perf_counter() - self._began) and not self._still(index, bytes(record)):
+            return False, None
+        self._read += 1
+        return True, item
+
+    def _still(self, index: int, record: bytes) -> bool:
+        """Make an item again: is it what was stored?"""
+        began = time.perf_counter()
+        random_state = cache_probe.states()
+        try:
+            again = b"".join(cache_codec.encode(cache_probe.one(self._twin, index)))
+            problem = "" if again == record else "is not what it was when it was stored"
+        except Exception as error:  # noqa: BLE001 - what the user's dataset raises, it raises again where the loop sees it
+            problem = f"cannot be read any more ({type(error).__name__}: {error})"
+        finally:
+            cache_probe.restore(random_state)
+        self._spent_s += time.perf_counter() - began
+        if problem:
+            self.off = f"item {index} of {type(self.source).__name__} {problem}"
+            self.store.drop(self.off)
+            say(f"{self.off}: the cache is dropped, and the training goes on from the dataset itself; "
+                "items that were read from the cache before may have been old ones")
+        return not problem
+
+    def _made(self, index: int) -> Any:
+        item, keep = self.base(index)
+        if item is NOT_SPLIT:
+            return cache_probe.one(self.source, index)
+        if keep:
+            self._keep(index, item)
+        return self._finished(item)
+
+    def base(self, index: int) -> tuple[Any, bool]:
+        """What of an item is cached, made by the source, and whether it may be kept. An item that draws random
+        numbers, unlike those that were looked at, is made each time; so is one whose transform does not show
+        (NOT_SPLIT, nothing drawn)."""
+        before, calls = cache_probe.states(), self._prefix.calls if self._prefix else 0
+        item = cache_probe.one(self._twin, index)
+        drew = cache_probe.drawn_since(before)
+        if self._prefix is None:
+            return item, not drew
+        result, self._prefix.result = self._prefix.result, None
+        if drew or self._prefix.calls != calls + 1 or cache_probe.find_place(item, result) != self.place:
+            cache_probe.restore(before)
+            return NOT_SPLIT, False
+        return item, True
+
+    def _keep(self, index: int, item: Any) -> None:
+        if self.off or self.store.full or not self.store.wanted(index):
+            return
+        try:
+            self._stored += self.store.put(index, cache_codec.encode(item))
+        except cache_codec.Unstorable:
+            return                          # this one is made each time
+        except Exception as error:  # noqa: BLE001 - a guest: the item is there, and the training has it
+            self.off = f"storing an item failed: {type(error).__name__}: {error}"
+            say(self.off)
+
+    def store_ahead(self, index: int) -> None:
+        """Make and store one item, and forget it."""
+        item, keep = self.base(index)
+        self.attributes = attributes(self.source)
+        if keep:
+            self._keep(index, item)
+
+    def _finished(self, item: Any) -> Any:
+        if self._prefix is None:
+            return item
+        return cache_probe.replaced(item, self.place, lambda sample: cache_probe.through(self._rest, sample))
+
+
+NOT_SPLIT = object()
+
+
+def attributes(dataset: Any) -> list[Any]:
+    """The values of the attributes of a dataset, of those that it is a view of, and of its transform."""
+    found: list[Any] = []
+    for _ in range(16):
+        own = getattr(dataset, "__dict__", None)
+        if own is None:
+            break
+        found.extend(own.values())
+        steps = getattr(own.get("transform"), "transforms", None)
+        if type(steps) is list:
+            found.extend(steps)
+        dataset = own.get("dataset")
+    return found
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
+
+
+# -- for one training process ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Told:
+    """What became of one dataset, for the report."""
+
+    name: str
+    refusal: str = ""
+    store: cache_store.Store | None = None
+    steps: int | None = None
+
+
+@dataclass
+class _Served:
+    """What is known of the dataset of one loader, as long as that loader lives."""
+
+    attributes: list[Any]               # of the dataset when it was looked at
+    reader: Reader | None = None
+    versions: int = 1
+
+
+class Caches:
+    """The caches of one training process. As text: what became of them."""
+
+    def __init__(self, torch: Any, folder: Path | None, max_bytes: int, ahead_s: float, ranks: int = 1):
+        """`folder` None: in memory. `max_bytes` 0: a share of what is free. `ahead_s`: how long items may be stored
+        before the first of them is asked for."""
+        self.torch = torch
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.ahead_s = ahead_s
+        self.ranks = max(1, ranks)
+        self._told: list[_Told] = []
+        self._loaders: weakref.WeakKeyDictionary[Any, _Served] = weakref.WeakKeyDictionary()
+        self._stores: dict[bytes, cache_store.Store] = {}
+        self._looked_at: dict[int, tuple[Any, Any, bytes]] = {}     # by id: the dataset (weakly), what was found, its key
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(map(_in_words, self._told)))
+
+    def serve(self, iterator: Any, loader: Any) -> None:
+        """Put a cache between a new iterator and its dataset, where there can be one. Never raises."""
+        from torch.utils.data import get_worker_info
+
+        if get_worker_info() is not None:
+            return
+        try:
+            reader = self._reader(loader)
+        except Exception as error:  # noqa: BLE001 - a guest: the training goes on without a cache, and the reason is told
+            self._tell(_Told(type(loader.dataset).__name__, f"{type(error).__name__}: {error}"))
+            return
+        if reader is None or reader.off:
+            return
+        iterator._dataset = CachedDataset(reader)
+        if self.ahead_s > 0:
+            threads = 1 if loader.num_workers else self.torch.get_num_threads()
+            iterator._index_sampler = Ahead(iterator._index_sampler, reader, self, threads)
+            iterator._sampler_iter = iter(iterator._index_sampler)
+
+    def _reader(self, loader: Any) -> Reader | None:
+        """For this loader's dataset as it is now; None where it cannot be cached."""
+        dataset = loader.dataset
+        refusal = _refusal(dataset, self.torch)
+        served = self._loaders.get(loader)
+        if served is not None and not refusal:
+            if same(served.reader.attributes if served.reader else served.attributes, attributes(dataset)):
+                return served.reader
+            served.versions += 1
+            served.attributes, served.reader = attributes(dataset), None
+        elif not refusal:
+            served = self._loaders[loader] = _Served(attributes(dataset))
+        if served is not None and served.versions > MOST_VERSIONS:
+            refusal = "it changes from one epoch to the next"
+        if not refusal:
+            threads = 1 if loader.num_workers else self.torch.get_num_threads()
+            served.reader, refusal = self._prepared(dataset, threads)
+            if served.reader:
+                self._tell(_Told(type(dataset).__name__, "", served.reader.store, served.reader.steps))
+                return served.reader
+        self._tell(_Told(type(dataset).__name__, refusal))
+        return None
+
+    def _prepared(self, dataset: Any, threads: int) -> tuple[Reader | None, str]:
+        try:
+            found, key = self._found(dataset, threads)
+            if found.refusal:
+                return None, found.refusal
+            if key not in self._stores:
+                if len(self._stores) >= MOST_STORES:
+                    return None, f"it is version number {MOST_STORES + 1} of the datasets of this run"
+                self._stores[key] = self._store(key, len(dataset), found.record_bytes)
+        except cache_key.Unknowable as problem:
+            return None, f"it cannot be told when it changes: {problem}"
+        except cache_store.Unusable as problem:
+            return None, str(problem)
+        return Reader(dataset, self._stores[key], found.steps, found.place), ""
+
+    def _found(self, dataset: Any, threads: int) -> tuple[cache_probe.Found, bytes]:
+        """What of a dataset can be cached, and under which key. It is looked at once, unless what is cached has changed."""
+        known, found, before = self._looked_at.get(id(dataset), (None, None, b""))
+        if found is not None and known() is dataset and _key(dataset, found, threads) == before:
+            return found, before
+        found = cache_probe.probe(dataset, len(dataset))
+        key = _key(dataset, found, threads)
+        self._looked_at[id(dataset)] = weakref.ref(dataset), found, key
+        return found, key
+
+    def _store(self, key: bytes, length: int, record_bytes: int) -> cache_store.Store:
+        limit = self.max_bytes or self._free_share()
+        share = (limit - 8 * length) / (length * (1.05 * record_bytes + 128))
+        if self.folder is not None and self.folder.is_dir():
+            cache_store.make_room(self.folder, limit)
+        return cache_store.create(self.folder, key.hex()[:32], key, length, limit,
+                                  int(max(0.0, min(1.0, share)) * cache_store.WHOLE))
+
+    def _tell(self, told: _Told) -> None:
+        if told in self._told:
+            return
+        self._told.append(told)
+        if told.refusal and os.environ.get("RANK", "0") == "0":
+            say(f"not cached: {told.name}: {told.refusal}")
+
+    def _free_share(self) -> int:
+        """Bytes. Ranks share a file, and each has a cache of its own in memory."""
+        if self.folder is not None:
+            folder = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
+            seen = os.statvfs(folder)
+            return int(FREE_SHARE * seen.f_bavail * seen.f_frsize)
+        return int(FREE_SHARE * cache_store.available_memory_bytes() / self.ranks)
+
+
+def _key(dataset: Any, found: cache_probe.Found, threads: int) -> bytes:
+    """The key of what is cached of a dataset. Sums over many threads are rounded otherwise than over one, and loader workers
+    have one. Raises Unknowable."""
+    if found.refusal:
+        return repr([id(value) for value in attributes(dataset)]).encode()      # good enough to go on refusing
+    if found.steps is None:
+        return cache_key.digest(dataset, threads, found.place)
+    if cache_probe.owner_of(dataset) is None:
+        return b""                      # it has no transform any more
+    return cache_key.digest(cache_probe.cut(dataset, found.steps)[0], threads, found.place)
+
+
+def _in_words(told: _Told) -> str:
+    if told.store is None:
+        return f"not cached: {told.name}: {told.refusal}"
+    if told.store.dropped:
+        return f"dropped: {told.store.reason}"
+    read, stored = told.store.counted()
+    if not read + stored:
+        return f"unused: {told.name}"
+    what = "items" if told.steps is None else f"items up to step {told.steps} of their transform"
+    return f"cached: {told.name}, {stored} {what} stored, {read} read, {told.store.used_bytes / 1e6:.0f} MB"
+
+
+def _refusal(dataset: Any, torch: Any) -> str:
+    """Why a dataset cannot even be looked at."""
+    data = torch.utils.data
+    if isinstance(dataset, (data.IterableDataset, getattr(data, "MapDataPipe", ()))):
+        return "its items have no numbers"
+    if isinstance(dataset, (list, tuple, dict, str)) or type(dataset).__weakrefoffset__ == 0:
+        return "it is in memory already"
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        return "it has no length"
+    return ""
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"saturate: dataset-cache: {line}\n")

@@ -1,0 +1,394 @@
+"""Is there something about a dataset's items that is the same each time? Some items are made twice, under different
+random numbers, in a child process: what that opens, counts or draws, the training never sees.
+
+Three answers: whole items are; or the items are up to a certain step of their `transform`, and everything after it is
+random; or nothing can be cached, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.data import cache_codec
+
+#: Items that are looked at, spread over the dataset, and how long that may take.
+ITEMS = 6
+MOST_S = 60.0
+
+#: Making an item must take this many times what reading it from a cache takes.
+LEAST_GAIN = 1.5
+
+#: Where a dataset keeps what it does to each sample.
+_ATTRIBUTES = ("transform", "transforms")
+
+
+@dataclass(frozen=True)
+class Found:
+    """`refusal`: why nothing can be cached; "" when something can. `steps` is None when whole items can, else how
+    many first steps of the transform are cached with them, and `place` where in the item their result stands."""
+
+    refusal: str = ""
+    steps: int | None = None
+    place: tuple[Any, ...] = ()
+    record_bytes: int = 0           # of one item, the mean
+    make_s: float = 0.0             # what one item takes, without and with a cache
+    read_s: float = 0.0
+
+
+# -- datasets with a transform -------------------------------------------------------------------------------------------
+
+
+def owner_of(dataset: Any) -> tuple[list[Any], str] | None:
+    """The datasets from the outermost to the one that has a transform (`Subset` has its `.dataset`), and the
+    attribute's name; None where there is none."""
+    chain: list[Any] = []
+    while dataset is not None and len(chain) < 16:
+        chain.append(dataset)
+        own = getattr(dataset, "__dict__", {})
+        for name in _ATTRIBUTES:
+            if callable(own.get(name)):
+                return chain, name
+        dataset = own.get("dataset")
+    return None
+
+
+def steps_of(transform: Any) -> list[Any]:
+    """The steps that a transform consists of; itself when it does not say."""
+    inner = getattr(transform, "transforms", None)
+    if isinstance(inner, (list, tuple)) and all(map(callable, inner)):
+        return list(inner)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(transform) is torch.nn.Sequential:
+        return list(transform)
+    return [transform]
+
+
+class Prefix:
+    """Stands where a transform stood, and does its first steps only. Remembers the latest result."""
+
+    def __init__(self, steps: list[Any]):
+        self.steps = steps
+        self.calls = 0
+        self.result: Any = None
+
+    def __call__(self, sample: Any) -> Any:
+        self.calls += 1
+        for step in self.steps:
+            sample = step(sample)
+        self.result = sample
+        return sample
+
+    def __reduce__(self) -> Any:
+        return Prefix, (self.steps,)        # what it remembers is no part of it: also for a fingerprint
+
+
+def cut(dataset: Any, count: int) -> tuple[Any, Prefix, list[Any]]:
+    """A copy of `dataset`, sharing its data, whose transform is cut after `count` steps; the stand-in for it; the
+    rest."""
+    found = owner_of(dataset)
+    assert found is not None
+    chain, name = found
+    transform = vars(chain[-1])[name]
+    steps = steps_of(transform)
+    prefix = Prefix(steps[:count])
+    twin = copy.copy(chain[-1])
+    vars(twin)[name] = prefix
+    both = vars(twin).get("transforms")
+    if name == "transform" and getattr(both, "transform", None) is transform:     # torchvision keeps it in two places
+        both = copy.copy(both)
+        vars(both)["transform"] = prefix
+        vars(twin)["transforms"] = both
+    for outer in reversed(chain[:-1]):
+        around = copy.copy(outer)
+        vars(around)["dataset"] = twin
+        twin = around
+    return twin, prefix, steps[count:] if count else [transform]
+
+
+def find_place(item: Any, wanted: Any) -> tuple[Any, ...] | None:
+    """Where in nested tuples, lists and dictionaries the very object `wanted` stands; None unless exactly once."""
+    found = list(_places(item, wanted, ()))
+    return found[0] if len(found) == 1 else None
+
+
+def _places(item: Any, wanted: Any, way: tuple[Any, ...]) -> Any:
+    if item is wanted:
+        yield way
+    elif type(item) in (tuple, list):
+        for index, inner in enumerate(item):
+            yield from _places(inner, wanted, (*way, index))
+    elif type(item) is dict:
+        for key, inner in item.items():
+            yield from _places(inner, wanted, (*way, key))
+
+
+def replaced(item: Any, place: tuple[Any, ...], change: Any) -> Any:
+    """`item` with `change(what stands at place)` there."""
+    if not place:
+        return change(item)
+    first, *rest = place
+    inner = replaced(item[first], tuple(rest), change)
+    if type(item) is tuple:
+        return (*item[:first], inner, *item[first + 1:])
+    item[first] = inner
+    return item
+
+
+def through(steps: list[Any], sample: Any) -> Any:
+    for step in steps:
+        sample = step(sample)
+    return sample
+
+
+def one(dataset: Any, index: int) -> Any:
+    """One item, the way a loader asks for it."""
+    many = getattr(dataset, "__getitems__", None)
+    return many([index])[0] if callable(many) else dataset[index]
+
+
+# -- looking -------------------------------------------------------------------------------------------------------------
+
+
+def probe(dataset: Any, length: int) -> Found:
+    """Look at some items of a dataset, in a child process."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # that this process has threads: so it has when workers are forked
+        child = os.fork()
+    if child == 0:
+        _in_child(dataset, length, reader, writer)
+    os.close(writer)
+    try:
+        text = _read(reader, time.monotonic() + MOST_S)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if text is None:
+        return Found(f"making {ITEMS} of its items took longer than {MOST_S:.0f} s, or did not end")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return Found("the process that made some of its items died")
+    return Found(**{**answer, "place": tuple(answer["place"])})
+
+
+def _read(reader: int, deadline: float) -> bytes | None:
+    """Everything that is written until the other end closes; None when that takes too long."""
+    text = b""
+    while (left := deadline - time.monotonic()) > 0:
+        if not select.select([reader], [], [], left)[0]:
+            return None
+        part = os.read(reader, 1 << 16)
+        if not part:
+            return text
+        text += part
+    return None
+
+
+def _in_child(dataset: Any, length: int, reader: int, writer: int) -> None:
+    """Never returns. `os._exit`: nothing that the parent registered for its own end may run here."""
+    try:
+        os.close(reader)
+        settle_child()
+        try:
+            found = examine(dataset, length)
+        except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises is the answer
+            found = Found(f"making an item of it failed: {type(error).__name__}: {error}")
+        os.write(writer, json.dumps(vars(found)).encode())
+    finally:
+        os._exit(0)
+
+
+def settle_child() -> None:
+    """What a process must do that was forked to make items, before it does so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):               # what the dataset prints it will print again; what the parent had not flushed, twice
+        os.dup2(nowhere, stream)
+    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)        # the threads of the parent were not forked with it
+
+
+def examine(dataset: Any, length: int) -> Found:
+    """`probe`, in this process: draws random numbers, and whatever making items does."""
+    indices = list(dict.fromkeys(round(place * (length - 1) / max(1, ITEMS - 1)) for place in range(ITEMS)))
+    whole = _whole(dataset, indices)
+    if not whole.refusal or owner_of(dataset) is None:
+        return whole
+    return _split(dataset, indices)
+
+
+def _whole(dataset: Any, indices: list[int]) -> Found:
+    records, make_s = [], []
+    for index in indices:
+        first, drew, seconds = _made(lambda index=index: one(dataset, index), 1)
+        second, _, _ = _made(lambda index=index: one(dataset, index), 2)
+        try:
+            record = cache_codec.encode(first)
+        except cache_codec.Unstorable as problem:
+            return Found(f"its items cannot be stored: {problem}")
+        if fingerprint(first) != fingerprint(second):
+            return Found("its items are not the same each time that they are read")
+        if drew:
+            return Found("its items are the same each time, but making them draws random numbers, and later draws would differ")
+        records.append(b"".join(record))
+        make_s.append(seconds)
+    if callable(getattr(dataset, "__getitems__", None)):
+        together = [b"".join(cache_codec.encode(item)) for item in dataset.__getitems__(list(indices))]
+        if together != records:
+            return Found("its items depend on the batch that they are fetched in")
+    return _worth(records, make_s, None, ())
+
+
+def _split(dataset: Any, indices: list[int]) -> Found:
+    count = min(_same_steps(dataset, index) for index in indices)
+    twin, prefix, rest = cut(dataset, count)
+    records, make_s, places = [], [], set()
+    for index in indices:
+        calls = prefix.calls
+        item, drew, seconds = _made(lambda index=index: one(twin, index), 3)
+        place = find_place(item, prefix.result)
+        if drew or prefix.calls != calls + 1 or place is None:
+            return Found("its items are random outside of its transform, or are changed after it")
+        places.add(place)
+        try:
+            records.append(b"".join(cache_codec.encode(item)))
+        except cache_codec.Unstorable as problem:
+            return Found(f"its items are random, and what comes before their first random step cannot be stored: {problem}")
+        make_s.append(seconds)
+        plain, after = _states_of(lambda index=index: one(dataset, index))
+        ours, ours_after = _states_of(lambda item=item, place=place: replaced(item, place, lambda x: through(rest, x)))
+        if fingerprint(plain) != fingerprint(ours) or after != ours_after:
+            return Found("its items are random, and doing the steps of its transform one by one gives others")
+    if len(places) != 1:
+        return Found("its items are built differently from one to the next")
+    return _worth(records, make_s, count, places.pop())
+
+
+def _same_steps(dataset: Any, index: int) -> int:
+    """How many first steps of the transform draw no random numbers and give the same twice."""
+    twin, prefix, _ = cut(dataset, 0)
+    one(twin, index)
+    found = owner_of(dataset)
+    assert found is not None
+    steps = steps_of(vars(found[0][-1])[found[1]])
+    sample = prefix.result
+    for count, step in enumerate(steps):
+        inputs = copy.deepcopy(sample), copy.deepcopy(sample)       # a step may change its input
+        first, drew, _ = _made(lambda step=step, x=inputs[0]: step(x), 4)
+        second, _, _ = _made(lambda step=step, x=inputs[1]: step(x), 5)
+        try:
+            cache_codec.encode(first)
+        except cache_codec.Unstorable:
+            return count
+        if drew or fingerprint(first) != fingerprint(second):
+            return count
+        sample = first
+    return len(steps)
+
+
+def _worth(records: list[bytes], make_s: list[float], steps: int | None, place: tuple[Any, ...]) -> Found:
+    """The answer, unless reading an item from a cache saves nothing."""
+    read = []
+    for record in records:
+        began = time.perf_counter()
+        cache_codec.decode(bytearray(record))
+        read.append(time.perf_counter() - began)
+    read_s = _middle(read) + 5e-6                   # and a system call
+    made = _middle(make_s)                          # the first one may have opened something
+    if made < LEAST_GAIN * read_s:
+        return Found(f"making an item takes {made * 1e3:.3f} ms, reading it from a cache would take {read_s * 1e3:.3f} ms")
+    return Found("", steps, place, sum(map(len, records)) // len(records), made, read_s)
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+# -- random numbers ------------------------------------------------------------------------------------------------------
+
+
+def states() -> tuple[Any, ...]:
+    """Of the generators that scripts draw from without saying so."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (torch.get_rng_state() if torch else None, random.getstate(), numpy.random.get_state() if numpy else None)
+
+
+def restore(saved: tuple[Any, ...]) -> None:
+    if saved[0] is not None:
+        sys.modules["torch"].set_rng_state(saved[0])
+    random.setstate(saved[1])
+    if saved[2] is not None:
+        sys.modules["numpy"].random.set_state(saved[2])
+
+
+def seed(number: int) -> None:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None:
+        torch.random.default_generator.manual_seed(number)      # of the CPU only: no device is woken here
+    random.seed(number)
+    if numpy is not None:
+        numpy.random.seed(number)
+
+
+def drawn_since(before: tuple[Any, ...]) -> bool:
+    """Whether random numbers were drawn since these were the states."""
+    return comparable(states()) != comparable(before)
+
+
+def comparable(saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    torch, python, numpy = saved
+    return (None if torch is None else ctypes.string_at(torch.data_ptr(), torch.numel()), python,
+            None if numpy is None else (numpy[0], numpy[1].tobytes(), *numpy[2:]))
+
+
+def _made(make: Any, number: int) -> tuple[Any, bool, float]:
+    """What `make` returns under this seed, whether it drew random numbers, and the seconds that it took."""
+    seed(number)
+    before = states()
+    began = time.perf_counter()
+    value = make()
+    seconds = time.perf_counter() - began
+    return value, drawn_since(before), seconds
+
+
+def _states_of(make: Any) -> tuple[Any, Any]:
+    seed(6)
+    value = make()
+    return value, comparable(states())
+
+
+def fingerprint(value: Any) -> bytes:
+    """Bytes that are equal for equal values. Only compared within this process; never read back."""
+    try:
+        return b"".join(cache_codec.encode(value))
+    except cache_codec.Unstorable:
+        return _fingerprint(value)
+
+
+def _fingerprint(value: Any) -> bytes:
+    """Of what a cache would not store. A pickled tensor is not the same bytes each time."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__} ".encode()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
+        return kind + fingerprint(value.detach().as_subclass(torch.Tensor))
+    if isinstance(value, (tuple, list)):
+        return kind + b"".join(map(fingerprint, value))
+    if isinstance(value, dict):
+        return kind + b"".join(fingerprint(part) for item in value.items() for part in item)
+    return kind + pickle.dumps(value)

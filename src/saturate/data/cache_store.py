@@ -1,0 +1,328 @@
+"""Where cached samples lie: one file per version of a dataset, of fixed layout, shared by workers and ranks.
+
+    0       magic, key, number of slots, limit, share; their checksum; end of the records; dropped or not, and why
+    2048    counters: 64 pairs of (samples read, samples stored)
+    4096    one word per sample: where its record lies (in units of 64 bytes) and how long it is; 0: not there
+    ...     records: length, index and checksum, then the sample's bytes (see `cache_codec`)
+
+The words are memory-mapped. Records are written and read with pwrite and pread: the same pages of the same page cache
+as a mapping has, at one copy each, but a full disk or a bad sector is an OSError there and a SIGBUS in a mapping,
+which kills the training. A record is published by one aligned eight-byte write of its word after its data, so a
+process killed at any byte leaves at most unused space; a word or record that is damaged is a miss.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+_MAGIC = b"SATDATA1"
+_FIXED = struct.Struct("<8s32sQQQ")     # magic, key, slots, limit, share
+_CHECK, _END, _DROPPED, _REASON = 64, 72, 80, 88
+_MOST_REASON = 1024
+_COUNTERS, _COUNTER, _COUNTER_SLOTS = 2048, struct.Struct("<QQ"), 64
+_TABLE = 4096
+_HEAD = struct.Struct("<QQI4x")         # length, index, checksum
+_UNIT = 64
+_OFFSET_BITS = 40
+_MOST_UNITS = (1 << (64 - _OFFSET_BITS)) - 1
+_WORD = struct.Struct("=Q")
+
+#: A share of samples to keep is counted in these.
+WHOLE = 1 << 32
+
+SUFFIX = ".samples"
+
+_thread = threading.local()
+_appending = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _appending
+    _appending = threading.Lock()       # the thread that held it was not forked with us
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Unusable(Exception):
+    """The store cannot be used; the message is the reason."""
+
+
+class Dropped(Unusable):
+    """An earlier reader found that this version of the dataset changes between reads."""
+
+
+class Store:
+    """An open store. Use `create` or `attach`."""
+
+    def __init__(self, path: str, descriptor: int, key: bytes, slots: int):
+        self.path = path
+        self.key = key
+        self.slots = slots
+        self.full = False
+        self._fd = descriptor
+        self._salt = zlib.crc32(key)
+        self._checked = bytearray(slots)        # read before in this process, and found whole
+        self._map = mmap.mmap(descriptor, _table_end(slots), access=mmap.ACCESS_READ)
+        view = memoryview(self._map)
+        self._words = view[_TABLE:_TABLE + 8 * slots].cast("Q")
+        self._state = view[_END:_END + 16].cast("Q")
+        _, _, _, self.limit_bytes, self.share = _FIXED.unpack_from(view)
+        self._before = self._counters()
+        self._counting, self._counted = 0, (0, 0)
+
+    def __reduce__(self) -> Any:
+        return attach, (self.path, self.key, self.slots)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def wanted(self, index: int) -> bool:
+        """Whether this sample is one of those that the store has room for: the same in every process and epoch."""
+        return 0 <= index < self.slots and (self.share >= WHOLE or _mixed(index) < self.share)
+
+    def holds(self, index: int) -> bool:
+        return self._words[index] != 0
+
+    def get(self, index: int) -> memoryview | None:
+        """The record's bytes, valid until this thread's next `get`; None: not there, or damaged."""
+        word = self._words[index]
+        if not word:
+            return None
+        offset, room = (word & ((1 << _OFFSET_BITS) - 1)) * _UNIT, (word >> _OFFSET_BITS) * _UNIT
+        if room < _HEAD.size or offset < _table_end(self.slots):
+            return None
+        view = _scratch(room)
+        try:
+            if os.preadv(self._fd, [view], offset) < _HEAD.size:
+                return None
+        except OSError:
+            return None                 # a bad sector, a file server that went away: the source still has it
+        length, owner, check = _HEAD.unpack_from(view)
+        if owner != index or length > room - _HEAD.size:
+            return None
+        record = view[_HEAD.size:_HEAD.size + length]
+        if not self._checked[index]:
+            if self._checksum(length, index, [record]) != check:
+                return None
+            self._checked[index] = 1
+        return record
+
+    def put(self, index: int, parts: list[bytes]) -> bool:
+        """Store a sample; False where there is no room for it. Never raises for what the disk does."""
+        length = sum(map(len, parts))
+        units = -(-(length + _HEAD.size) // _UNIT)
+        if self.full or units > _MOST_UNITS:
+            return False
+        head = _HEAD.pack(length, index, self._checksum(length, index, parts))
+        try:
+            offset = self._append(units * _UNIT)
+            if offset is None:
+                self.full = True
+                return False
+            # The last bytes of the last unit stay unwritten: whoever reads them reads zeros, or the end of the file.
+            if os.pwrite(self._fd, b"".join([head, *parts]), offset) != length + _HEAD.size:
+                self.full = True
+                return False
+            self._checked[index] = 0
+            os.pwrite(self._fd, _WORD.pack(units << _OFFSET_BITS | offset // _UNIT), _TABLE + 8 * index)
+        except OSError:
+            self.full = True            # no space, no quota, a limit on file sizes: what is stored stays
+            return False
+        return True
+
+    def _append(self, size: int) -> int | None:
+        """Take `size` bytes at the end of the file: their offset, or None beyond the limit."""
+        with _appending:                # lockf keeps processes apart, not threads
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 8, _END)
+            try:
+                (end,) = _WORD.unpack(os.pread(self._fd, 8, _END))
+                if end + size > self.limit_bytes:
+                    return None
+                os.pwrite(self._fd, _WORD.pack(end + size), _END)
+                return end
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 8, _END)
+
+    def _checksum(self, length: int, index: int, parts: list[Any]) -> int:
+        value = zlib.crc32(struct.pack("<QQ", length, index), self._salt)
+        for part in parts:
+            value = zlib.crc32(part, value)
+        return value
+
+    # -- what everybody must know ------------------------------------------------------------------------------------
+
+    @property
+    def dropped(self) -> bool:
+        return self._state[1] != 0
+
+    @property
+    def reason(self) -> str:
+        """Why it was dropped."""
+        return bytes(self._map[_REASON:_REASON + _MOST_REASON]).rstrip(b"\0").decode("utf-8", "replace")
+
+    def drop(self, reason: str) -> None:
+        """Nobody may use it any more."""
+        self._note(reason.encode()[:_MOST_REASON], _REASON)
+        self._note(_WORD.pack(1), _DROPPED)
+
+    def count(self, read: int, stored: int) -> None:
+        """Say that this process has read and stored so many samples more. Roughly: two processes may share a pair."""
+        if self._counting != os.getpid():
+            self._counting, self._counted = os.getpid(), (0, 0)
+        self._counted = self._counted[0] + read, self._counted[1] + stored
+        self._note(_COUNTER.pack(*self._counted), _COUNTERS + self._counting % _COUNTER_SLOTS * _COUNTER.size)
+
+    def _note(self, data: bytes, place: int) -> None:
+        try:
+            os.pwrite(self._fd, data, place)
+        except OSError:
+            self.full = True            # a disk that takes nothing any more: no reason to end the training
+
+    def counted(self) -> tuple[int, int]:
+        """Samples (read, stored) since it was opened here, by all processes, at least."""
+        new = [pair for pair, before in zip(self._counters(), self._before) if pair != before]
+        return sum(read for read, _ in new), sum(stored for _, stored in new)
+
+    def _counters(self) -> list[Any]:
+        return list(_COUNTER.iter_unpack(self._map[_COUNTERS:_COUNTERS + _COUNTER_SLOTS * _COUNTER.size]))
+
+    @property
+    def used_bytes(self) -> int:
+        return self._state[0]
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def create(folder: Path | None, name: str, key: bytes, slots: int, limit_bytes: int, share: int = WHOLE) -> Store:
+    """The store of this key in `folder`, made when it is not there; in memory, as long as a process holds it, without
+    a folder. Raises Unusable."""
+    fixed = _FIXED.pack(_MAGIC, key, slots, limit_bytes, share)
+    if limit_bytes <= _table_end(slots):
+        raise Unusable("there is no room for a cache")
+    try:
+        if folder is None:
+            descriptor = os.memfd_create(f"saturate {name}", os.MFD_CLOEXEC)
+            _begin(descriptor, fixed, slots)
+            return Store(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor, key, slots)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / (name + SUFFIX)
+        try:
+            return attach(str(path), key, slots)
+        except FileNotFoundError:
+            return _create_file(path, fixed, key, slots)
+        except Dropped:
+            raise
+        except Unusable:
+            path.unlink()               # of another version that happens to have this name, or damaged
+            return _create_file(path, fixed, key, slots)
+    except OSError as error:
+        raise Unusable(f"{error.strerror or error}: {error.filename or folder or 'shared memory'}") from error
+
+
+def attach(path: str, key: bytes, slots: int) -> Store:
+    """Open a store that exists. Raises Unusable (for one of another dataset or version), OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        seen = os.fstat(descriptor)
+        if seen.st_uid != os.geteuid():
+            raise Unusable(f"{path} belongs to another user")
+        head = os.pread(descriptor, _END, 0)
+        if len(head) < _END or seen.st_size < _table_end(slots) or zlib.crc32(head[:_CHECK]) != _word32(head, _CHECK):
+            raise Unusable(f"{path} is damaged")
+        magic, its_key, its_slots, _, _ = _FIXED.unpack_from(head)
+        if (magic, its_key, its_slots) != (_MAGIC, key, slots):
+            raise Unusable(f"{path} holds another dataset, or another version of it")
+        store = Store(path, descriptor, key, slots)
+        os.utime(descriptor)            # used just now: see `make_room`
+        if store.dropped:
+            raise Dropped(f"an earlier run found: {store.reason}")
+        return store
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _create_file(path: Path, fixed: bytes, key: bytes, slots: int) -> Store:
+    """Complete before it has its name; the first of several creators wins."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _begin(descriptor, fixed, slots)
+        try:
+            os.link(fresh, path)
+        except FileExistsError:
+            return attach(str(path), key, slots)
+        except OSError:                 # a file system without hard links: the last creator wins, the others' is unseen
+            os.rename(fresh, path)
+        return attach(str(path), key, slots)
+    finally:
+        os.close(descriptor)
+        fresh.unlink(missing_ok=True)
+
+
+def _begin(descriptor: int, fixed: bytes, slots: int) -> None:
+    os.posix_fallocate(descriptor, 0, _table_end(slots))    # writing a word can never need space
+    os.pwrite(descriptor, fixed + struct.pack("<I", zlib.crc32(fixed)), 0)
+    os.pwrite(descriptor, _WORD.pack(_table_end(slots)), _END)
+
+
+def make_room(folder: Path, limit_bytes: int) -> int:
+    """Remove the stores that were used longest ago until the others take at most half of the limit; how many went.
+    Processes that have a removed one open keep it."""
+    stores = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        try:
+            seen = path.stat()
+        except FileNotFoundError:
+            continue                    # another process makes room as well
+        stores.append((seen.st_mtime, seen.st_blocks * 512, path))
+    total, removed = sum(size for _, size, _ in stores), 0
+    for _, size, path in sorted(stores):
+        if total <= limit_bytes // 2:
+            break
+        path.unlink(missing_ok=True)
+        total -= size
+        removed += 1
+    return removed
+
+
+def available_memory_bytes() -> int:
+    """What the machine has left, or the container."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        left = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        return left if limit == "max" else max(0, min(left, int(limit) - used))
+    except (OSError, ValueError):
+        return left                     # cgroups of the first version, or none
+
+
+def _table_end(slots: int) -> int:
+    return -(-(_TABLE + 8 * slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _word32(data: bytes, at: int) -> int:
+    return struct.unpack_from("<I", data, at)[0]
+
+
+def _mixed(index: int) -> int:
+    """A number below WHOLE that looks random (Knuth's multiplicative hash)."""
+    return index * 2654435761 % WHOLE
+
+
+def _scratch(size: int) -> memoryview:
+    """Memory of this thread to read a record into: reused, so that it is in the processor's cache."""
+    found = getattr(_thread, "scratch", None)
+    if found is None or len(found) < size:
+        found = _thread.scratch = memoryview(bytearray(max(size, 1 << 16)))
+    return found[:size]

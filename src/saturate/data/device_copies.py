@@ -1,0 +1,123 @@
+"""Copies of the next batch to the device, while the current one is computed on.
+
+The script sees no difference: its batches stay host tensors, and `tensor.to(device)` returns the copy that was begun
+before instead of beginning one. Copied ahead is only what lies finished in the loader's queue, and of it only the
+tensors at the places whose tensors the script itself moved last time: nothing is fetched, drawn or waited for that
+would not be anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _Begun:
+    """A copy that was begun. `source` is held, so that its id stays taken; its version tells whether it was written
+    to."""
+
+    source: Any
+    version: int
+    copy: Any
+    device: Any
+    token: Any
+
+
+class Cuda:
+    """Copies on a stream of their own, one for each device. `move` is torch's own `Tensor.to`."""
+
+    def __init__(self, torch: Any, move: Any):
+        self._torch = torch
+        self._move = move
+        self._streams: dict[Any, Any] = {}
+
+    def begin(self, tensor: Any, device: Any) -> tuple[Any, Any]:
+        """The copy, not yet there, and what says when it is."""
+        cuda = self._torch.cuda
+        if device not in self._streams:
+            self._streams[device] = cuda.Stream(device)
+        stream = self._streams[device]
+        with cuda.stream(stream):
+            copy = self._move(tensor, device, non_blocking=True)
+        return copy, stream.record_event()
+
+    def hand_over(self, copy: Any, token: Any) -> None:
+        """Whatever is queued from now on waits for the copy; its memory is not used again before that work is
+        done."""
+        stream = self._torch.cuda.current_stream(copy.device)
+        stream.wait_event(token)
+        copy.record_stream(stream)
+
+    def busy(self) -> bool:
+        """Whether nothing may be handed over now: what a graph captures must not wait for events outside of it."""
+        return self._torch.cuda.is_current_stream_capturing()
+
+
+class Copies:
+    """Of one training process. As text: how much was copied ahead."""
+
+    def __init__(self, torch: Any, device_copies: Any):
+        self._torch = torch
+        self._api = device_copies
+        self._places: dict[int, int] = {}           # by id: where in the current batch a tensor stands
+        self._batch: list[Any] = []
+        self._moved: dict[int, Any] = {}            # by place: the device that the script moved its tensor to
+        self._begun: dict[int, _Begun] = {}
+        self.ahead = self.moved = 0
+
+    def __str__(self) -> str:
+        return f"{self.ahead} of {self.moved} tensors that the script moved were copied ahead" if self.moved else ""
+
+    def next_batch(self, batch: Any, waiting: Any) -> None:
+        """`batch` goes to the script now; `waiting` is the one after it, None where that is not finished."""
+        self._batch = list(_tensors(self._torch, batch))
+        self._places = {id(tensor): place for place, tensor in enumerate(self._batch)}
+        self._begun = {key: begun for key, begun in self._begun.items() if key in self._places}
+        for place, tensor in enumerate(_tensors(self._torch, waiting)):
+            device = self._moved.get(place)
+            if device is not None and tensor.device.type == "cpu" and not tensor.requires_grad and tensor.is_pinned():
+                copy, token = self._api.begin(tensor, device)
+                self._begun[id(tensor)] = _Begun(tensor, tensor._version, copy, device, token)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether it is a tensor of the current batch."""
+        return id(tensor) in self._places
+
+    def take(self, tensor: Any, device: Any) -> Any:
+        """The script moves a tensor of the current batch to a device: the copy, if one was begun and still is one."""
+        self._moved[self._places[id(tensor)]] = device
+        self.moved += 1
+        begun = self._begun.get(id(tensor))
+        if begun is None or begun.source is not tensor or begun.device != device or self._api.busy():
+            return None
+        del self._begun[id(tensor)]                 # who moves it again gets another copy, as ever
+        if tensor._version != begun.version:
+            return None                             # it was written to since
+        self._api.hand_over(begun.copy, begun.token)
+        self.ahead += 1
+        return begun.copy
+
+
+def _tensors(torch: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict) or hasattr(value, "values"):
+        for item in value.values():
+            yield from _tensors(torch, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(torch, item)
+
+
+def waiting_batch(iterator: Any) -> Any:
+    """The batch that an iterator with workers will return next, if it lies finished in its queue; else None."""
+    wanted = iterator._rcvd_idx
+    early = iterator._task_info.get(wanted, ())
+    if len(early) == 2:
+        return early[1]
+    finished = getattr(iterator._data_queue, "queue", None)     # of the thread that pins; processes have no such list
+    for number, batch in list(finished or ()):
+        if number == wanted:
+            return batch
+    return None

@@ -1,0 +1,62 @@
+"""Rows of tensors in memory, a batch at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tensors_of(torch: Any, dataset: Any) -> tuple[Any, ...] | None:
+    """The tensors whose rows a dataset hands out: those of a `TensorDataset`, or of one below `Subset`s; None for
+    others."""
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    return tuple(dataset.tensors) if type(dataset) is torch.utils.data.TensorDataset else None
+
+
+def refusal(torch: Any, loader: Any) -> str | None:
+    """Why a loader's batches cannot be assembled at once; None when they can."""
+    tensors = tensors_of(torch, loader.dataset)
+    if not tensors:
+        return "its dataset is no TensorDataset"
+    if loader.batch_sampler is None or loader.collate_fn is not torch.utils.data.default_collate:
+        return "it has a collate function of its own, or none"
+    if any(type(t) is not torch.Tensor or t.device.type != "cpu" or t.layout is not torch.strided or not t.is_contiguous()
+           or t.requires_grad or t.is_conj() or t.is_neg() or t.is_quantized for t in tensors):
+        return "its tensors are not plain, contiguous and on the CPU"
+    return None
+
+
+class Rows:
+    """Stands for such a dataset in a loader's iterator. Its tensors and indices are read anew for each batch: a
+    script may replace or overwrite them."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":           # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """What the default collate function makes of these rows. Raises IndexError, as the dataset would."""
+        import torch
+
+        dataset = self.dataset
+        while type(dataset) is torch.utils.data.Subset:
+            indices = [dataset.indices[index] for index in indices]
+            dataset = dataset.dataset
+        wanted = torch.tensor([int(index) for index in indices])
+        size = len(dataset)
+        wanted = torch.where(wanted < 0, wanted + size, wanted)
+        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < size:
+            raise IndexError(f"a row of {indices} is out of bounds for {size} rows")
+        return [tensor.index_select(0, wanted) for tensor in dataset.tensors]
+
+
+def as_it_is(batch: list[Any]) -> list[Any]:
+    """Collates what is a batch already."""
+    return batch

@@ -1,0 +1,48 @@
+"""Throughput over batch sizes: an interval for each, and the size from which more samples per batch bring nothing.
+
+Sizes are measured in rounds, one short block of each size per round, so what slows a round down slows all its sizes: they
+are compared within rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, log, log1p
+from statistics import median
+
+from saturate.measure.stats import median_se, t_quantile
+
+#: A smaller size counts as fast as the fastest when the interval of the difference does not exclude this gain ...
+GAIN = 0.02
+
+#: ... and it was not slower than this in the middle of the rounds: an interval that excludes nothing proves nothing.
+MOST_LOSS = 0.05
+
+
+def interval(rates: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Median and interval of positive rates, one per round; in their unit. Symmetric in the logarithm.
+    Raises ValueError for fewer than two rounds."""
+    logs = [log(rate) for rate in rates]
+    centre = median(logs)
+    half = t_quantile(0.5 + confidence / 2, len(logs) - 1) * median_se(logs) if len(logs) > 1 else _too_few()
+    return exp(centre), exp(centre - half), exp(centre + half)
+
+
+def _too_few() -> float:
+    raise ValueError("one round has no interval")
+
+
+def knee(rounds: Mapping[int, Sequence[float]], gain: float = GAIN) -> int:
+    """The smallest size whose throughput is within the noise of the best. `rounds`: samples per second by size, each with
+    one rate per round, the same rounds for all. Raises ValueError without sizes, or for fewer than two rounds."""
+    if not rounds:
+        raise ValueError("no size was measured")
+    best = max(rounds, key=lambda size: (median(rounds[size]), -size))
+    for size in sorted(rounds):
+        if size == best:
+            break
+        lost = [log(fast / slow) for fast, slow in zip(rounds[best], rounds[size])]
+        low = log(interval([exp(value) for value in lost])[1])
+        if low <= log1p(gain) and median(lost) <= log1p(MOST_LOSS):
+            return size
+    return best

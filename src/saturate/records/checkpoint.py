@@ -1,0 +1,113 @@
+"""What `saturate checkpoint verify|export|gc|advise --json` print. Bytes are integers, times seconds, shares 0 to
+1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One file, pack or checkpoint that was looked at."""
+
+    path: str
+    kind: Literal["checkpoint", "pointer", "torch", "safetensors", "pack", "leftover", "other"]
+    outcome: Literal["whole", "damaged", "unknown"]     # unknown: the format holds nothing to check against
+    size_bytes: int | None
+    problem: str = ""
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """`verify --json`."""
+
+    schema: int = SCHEMA
+    whole: int
+    damaged: int
+    unknown: int
+    checks: list[Check]
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """`export --json`. `checkpoint` is null where the file was plain already."""
+
+    schema: int = SCHEMA
+    path: str
+    checkpoint: str | None
+    size_bytes: int
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: str
+    path: str
+    reason: str
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: str
+    path: str
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """`gc --json`. With `deleted` false nothing was changed."""
+
+    schema: int = SCHEMA
+    store: str
+    deleted: bool
+    kept: list[Kept]
+    removed: list[Removed]
+    damaged: dict[str, str]         # manifests that cannot be read -> why; while there are any, no chunk is freed
+    store_bytes: int
+    freed_bytes: int
+
+
+class IntervalLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What saving every so often loses."""
+
+    interval_s: float
+    interval_steps: int | None
+    lost_share: float               # of wall-clock time: saves, lost work and restarts
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """The interval that loses least, under a Poisson process of failures."""
+
+    interval_s: float               # training time between saves: Daly 2006
+    interval_steps: int | None      # None: no step time was given
+    young_interval_s: float         # the first-order formula, Young 1974
+    save_cost_s: float
+    save_cost_from: str             # where it was measured, or "given"
+    restart_cost_s: float | None    # None: not given, and so not in lost_share
+    mtbf_s: float                   # of one node
+    nodes: int
+    job_mtbf_s: float               # mtbf_s / nodes
+    step_time_s: float | None
+    lost_share: float
+    around: list[IntervalLoss]      # half of it, and twice
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What incremental saving would write, as shares of the whole file. See `saturate.checkpoints.forecast`."""
+
+    old: str
+    new: str
+    file_bytes: int
+    whole_tensor_share: float
+    block_share: float
+    delta_share: float
+    compressed_share: float
+    sampled_share: float
+    coding_s: float
+    helps: bool
+    reason: str
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """`advise --json`: either part may have been asked for."""
+
+    schema: int = SCHEMA
+    interval: Interval | None = None
+    forecast: Forecast | None = None

@@ -1,0 +1,33 @@
+"""Amounts of memory, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse(text: str) -> int:
+    """Bytes in "20GiB", "512 MiB", "24GB" (decimal), "20G" (binary), "1073741824". Raises ValueError.
+
+    >>> parse("1.5GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
+        raise ValueError(f"{text!r} is not an amount of memory such as 20GiB, 512MiB or 24GB")
+    return size
+
+
+def show(size_bytes: float) -> str:
+    """To three digits or so.
+
+    >>> show(5 * 2**30), show(412.4 * 2**20), show(2048)
+    ('5.00 GiB', '412 MiB', '2 KiB')
+    """
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:,.{1 if size_bytes >= 100 * 2**30 else 2}f} GiB"
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.{0 if size_bytes >= 100 * 2**20 else 1}f} MiB"
+    return f"{size_bytes / 2**10:.0f} KiB"

@@ -1,0 +1,150 @@
+"""The summary that a `saturate fit` ends with: at most twelve lines, the verdict first, the next command last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from saturate.records.fit import Fit, SizeThroughput
+from saturate.records.sizes import show
+from saturate.report import words
+from saturate.report.cells import cells, cut, fit
+
+MAX_LINES = 12
+LABEL = 12  # width of the label column
+MIN_WIDTH = 40
+LEAST_BAR = 6
+
+Paint = Callable[..., str]
+
+_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
+KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
+
+
+def summary(found: Fit, *, width: int, color: bool, blocks: bool = True) -> str:
+    """The record as plain lines without a trailing newline; `width` in terminal cells, which only paths and commands may
+    exceed. `color` adds ANSI codes, `blocks` draws with block characters."""
+    width = max(width, MIN_WIDTH)
+    paint = _paint if color else _plain
+    room = width - LABEL
+    head = paint(fit(title(found), width), _BOLD, _GREEN if found.verdict == "fits" else _YELLOW)
+    tail = []
+    if found.report:
+        tail.append(_row("report", words.clean(found.report), paint))
+    tail.append(_row("next", words.one_line(found.next_command), paint, _BOLD))
+    lines = [(label, fit(text, room)) for label, text in _facts(found)]
+    advice = [("then", fit(found.advice[0], room))] if found.advice else []
+    knee = [("knee", fit(text, room)) for text in [knee_words(found)] if text]
+    free = MAX_LINES - 1 - len(tail) - len(lines) - len(advice) - len(knee)
+    chart = [("samples/s" if index == 0 else "", line) for index, line in enumerate(bars(found.throughput, found.knee, room, free, blocks))]
+    body = [_row(label, text, paint) for label, text in [*lines, *chart, *knee, *advice]]
+    return "\n".join([head, *body, *tail])
+
+
+def _plain(text: str, *_: str) -> str:
+    return text
+
+
+def _paint(text: str, *codes: str) -> str:
+    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
+
+
+def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
+    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
+
+
+# -- words, shared with the page ---------------------------------------------------------------------------------------
+
+
+def title(found: Fit) -> str:
+    """The verdict in a few words."""
+    limit = f" {show(found.limit_bytes)}" if found.limit_bytes else " the limit"
+    if found.verdict == "fits":
+        ranks = f" on each of {found.world_size} ranks" if found.world_size > 1 else ""
+        if found.target == "throughput" and found.micro_batch != found.largest_fitting:
+            return f"a batch of {found.micro_batch:,}{ranks} is as fast as any that fits{limit}"
+        least = found.proved_steps < 10
+        return f"a batch of {found.micro_batch:,}{ranks} " + ("seems to fit" if least else "fits") + limit
+    return {"nothing_fits": f"nothing fits{limit}", "refused": "cannot search its batch", "inconclusive": "no answer"}[found.verdict]
+
+
+def _facts(found: Fit) -> list[tuple[str, str]]:
+    lines = []
+    if found.reason:
+        lines.append(("why", found.reason))
+    if found.micro_batch is None:
+        return lines
+    if found.script_batch is not None:
+        lines.append(("by itself", f"the script uses {found.script_batch:,}; largest tried {found.largest_tried:,}, "
+                                   f"in {processes(found)} and {found.seconds:.0f} s"))
+    lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved", proof_words(found))]
+    if found.not_seen:
+        lines.append(("not seen", "; ".join(found.not_seen)))
+    return lines
+
+
+def processes(found: Fit) -> str:
+    return f"{found.trial_count} process{'es' if found.trial_count != 1 else ''}"
+
+
+def peak_words(found: Fit) -> str:
+    assert found.peak_bytes is not None and found.limit_bytes is not None and found.margin_bytes is not None
+    predicted = f", predicted {show(found.predicted_peak_bytes)}" if found.predicted_peak_bytes is not None else ""
+    return f"{show(found.peak_bytes)} of {show(found.limit_bytes)}{predicted}; margin {show(found.margin_bytes)}"
+
+
+def kinds_words(found: Fit) -> str:
+    parts = [f"{name} {show(found.kinds[key])}" for key, name in KINDS.items() if found.kinds.get(key)]
+    if found.sample_bytes:
+        parts.append(f"each sample {show(found.sample_bytes)}")
+    return ", ".join(parts)
+
+
+def proof_words(found: Fit) -> str:
+    return f"{found.proved_steps} steps" + (f", with {', '.join(found.proved_with)}" if found.proved_with else "")
+
+
+def knee_words(found: Fit) -> str:
+    if found.knee is None:
+        return ""
+    busy = f"; {found.utilisation:.0%} of {found.utilisation_of} busy there" if found.utilisation is not None else ""
+    best = max(found.throughput, key=lambda one: one.samples_per_s).micro_batch
+    return f"from {found.knee:,} on, larger batches are no faster{busy}" if found.knee != best else \
+        f"{found.knee:,} is the fastest{busy}"
+
+
+def spread(one: SizeThroughput) -> float:
+    """Half of the interval, as a share of the rate."""
+    return (one.ci[1] - one.ci[0]) / 2 / one.samples_per_s
+
+
+def rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _shown(curve: list[SizeThroughput], knee: int | None, room: int) -> list[SizeThroughput]:
+    """At most `room` of them: the large ones, and the knee."""
+    if room <= 0:
+        return []
+    shown = curve[-room:]
+    missing = [one for one in curve if one.micro_batch == knee and one not in shown]
+    return [*missing, *shown[len(missing):]]
+
+
+def bars(curve: list[SizeThroughput], knee: int | None, width: int, room: int, blocks: bool) -> list[str]:
+    """One line per size, at most `room`: size, bar, rate with its interval."""
+    shown = _shown(curve, knee, room)
+    if not shown:
+        return []
+    left = max(len(f"{one.micro_batch:,}") for one in shown)
+    numbers = [f"{rate(one.samples_per_s)} +-{spread(one):.0%}" for one in shown]
+    right = max(map(cells, numbers))
+    length = width - left - right - 4
+    most = max(one.samples_per_s for one in shown)
+    lines = []
+    for one, number in zip(shown, numbers):
+        bar = ""
+        if length >= LEAST_BAR:
+            filled = max(1, round(length * one.samples_per_s / most))
+            bar = ("\u2588" if blocks else "#") * filled + " " * (length - filled) + "  "
+        lines.append(cut(f"{one.micro_batch:>{left},}  {bar}{number:>{right}}", width))
+    return lines

@@ -1,0 +1,118 @@
+"""A fit as one self-contained HTML file: no script, nothing loaded, everything escaped."""
+
+from __future__ import annotations
+
+import msgspec
+
+from saturate.records.fit import Fit, SizeTried
+from saturate.records.sizes import show
+from saturate.report import analysis_html, svg, words
+from saturate.report import fit as say
+from saturate.report.markup import Markup, table, tag
+from saturate.report.trim import redact
+
+OUTCOMES = {
+    "fits": "fits", "too_close": "runs, within the margin", "out_of_memory": "out of memory", "failed": "failed",
+    "allocator_retries": "runs, the allocator had to free its cache", "out_of_time": "the budget ended",
+}
+
+
+def render(found: Fit) -> str:
+    """The page. The command stands in it without the values of its arguments."""
+    shown = msgspec.structs.replace(found, command=redact(found.command), next_command=_next(found))
+    sections = [("memory", "Memory", _memory(shown)), ("throughput", "Throughput", _throughput(shown)),
+                ("sizes", "Sizes", _sizes(shown)), ("method", "Method", _method(shown))]
+    body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
+    return analysis_html.shell(say.title(shown), _header(shown), body, analysis_html._embedded(shown))
+
+
+def _next(found: Fit) -> str:
+    ours, dashes, _ = found.next_command.partition(" -- ")
+    return f"{ours} -- {' '.join(redact(found.command))}" if dashes else found.next_command
+
+
+def _header(found: Fit) -> Markup:
+    facts = [("Script's own batch", f"{found.script_batch:,}" if found.script_batch else "unknown"),
+             ("Largest that fits", f"{found.largest_fitting:,}" if found.largest_fitting else "none"),
+             ("Knee", f"{found.knee:,}" if found.knee else "not measured"), ("Processes", str(found.trial_count)),
+             ("Time", f"{found.seconds:.0f} s")]
+    lede = found.reason or (say.peak_words(found) if found.micro_batch is not None else "")
+    return tag(
+        "header",
+        tag("p", tag("b", "saturate"), " fit: ", tag("code", words.one_line(" ".join(found.command))), class_="brand"),
+        tag("h1", _capital(say.title(found))),
+        tag("p", lede, class_="lede"),
+        tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts"),
+        tag("ul", *(tag("li", _capital(text) + ".") for text in found.advice), class_="notes") if found.advice else "",
+        class_="win" if found.verdict == "fits" else None,
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _memory(found: Fit) -> Markup | None:
+    tried = [one for one in found.trials if one.peak_bytes and one.micro_batch is not None]
+    if not tried or not found.limit_bytes:
+        return None
+    highest: dict[int, SizeTried] = {}
+    for one in tried:
+        before = highest.get(one.micro_batch or 0)
+        if before is None or (one.peak_bytes or 0) > (before.peak_bytes or 0):
+            highest[one.micro_batch or 0] = one
+    full = 1.02 * max(found.limit_bytes, *(one.peak_bytes or 0 for one in highest.values()))
+    rows = [tag("li", tag("span", f"{size:,} samples"),
+                svg.bar(one.peak_bytes or 0, full, label=f"{size:,} samples: {show(one.peak_bytes or 0)}",
+                        css="tuned" if one.outcome == "fits" else "base", reference=found.limit_bytes),
+                tag("span", f"{show(one.peak_bytes or 0)}, {OUTCOMES[one.outcome]}", class_="value small"))
+            for size, one in sorted(highest.items())]
+    kinds = [[name, show(found.kinds[key])] for key, name in say.KINDS.items() if key in found.kinds]
+    if found.sample_bytes is not None:
+        kinds.append(["each sample of the batch", show(found.sample_bytes)])
+    if found.fixed_bytes is not None:
+        kinds.append(["what does not grow with the batch, all of the above but samples included", show(found.fixed_bytes)])
+    return tag(
+        "section", tag("h2", "Memory"),
+        tag("p", f"The peak of each size; the dashed line is the limit of {show(found.limit_bytes)}. Counted is {found.counted}."),
+        tag("ul", *rows, class_="rows short"),
+        table(["Held between steps", "Bytes"], [list(row) for row in kinds], label="Memory by kind", numeric=(1,)) if kinds else "",
+        id="memory",
+    )
+
+
+def _throughput(found: Fit) -> Markup | None:
+    if not found.throughput:
+        return None
+    full = 1.05 * max(one.ci[1] for one in found.throughput)
+    rows = [tag("li", tag("span", f"{one.micro_batch:,} samples" + (" (knee)" if one.micro_batch == found.knee else "")),
+                svg.bar(one.samples_per_s, full, label=f"{one.micro_batch:,} samples: {say.rate(one.samples_per_s)} per second",
+                        css="tuned" if one.micro_batch == found.knee else "base", interval=one.ci),
+                tag("span", f"{say.rate(one.samples_per_s)} per second", class_="value"))
+            for one in found.throughput]
+    how = found.throughput_note or "Rounds of one short block of each size, in one process; the whisker is the 95 % interval over rounds"
+    return tag("section", tag("h2", "Throughput"), tag("p", f"{_capital(how)}. {_capital(say.knee_words(found))}."),
+               tag("ul", *rows, class_="rows short"), id="throughput")
+
+
+def _sizes(found: Fit) -> Markup | None:
+    if not found.trials:
+        return None
+    rows: list[list[object]] = [
+        [f"{one.micro_batch:,}" if one.micro_batch is not None else "as it is", OUTCOMES[one.outcome] + (f": {one.reason}" if one.reason else ""),
+         show(one.peak_bytes) if one.peak_bytes else "unknown", str(one.steps), str(one.trial), f"{one.seconds:.1f} s"]
+        for one in found.trials]
+    return tag("section", tag("h2", "Sizes that ran"), tag("p", "In the order in which they ran."),
+               table(["Batch", "Outcome", "Peak", "Steps", "Process", "Time"], rows, label="Sizes", numeric=(2, 3, 4, 5)), id="sizes")
+
+
+def _method(found: Fit) -> Markup:
+    proof = [say.proof_words(found)] if found.micro_batch is not None else []
+    lines = [*(f"Proved for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
+    if found.margin_bytes:
+        lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")
+    return tag("section", tag("h2", "Method"),
+               tag("p", "A few sizes are measured in one process, the largest that should fit is predicted from the line through them, and "
+                        "exactly that size is proved in a fresh process, from its first step on."),
+               tag("ul", *(tag("li", _capital(line) + ".") for line in lines)),
+               tag("h3", "Next"), tag("pre", words.one_line(found.next_command)), id="method")

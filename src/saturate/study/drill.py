@@ -1,0 +1,373 @@
+"""`saturate drill`: kill a training at random moments, start it again, and compare it with one that was left alone.
+
+    reference   the command, uninterrupted, in a cage of its own: which data, which losses, when does it save
+    chain       the command again, in a cage that all of its processes share: killed after a checkpoint was written, started
+                again, killed again after a checkpoint of its own, started again, and at last killed while it writes one
+
+The first process of the chain and the reference get the same seeds where the script sets none, so they are the same
+training. Processes that are started again get other ones: what a script does not seed is drawn anew in real life too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shlex
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+import saturate
+from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
+from saturate.records.drill import Drill, DrillResult, Saved
+from saturate.study import baseline, drilling
+from saturate.study.drilling import Chain, Ran
+from saturate.study.ending import in_our_words
+from saturate.study.store import StudyLock, new_run
+from saturate.trial.process import Workload
+from saturate.verify import resume, resume_log
+from saturate.verify.resume_log import Save, Step, Update
+
+#: What the uninterrupted run may take of the budget: all that comes after it takes about twice as long.
+REFERENCE_SHARE = 0.3
+
+#: Updates that are compared behind the last checkpoint, unless the script saves so often that fewer lie between two.
+LEAST_TAIL, MOST_TAIL = 8, 40
+
+_SEED = 20
+
+REMEDIES = {
+    "resumes_exactly": "",
+    "resumes_reordered": "save and restore the random states (torch, numpy, random) or seed the sampler by epoch: set_epoch(epoch)",
+    "inconclusive": "see the reasons; a longer run may tell: --steps N, --budget TIME",
+    "no_checkpoint": "save earlier or more often, or drill longer: --steps N, --budget TIME",
+    "ends_early": "count what is left to do from the checkpoint's own step, not from that of the process",
+    "state_not_restored": "save and load optimizer, scheduler, scaler and random states beside the model",
+    "skips_data": "save the loader's position with the update that it belongs to: StatefulDataLoader (torchdata)",
+    "repeats_data": "save and restore the loader's state: StatefulDataLoader (torchdata), or a sampler seeded by epoch that "
+                    "skips what was used",
+    "starts_over": "make the script load its newest checkpoint when it starts, or tell its argument: --resume-args=\"--resume PATH\"",
+    "cannot_load": "make the script load what it saved: the traceback is in the record",
+}
+
+#: Where only a kill in the middle of a save is fatal.
+UNFINISHED = "write each checkpoint to a temporary file and rename it when it is on disk; keep the one before"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `steps` None: until enough checkpoints were seen. `seed` chooses the moments of the kills."""
+
+    argv: list[str]
+    cwd: Path
+    environment: dict[str, str]
+    directory: Path
+    resume_args: list[str] = field(default_factory=list)
+    kills: int = 2
+    steps: int | None = None
+    budget_s: float = 600.0
+    timeout_s: float = 300.0
+    step: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class Reference:
+    """The uninterrupted run."""
+
+    updates: list[Update]
+    saves: list[Save]
+    step: Step
+    step_s: float
+
+    @property
+    def gap(self) -> int:
+        """Updates from one checkpoint to the next."""
+        places = [0, *(save.update for save in self.saves)]
+        return max(1, round(statistics.median(b - a for a, b in zip(places, places[1:])))) if self.saves else 1
+
+
+def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
+    """Carry out all kills and return what they showed. Raises SaturateError, and KeyboardInterrupt with nothing left running."""
+    lock = StudyLock(request.directory)
+    try:
+        with in_our_words(request.directory):
+            asked = json.dumps(["drill", request.argv, str(request.cwd), saturate.__version__])
+            identity = hashlib.sha256(asked.encode()).hexdigest()
+            work = _Work(request, new_run(request.directory, identity), say)
+            result = work.done()
+            (work.folder / "drill.json").write_bytes(msgspec.json.encode(result))
+            return result
+    finally:
+        lock.release()
+
+
+class _Work:
+    """One drill from its beginning to its record."""
+
+    def __init__(self, request: Request, folder: Path, say: Callable[[str], None]):
+        self.request = request
+        self.folder = folder
+        self.say = say
+        self.deadline = time.monotonic() + request.budget_s
+        self.random = random.Random(request.seed)
+        self.workload = Workload(request.argv, request.cwd, request.environment, request.timeout_s)
+        self.step = baseline.step_override(request.step)
+        self.notes: list[str] = []
+        self.drills: list[Drill] = []
+        self.isolation = ""
+        self.repeatable: bool | None = None
+
+    def done(self) -> DrillResult:
+        reference, problem = self._reference()
+        if reference is None:
+            return self._result(None, "inconclusive", problem)
+        places = [str(save.update) for save in reference.saves]
+        self.say(f"uninterrupted: {len(reference.updates)} updates, {1e3 * reference.step_s:.1f} ms each; checkpoints after update "
+                 f"{', '.join([*places[:6], *(['...'] if places[6:] else [])]) or '(none)'}")
+        if len(reference.updates) < 2:
+            return self._result(reference, "inconclusive", "fewer than two updates were seen")
+        with Chain(self.workload, self.folder / "chain", self.request.directory, self.step) as chain:
+            _Kills(self, chain, reference).carry_out()
+        worst = max(self.drills, key=lambda one: resume.OUTCOMES.index(one.outcome), default=None)
+        if worst is None:
+            return self._result(reference, "inconclusive", self.notes[-1] if self.notes else "nothing was killed")
+        return self._result(reference, worst.outcome, worst.reason, unfinished=worst.moment == "save")
+
+    # -- the uninterrupted run -----------------------------------------------------------------------------------------
+
+    def _reference(self) -> tuple[Reference | None, str]:
+        request = self.request
+        deadline = time.monotonic() + REFERENCE_SHARE * request.budget_s
+        with Chain(self.workload, self.folder / "reference", request.directory, self.step) as chain:
+            self.isolation = chain.isolation
+            ran = chain.run(request.argv, _SEED, None, self._seen_enough, None, deadline)
+        self.failed_by_itself(ran)
+        step = ran.step
+        if step is None or not ran.updates(step):
+            return None, ran.ended.reason if ran.ended else "no update was seen in the time that there is: give it more, --budget TIME"
+        updates = ran.updates(step)
+        times = [b.t_ns - a.t_ns for a, b in zip(updates, updates[1:])]
+        saves = [save for save in ran.saves(step) if save.update < len(updates) or ran.ended is None]
+        return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0), ""
+
+    def _seen_enough(self, log: resume_log.Log) -> bool:
+        done = log.updates(log.step)
+        if self.request.steps is not None:
+            return done >= self.request.steps
+        if len(log.saves) < self.request.kills + 1:
+            return False
+        places = [0, *log.saves[: self.request.kills + 1]]
+        gap = max(b - a for a, b in zip(places, places[1:]))
+        return done >= places[-1] + max(LEAST_TAIL, min(gap, MOST_TAIL))
+
+    def failed_by_itself(self, ran: Ran) -> None:
+        """An uninterrupted run that fails is reported before anything else."""
+        ended = ran.ended
+        if ended is None or ended.kind in drilling.ENDED_WELL:
+            return
+        self.we_failed(ran)
+        if ended.kind == "no_agent":
+            raise InjectionDefeated("saturate cannot reach this command", cause=ended.reason, remedy=ended.remedy)
+        cause = f"{ended.kind.replace('_', ' ')}: {ended.reason}"
+        raise WorkloadFailed("the command fails by itself; nothing was killed", cause=cause, evidence=str(ran.log),
+                             remedy=ended.remedy or "make the command work without saturate first")
+
+    def we_failed(self, ran: Ran) -> None:
+        """Raise what is no fault of the command."""
+        ended = ran.ended
+        if ended is not None and ended.kind in ("agent_failed", "cage_refused"):
+            raise EnvironmentProblem("saturate fails here, not the command", cause=f"{ended.kind.replace('_', ' ')}: {ended.reason}",
+                                     evidence=str(ran.log), remedy=ended.remedy or "saturate doctor looks for the cause")
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _result(self, reference: Reference | None, verdict: str, reason: str, unfinished: bool = False) -> DrillResult:
+        request = self.request
+        again = [*request.argv, *request.resume_args]
+        saves = reference.saves if reference else []
+        missing = verdict == "starts_over" and not unfinished and not request.resume_args
+        if verdict == "resumes_exactly":
+            following = ["saturate", "tune", "--", *request.argv]
+        else:
+            words = "--resume PATH" if missing else shlex.join(request.resume_args)
+            following = ["saturate", "drill", *([f"--resume-args={words}"] if words else []), "--", *request.argv]
+        remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
+        return DrillResult(
+            run=self.folder.name, command=request.argv, resume_command=again, verdict=verdict, reason=reason,  # type: ignore[arg-type]
+            remedy=remedy, drills=self.drills, reference_updates=len(reference.updates) if reference else 0,
+            step_s=reference.step_s if reference else None,
+            saves_seen=[Saved(update=save.update, files=list(save.paths)) for save in saves],
+            first_save_at_update=saves[0].update if saves else None, repeatable=self.repeatable, isolation=self.isolation,
+            notes=self.notes, record=str(self.folder / "drill.json"), next_command=shlex.join(following),
+        )
+
+
+class _Kills:
+    """The chain: kill, start again, compare, as often as was asked."""
+
+    def __init__(self, work: _Work, chain: Chain, reference: Reference):
+        self.work, self.chain, self.reference = work, chain, reference
+        #: What a process is compared with that goes on from behind the first number: what the process did that saved there.
+        self.truths = [(-1, reference.updates)]
+        self.noise = 0.0
+        self.at = 0                             # updates that the process which was killed last had made, in all
+        self.weights: dict[str, list[int]] = {}
+        self.saved: list[int] = []
+
+    def carry_out(self) -> None:
+        request, reference = self.work.request, self.reference
+        last = len(reference.updates)
+        first = reference.saves[0].update if reference.saves else None
+        kill_at = self._between(first + 1, first + reference.gap) if first is not None else self._between(last // 2, last - 1)
+        kill_at = max(1, min(kill_at, last - 1))
+        ran = self._run(request.argv, "the first process", kill_at, lambda log: log.updates(reference.step) >= kill_at)
+        self.work.we_failed(ran)
+        updates = self._account(ran, 0)
+        if ran.ended is not None or ran.late or not updates:
+            reason = ran.ended.reason if ran.ended else "the budget is used up"
+            self.work.notes.append(f"the same command did not get as far as update {kill_at} when it was run again: {reason}")
+            return
+        self._same_as_reference(updates)
+        moment = "update"
+        for number in range(1, request.kills + 2):
+            final = number > request.kills          # after the kill in a save: nothing is killed any more
+            saving = number == request.kills        # the process that is killed in its first save
+            killed = ran
+            ran = self._again(number, saving, final)
+            self.work.we_failed(ran)
+            found = self._judge(ran, killed, moment)
+            self.work.drills.append(found)
+            self.work.say(f"killed after update {found.killed_at_update}" + (" while it saved" if moment == "save" else "")
+                          + f": {found.outcome.replace('_', ' ')}; {found.reason}")
+            if final or found.outcome in ("cannot_load", "starts_over", "no_checkpoint", "ends_early") or not reference.saves:
+                return
+            if ran.ended is not None or ran.late:
+                self.work.notes.append(f"kill {number + 1} was left out: " + (ran.ended.reason if ran.ended else "the budget is used up"))
+                return
+            if saving and not ran.held:
+                self.work.notes.append("no kill in the middle of a save: it did not save again within the compared updates")
+                return
+            moment = "save" if saving else "update"
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _between(self, low: int, high: int) -> int:
+        return self.work.random.randint(low, max(low, high))
+
+    def _run(self, argv: list[str], what: str, hold_after: int, until: Callable[[resume_log.Log], bool], seed: int = 0) -> Ran:
+        """A process that is killed a random moment after `until`, at the latest after the update behind `hold_after`."""
+        step = self.reference.step
+        hold = {"token": step.token, "count": (hold_after + 1) * step.count}
+        self.work.say(f"{what} runs")
+        wait_s = self.work.random.uniform(0.0, self.reference.step_s)
+        return self.chain.run(argv, _SEED + seed, hold, until, step, self.work.deadline, wait_s)
+
+    def _again(self, number: int, saving: bool, final: bool) -> Ran:
+        """Start it again: to the end of the comparison, into its first save, or to a while after that."""
+        request, reference = self.work.request, self.reference
+        argv = [*request.argv, *request.resume_args]
+        what = f"resume {number}"
+        expected = self.saved[-1] if self.saved else 0
+        left = max(1, len(reference.updates) - expected)
+        if final or not reference.saves:
+            return self._run(argv, what, left, lambda log: log.updates(reference.step) >= left, number)
+        most = min(left, 2 * reference.gap + MOST_TAIL)
+        if saving:
+            hold = {"save": 1, "file": self._between(0, min(len(save.paths) for save in reference.saves) - 1)}
+            self.work.say(f"{what} runs into its next save")
+            return self.chain.run(argv, _SEED + number, hold, lambda log: log.held or log.updates(reference.step) >= most,
+                                  reference.step, self.work.deadline)
+        more = self._between(1, reference.gap)
+        return self._run(argv, what, most, lambda log: (
+            log.updates(reference.step) >= (log.saves[0] + more if log.saves else most)), number)
+
+    # -- what they did -------------------------------------------------------------------------------------------------
+
+    def _account(self, ran: Ran, offset: int) -> list[Update]:
+        """Take a process's updates and checkpoints into what is known of the chain. `offset`: where it began."""
+        step = self.reference.step
+        updates = ran.updates(step)
+        for number, update in enumerate(updates):
+            if update.before is not None:
+                self.weights.setdefault(update.before, []).append(offset + number)
+        if updates and updates[-1].after is not None:
+            self.weights.setdefault(updates[-1].after, []).append(offset + len(updates))
+        done = [save for save in ran.saves(step) if save.update < len(updates)]     # the next update was reached after it
+        self.saved += [offset + save.update for save in done]
+        self.at = offset + len(updates)
+        return updates
+
+    def _same_as_reference(self, updates: list[Update]) -> None:
+        found = resume.deviation(self.reference.updates, updates)
+        self.work.repeatable = found is not None
+        if found is None:
+            self.truths = [(-1, updates)]
+            self.work.notes.append("two uninterrupted runs of this command have other data, so the resumed ones are compared "
+                                   "with what the killed one did: the fewer updates lie between a checkpoint and a kill, the less shows")
+        else:
+            self.noise = found
+
+    def _judge(self, ran: Ran, killed: Ran, moment: str) -> Drill:
+        """Compare a process that was started again with the uninterrupted run, and take it into account."""
+        before, saved = self.at, tuple(self.saved)
+        left = resume.Killed(before, {key: tuple(places) for key, places in self.weights.items()}, saved)
+        updates = ran.updates(self.reference.step)
+        if updates:
+            found = resume.compare(self._truth(resume.placed(updates, left)), updates, left, ran.read, self.noise)
+        else:
+            found = self._without_update(ran)
+        resumed_at = found.resumed_at
+        offset = resumed_at if resumed_at is not None else (saved[-1] if saved else 0)
+        self._account(ran, offset)
+        outcome, reason = self._ended(found, ran, offset + len(updates))
+        if found.outcome != "resumes_exactly":
+            self._went_another_way(updates, offset, found.outcome == "state_not_restored" and self.work.repeatable is True)
+        if outcome == "starts_over" and not saved:
+            first = self.reference.saves[0].update if self.reference.saves else None
+            outcome, reason = "no_checkpoint", (f"nothing was saved within {before} updates" if first is None else
+                                                f"nothing was saved before the kill: the first save comes after {first} updates")
+        if moment == "save" and outcome in ("cannot_load", "starts_over") and killed.interrupted:
+            reason = f"killed while it wrote {Path(killed.interrupted[0]).name}: {reason}"
+        return Drill(
+            moment=moment, killed_at_update=before, resumed_at_update=resumed_at,  # type: ignore[arg-type]
+            lost_updates=None if resumed_at is None else max(0, before - resumed_at),
+            recovery_s=(updates[0].t_ns / 1e9 - killed.killed_s) if updates and killed.killed_s else None,
+            outcome=outcome, reason=reason, compared_updates=found.compared,  # type: ignore[arg-type]
+            interrupted_files=killed.interrupted if moment == "save" else [], log=str(ran.log),
+            traceback=drilling.last_lines(ran.output) if outcome == "cannot_load" else "",
+        )
+
+    def _truth(self, at: int | None) -> list[Update]:
+        return next(updates for begun, updates in reversed(self.truths) if at is None or begun < at)
+
+    def _went_another_way(self, updates: list[Update], offset: int, same_data: bool) -> None:
+        """What goes on from a checkpoint that this process saved is compared with what this one did; behind its end, with the
+        data of the uninterrupted run where they are still due, and with no losses."""
+        before = self._truth(offset)
+        rest = [replace(one, losses=()) for one in before[offset + len(updates):]] if same_data else []
+        self.truths.append((offset, [*before[:offset], *updates, *rest]))
+
+    def _without_update(self, ran: Ran) -> resume.Continuation:
+        if ran.ended is None:
+            return resume.Continuation("inconclusive", "it made no update before the budget was used up")
+        if ran.ended.kind in drilling.ENDED_WELL:
+            return resume.Continuation("ends_early", "it ended by itself without an update")
+        if ran.ended.kind in drilling.NO_ROOM:
+            return resume.Continuation("inconclusive", f"there was no room to start it again: {ran.ended.reason}")
+        return resume.Continuation("cannot_load", ran.ended.reason)
+
+    def _ended(self, found: resume.Continuation, ran: Ran, at: int) -> tuple[str, str]:
+        """The outcome, unless how the process ended is worse."""
+        if ran.ended is None or ran.ended.kind in drilling.NO_ROOM or found.outcome in ("cannot_load", "ends_early", "starts_over"):
+            return found.outcome, found.reason
+        if ran.ended.kind not in drilling.ENDED_WELL:
+            return "cannot_load", f"it failed after update {at}: {ran.ended.reason}"
+        if at < len(self.reference.updates):
+            return "ends_early", f"it ended by itself after update {at}, the uninterrupted run did not"
+        return found.outcome, found.reason

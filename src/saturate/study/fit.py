@@ -1,0 +1,234 @@
+"""`saturate fit`, from the command to the record: the largest batch that trains within a limit of memory.
+
+Nothing is changed: the answer is advice, and `study.fit_search` says how it is found and proved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+import saturate
+from saturate.measure import memory_model
+from saturate.records import sizes
+from saturate.records.fit import Fit
+from saturate.study import baseline
+from saturate.study.ending import in_our_words
+from saturate.study.fit_knob import KnobSearch, knob_value, with_knob
+from saturate.study.fit_process import Asking, MeteredBench
+from saturate.study.fit_search import Search
+from saturate.study.fit_state import Refused
+from saturate.study.state import Request, Study
+from saturate.study.store import Store, StudyLock, new_run
+from saturate.trial.process import TrialEnded, Workload
+
+#: Device files whose presence says that the limit may be one of an accelerator.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-gpu")
+
+COUNTED = {
+    "cpu": "the resident memory of all processes of the command: private memory, memory they share once, mapped files once",
+    "plain": "the resident memory of all processes of the command; this kernel does not tell what they share, so that counts in each",
+    "cuda": "what torch's allocator reserved on the device of the neediest rank",
+}
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. Everything that ran was stopped; `found` holds the best so far."""
+
+    def __init__(self, found: Fit):
+        super().__init__("interrupted")
+        self.found = found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for. `most`: no larger batch is tried."""
+
+    request: Request
+    memory_bytes: int | None = None
+    target: str = "memory"
+    knob: str | None = None
+    most: int | None = None
+
+
+def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
+    """Search, and write record and report into a run folder.
+
+    Raises SaturateError; Interrupted when the user ends it (nothing is left running then).
+    """
+    request = asked.request
+    if asked.knob is not None:
+        knob_value(request.argv, asked.knob)        # a command that cannot be searched is refused before anything runs
+    lock = StudyLock(request.directory)
+    try:
+        with in_our_words(request.directory):
+            folder = new_run(request.directory, _identity(asked))
+            store = Store(folder)
+            try:
+                store.set_meta("identity", _identity(asked))
+                store.set_meta("finished", True)        # a fit is not resumed, it is made again
+                return _search(asked, Study(request, folder, store, {}, say))
+            finally:
+                store.close()
+    finally:
+        lock.release()
+
+
+def _identity(asked: Asked) -> str:
+    parts = ["fit", asked.request.argv, str(asked.request.cwd), asked.memory_bytes, asked.knob, saturate.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _search(asked: Asked, study: Study) -> Fit:
+    request = asked.request
+    workload = Workload(request.argv, request.cwd, request.environment, request.timeout_s)
+    bench = MeteredBench(workload, study.folder, request.directory, study.store, request.budget_s, study.say)
+    bench.asking = Asking()
+    bench.step = baseline.step_override(request.step)
+    search = _searcher(asked, study, bench, workload)
+    refusal, too_short, interrupted = "", "", False
+    try:
+        try:
+            search.run()
+        finally:
+            bench.close()
+            bench.close_meter()
+    except Refused as refused:
+        refusal = str(refused)
+    except TrialEnded as ended:
+        baseline.failed(study, ended.outcome)       # raises, unless it merely is too short
+        too_short = study.refusal or ended.outcome.reason
+    except KeyboardInterrupt:
+        interrupted = True
+    found = _record(asked, study, search, refusal, too_short, interrupted)
+    _write(study, found)
+    if interrupted:
+        raise Interrupted(found)
+    return found
+
+
+def _searcher(asked: Asked, study: Study, bench: MeteredBench, workload: Workload) -> Search:
+    request = asked.request
+    common: dict[str, Any] = {
+        "bench": bench, "memory_bytes": asked.memory_bytes, "target": asked.target, "asked_most": asked.most,
+        "accelerated": any(os.path.exists(path) for path in _ACCELERATORS), "budget_s": request.budget_s,
+        "deadline": study.started + request.budget_s, "say": study.say,
+    }
+    if asked.knob is None:
+        return Search(**common)
+    return KnobSearch(**common, knob=asked.knob, workload=workload)
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short: str, interrupted: bool) -> Fit:
+    answer = None if refusal else _answer(asked, search)
+    proof = search.proof(answer) if answer is not None else None
+    verdict, reason = _verdict(search, answer, refusal, too_short, interrupted)
+    line = _line(search)
+    busy, of = search.utilisation()
+    tried = [one.micro_batch for one in search.tried if one.micro_batch is not None]
+    found = Fit(
+        command=asked.request.argv, verdict=verdict, reason=reason, target=asked.target, knob=asked.knob,      # type: ignore[arg-type]
+        micro_batch=answer, script_batch=search.own, world_size=search.world_size,
+        largest_tried=max(tried, default=None), largest_fitting=search.best if not refusal else None,
+        proved_steps=proof.steps if proof else 0, proved_with=proof.seen if proof else [], not_seen=proof.not_seen if proof else [],
+        peak_bytes=proof.peak_bytes if proof else None, limit_bytes=search.limit_bytes,
+        margin_bytes=search.margin_bytes if search.limit_bytes else None,
+        predicted_peak_bytes=proof.predicted_bytes if proof else None, counted=_counted(search), kinds=search.kinds,
+        sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
+        throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
+        utilisation=busy, utilisation_of=of, advice=_advice(search, answer),
+        notes=[note for note in (*search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
+        report=str(study.report_path),
+    )
+    return msgspec.structs.replace(found, next_command=_next(asked, found))
+
+
+def _answer(asked: Asked, search: Search) -> int | None:
+    """The largest proved size; for throughput the knee, once it is proved."""
+    knee = search.throughput.knee
+    if asked.target == "throughput" and knee in search.proofs:
+        return knee
+    return search.best
+
+
+def _verdict(search: Search, answer: int | None, refusal: str, too_short: str, interrupted: bool) -> tuple[str, str]:
+    if refusal:
+        return "refused", refusal
+    if answer is not None:
+        return "fits", "interrupted: the best so far" if interrupted else ""
+    if too_short or interrupted:
+        return "inconclusive", too_short or "interrupted before a size was measured"
+    sizes_failed = [one.micro_batch for one in search.tried if one.outcome in ("out_of_memory", "too_close", "allocator_retries")]
+    limit = sizes.show(search.limit_bytes or search.bench.asking.limit_bytes)
+    if 1 in sizes_failed:
+        return "nothing_fits", f"a batch of 1 does not fit {limit}: parameters, their gradients and the optimizer's state, or the " \
+                               "data that is held, need more"
+    if sizes_failed and search.left_s() > 0:
+        return "nothing_fits", f"no size that was tried fits {limit}"
+    reasons = [one.reason for one in search.tried if one.reason]
+    return "inconclusive", reasons[-1] if reasons else "the budget ended before a size was proved"
+
+
+def _line(search: Search) -> tuple[float | None, float | None]:
+    if not search.points:
+        return None, None
+    line = memory_model.line(search.points, search.idle_bytes)
+    return line.fixed_bytes, line.sample_bytes
+
+
+def _counted(search: Search) -> str:
+    if search.facts.get("device") == "cuda":
+        return COUNTED["cuda"]
+    return COUNTED["cpu" if search.exact else "plain"] if search.facts else ""
+
+
+def _advice(search: Search, answer: int | None) -> list[str]:
+    """What another batch does to the training. The rule is stated, never applied."""
+    own = search.own
+    if answer is None or own is None or answer == own:
+        return []
+    times = answer / own
+    found = [f"a batch of {answer} instead of {own} is another training (class convergence): to keep it, keep the global batch, by "
+             + ("accumulating fewer micro-steps where the script accumulates" if answer > own else "accumulating more micro-steps")]
+    if answer > own:
+        found.append(f"if the global batch does grow {times:.3g} times, the usual rule multiplies the learning rate by {times:.3g} for SGD "
+                     f"(with a warm-up; Goyal et al. 2017) and by {times ** 0.5:.3g} for Adam (Malladi et al. 2022)")
+    if any(module["batch_norms"] for module in search.facts.get("modules", ())):
+        found.append("its BatchNorm layers then see other batch statistics, accumulated or not")
+    return found
+
+
+def _next(asked: Asked, found: Fit) -> str:
+    argv = asked.request.argv
+    if found.verdict == "refused" and asked.knob is None:
+        memory = ["--memory", sizes.show(asked.memory_bytes).replace(" ", "").replace(",", "")] if asked.memory_bytes else []
+        return shlex.join(["saturate", "fit", *memory, "--knob=--batch-size", "--", *argv])
+    if found.micro_batch is not None and asked.knob is not None:
+        argv = with_knob(argv, asked.knob, found.micro_batch)
+    return shlex.join(["saturate", "tune", "--", *argv])
+
+
+def _write(study: Study, found: Fit) -> None:
+    from saturate.report import fit_html
+
+    try:
+        (study.folder / "fit.json").write_bytes(msgspec.json.encode(found))
+        study.report_path.write_text(fit_html.render(found), encoding="utf-8")
+    except OSError as error:
+        study.say(f"the report could not be written: {error}")
+
+
+def nothing(command: list[str], reason: str) -> Fit:
+    """The object where nothing could even begin."""
+    return Fit(command=command, verdict="inconclusive", reason=reason)

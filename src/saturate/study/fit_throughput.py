@@ -1,0 +1,81 @@
+"""Throughput over batch sizes, measured interleaved in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from saturate.measure import knee as knees
+from saturate.records.fit import SizeThroughput
+from saturate.study.fit_process import Process, Window
+
+#: Sizes, rounds, and the time and the steps of one block.
+MOST_SIZES, ROUNDS, LEAST_ROUNDS, BLOCK_S, LEAST_STEPS, MOST_STEPS = 5, 6, 4, 0.3, 2, 50
+
+
+@dataclass
+class Throughput:
+    """Rates in samples per second by size, one per round; and processor seconds per second beside them."""
+
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    shares: dict[int, list[float]] = field(default_factory=dict)
+    note: str = ""
+    running: int | None = None      # the size that is being measured
+
+    def measure(self, process: Process, sizes: list[int], allowed_s: float, say: Callable[[str], None]) -> None:
+        """A few rounds of one block of each size; none (`note` says so) where the time does not suffice. Raises TrialEnded."""
+        began = time.monotonic()
+        steps, round_s = {}, 0.0
+        for size in sizes:          # the first visit warms up: other shapes need other kernels
+            self.running = size
+            step_s = process.run(size, LEAST_STEPS, fresh=False, settle=True).step_s
+            steps[size] = max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / max(step_s, 1e-6))))
+            round_s += (steps[size] + process.skip) * step_s
+        rounds = min(ROUNDS, int((allowed_s - (time.monotonic() - began)) / max(round_s, 1e-6)))
+        if rounds < LEAST_ROUNDS:
+            self.note = "the budget was too short to measure throughput"
+            return
+        say(f"throughput: batches of {', '.join(map(str, sizes))}, {rounds} rounds")
+        for number in range(rounds):
+            for size in sizes if number % 2 else sizes[::-1]:
+                self.running = size
+                self.add(size, process.run(size, steps[size], fresh=False, settle=True))
+
+    def add(self, size: int, window: Window, samples: int | None = None) -> None:
+        samples = window.samples if samples is None else samples
+        if samples and window.seconds:
+            self.rates.setdefault(size, []).append(samples / window.seconds)
+            self.shares.setdefault(size, []).append(window.cpu_share)
+
+    def settled(self) -> dict[int, list[float]]:
+        """The rates of all sizes that have enough rounds; nothing where a script ended in the midst of them."""
+        return {size: rates for size, rates in sorted(self.rates.items()) if len(rates) >= LEAST_ROUNDS}
+
+    @property
+    def knee(self) -> int | None:
+        found = self.settled()
+        return knees.knee(found) if len(found) > 1 else None
+
+    def curve(self) -> list[SizeThroughput]:
+        found = []
+        for size, rates in self.settled().items():
+            centre, low, high = knees.interval(rates)
+            found.append(SizeThroughput(micro_batch=size, samples_per_s=centre, ci=(low, high)))
+        return found
+
+    def busy_cores(self, size: int) -> float:
+        return median(self.shares[size])
+
+
+def sizes_up_to(best: int, own: int | None) -> list[int]:
+    """Sizes worth comparing: the best, halves of it, and what the script uses by itself."""
+    found = {best}
+    while len(found) < MOST_SIZES and min(found) > 1:
+        found.add(min(found) // 2)
+    if own and own < best and own not in found:
+        if len(found) == MOST_SIZES:
+            found.discard(min(found))
+        found.add(own)
+    return sorted(found)

@@ -1,0 +1,290 @@
+"""Optimizer state that rests in another form than the one it is stepped in: fewer bits, or host memory.
+
+    in a step    `Optimizer.step` walks over its groups; it is shown them a few tensors at a time, whose state is woken
+                 before and put to rest after, so never all of it exists in full
+    at rest      what stands in `optimizer.state` is a tensor that looks like the original; whoever reads, copies or pickles
+                 it gets ordinary values
+
+The optimizer stays the user's own object with its own class, groups, hooks and kernels: a hook before its step hands
+`step` a stand-in whose `param_groups` are walked through, everything else of which is the optimizer's own.
+`state_dict` holds ordinary tensors, and what is loaded is put to rest at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+#: Elements of a flat buffer that each tensor is padded to.
+BLOCK = 256
+
+#: Share of all state that is awake at once, and its bounds in elements: small models are one piece, and no piece is so large
+#: that it shows in the peak unless a single tensor is.
+SHARE, LEAST, MOST = 16, 1 << 18, 1 << 24
+
+
+class Form(Protocol):
+    """How state rests. Flat tensors of equal length, a multiple of BLOCK, by name."""
+
+    names: tuple[str, ...] | None       # the state that rests; None: all that has the parameter's shape
+
+    def rest(self, awake: dict[str, Any], before: Any, turn: int) -> Any:
+        """What to keep of `awake`. `before`: what was kept the last time, to be used again; `turn` counts."""
+
+    def wake(self, kept: Any, start: int = 0, stop: int | None = None) -> dict[str, Any]:
+        """The elements from `start` to `stop`."""
+
+    def size_bytes(self, kept: Any) -> int: ...
+
+
+@functools.cache
+def resting_type(torch: Any) -> Any:
+    """The class of a tensor at rest: any operation on it works on its values, and changes are kept."""
+
+    class Resting(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @staticmethod
+        def __new__(cls, piece: Any, name: str, index: int, like: Any, stride: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=stride, dtype=like.dtype, device=like.device)
+
+        def __init__(self, piece: Any, name: str, index: int, like: Any, stride: Any):
+            self.piece, self.name_in_state, self.index = piece, name, index
+
+        def values(self) -> Any:        # type: ignore[override]
+            return self.piece.read(self.name_in_state, self.index)
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            from torch.utils._pytree import tree_map
+
+            seen: dict[int, tuple[Any, Any]] = {}
+
+            def wake(value: Any) -> Any:
+                if not isinstance(value, cls):
+                    return value
+                return seen.setdefault(id(value), (value, value.values()))[1]
+
+            result = func(*tree_map(wake, args), **tree_map(wake, kwargs or {}))
+            if func._schema.is_mutable:
+                for resting, values in seen.values():
+                    resting.piece.write(resting.name_in_state, resting.index, values)
+            back = {id(values): resting for resting, values in seen.values()}
+            return tree_map(lambda value: back.get(id(value), value), result)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            memo[id(self)] = self.values()
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.values().__reduce_ex__(protocol)
+
+        def __repr__(self, **options: Any) -> str:      # type: ignore[override]
+            return repr(self.values())
+
+    return Resting
+
+
+class Piece:
+    """A few parameters of one group whose state is woken and put to rest together. Same device and dtype."""
+
+    def __init__(self, torch: Any, optimizer: Any, form: Form, params: list[Any]):
+        self.torch, self.optimizer, self.form, self.params = torch, optimizer, form, params
+        self.turn = 0
+        self.kept: Any = None           # at rest; also later, to be used again
+        self.asleep = False
+        self.slots: list[tuple[Any, int, Any]] = []     # (parameter, offset, stride) of those in `kept`
+        self.standing: dict[tuple[int, str], Any] = {}  # (index, name) -> what stands in the state
+        self.plain_bytes = 0
+        self.awake: dict[str, Any] = {}     # flat tensors that the state is views of, until it rests again
+
+    def wake(self) -> None:
+        """Give the state back. What somebody replaced or removed meanwhile stays as it is."""
+        if not self.asleep:
+            return
+        self.awake = self.form.wake(self.kept)
+        for (index, name), resting in self.standing.items():
+            state = self.optimizer.state.get(self.slots[index][0], {})
+            if state.get(name) is resting:
+                state[name] = self._view(self.awake[name], index)
+        self._forget()
+
+    def forget(self) -> None:
+        """All state was replaced."""
+        self._forget()
+        self.kept, self.awake = None, {}
+
+    def _forget(self) -> None:
+        self.asleep, self.standing = False, {}
+
+    def rest(self) -> None:
+        """Put to rest what is awake."""
+        if self.asleep:
+            return
+        names, members = self._find()
+        if not members:
+            return
+        slots, end = [], 0
+        for parameter in members:
+            slots.append((parameter, end, self.torch.empty_like(parameter).stride()))
+            end += -(-parameter.numel() // BLOCK) * BLOCK
+        if [(id(p), stride) for p, _, stride in slots] != [(id(p), stride) for p, _, stride in self.slots]:
+            self.kept, self.awake = None, {}
+        self.slots = slots
+        if set(self.awake) != set(names):
+            like = members[0]
+            self.awake = {name: self.torch.zeros(end, dtype=like.dtype, device=like.device) for name in names}
+        awake, self.awake = self.awake, {}
+        self.plain_bytes = 0
+        for index, parameter in enumerate(members):
+            for name in names:
+                value, place = self.optimizer.state[parameter][name], self._view(awake[name], index)
+                if value.data_ptr() != place.data_ptr() or value.stride() != place.stride():
+                    place.copy_(value)      # otherwise the step has worked in it
+                self.plain_bytes += value.numel() * value.element_size()
+                self.standing[index, name] = resting_type(self.torch)(self, name, index, parameter.detach(), slots[index][2])
+                self.optimizer.state[parameter][name] = self.standing[index, name]
+        self.turn += 1
+        self.kept = self.form.rest(awake, self.kept, self.turn)
+        self.asleep = True
+
+    def _find(self) -> tuple[tuple[str, ...], list[Any]]:
+        """Names and parameters whose state can rest together."""
+        found: dict[tuple[str, ...], list[Any]] = {}
+        for parameter in self.params:
+            state = self.optimizer.state.get(parameter, {})
+            whole = tuple(name for name, value in state.items() if self._fits(value, parameter))
+            names = whole if self.form.names is None else self.form.names
+            if names and set(names) <= set(whole):
+                found.setdefault(names, []).append(parameter)
+        return max(found.items(), key=lambda item: len(item[1]), default=((), []))
+
+    def _fits(self, value: Any, parameter: Any) -> bool:
+        return (type(value) is self.torch.Tensor and value.shape == parameter.shape and value.dtype == parameter.dtype
+                and value.device == parameter.device and value.layout == self.torch.strided)
+
+    def _view(self, flat: Any, index: int, start: int = 0) -> Any:
+        parameter, offset, stride = self.slots[index]
+        return flat.as_strided(parameter.shape, stride, flat.storage_offset() + offset - start)
+
+    # -- for whoever looks at the state between two steps ----------------------------------------------------------
+
+    def read(self, name: str, index: int) -> Any:
+        parameter, offset, _ = self.slots[index]
+        end = offset + -(-parameter.numel() // BLOCK) * BLOCK
+        return self._view(self.form.wake(self.kept, offset, end)[name], index, offset)
+
+    def write(self, name: str, index: int, values: Any) -> None:
+        awake = self.form.wake(self.kept)
+        self._view(awake[name], index).copy_(values)
+        self.turn += 1
+        self.kept = self.form.rest(awake, self.kept, self.turn)
+
+
+def can_rest(torch: Any, parameter: Any, smallest: int) -> bool:
+    return (type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.numel() >= smallest
+            and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16) and parameter.layout == torch.strided)
+
+
+def large_enough(torch: Any, optimizer: Any, smallest: int) -> bool:
+    """Whether this optimizer holds anything whose state can rest."""
+    return any(can_rest(torch, p, smallest) for group in optimizer.param_groups for p in group["params"])
+
+
+class Keeper:
+    """Puts the state of one optimizer to rest between its steps. `report(plain_bytes, resting_bytes, tensors)` is called
+    after the first step, and when loaded state was put to rest."""
+
+    def __init__(self, context: Any, optimizer: Any, form: Form, smallest: int, report: Any):
+        self.torch, self.optimizer, self.form, self.smallest, self.report = context.torch, optimizer, form, smallest, report
+        self.pieces: dict[int, tuple[list[int], list[Piece]]] = {}      # by position of the group: ids it was made for
+        context.on_undo(self.wake)
+        for register, hook in ((optimizer.register_step_pre_hook, self._before_step),
+                               (optimizer.register_state_dict_post_hook, self._saving),
+                               (optimizer.register_load_state_dict_post_hook, self._loaded)):
+            context.on_undo(register(hook).remove)
+        if context.early:
+            self.rest()         # what was loaded before training began
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return (_StandIn(optimizer, self), *args[1:]), kwargs
+
+    def groups(self) -> Iterator[dict[str, Any]]:
+        """The optimizer's groups, in pieces: those that stay as they are, then one at a time what rests."""
+        for position, group in enumerate(self.optimizer.param_groups):
+            pieces = self._pieces(position, group)
+            mine = {id(p) for piece in pieces for p in piece.params}
+            yield {**group, "params": [p for p in group["params"] if id(p) not in mine]}
+            for piece in pieces:
+                piece.wake()
+                yield {**group, "params": piece.params}
+                piece.rest()
+        self._tell()
+
+    def _pieces(self, position: int, group: dict[str, Any]) -> list[Piece]:
+        ids = [id(p) for p in group["params"]]
+        known = self.pieces.get(position)
+        if known is not None and known[0] == ids:
+            return known[1]
+        for piece in known[1] if known is not None else ():
+            piece.wake()
+        total = sum(p.numel() for g in self.optimizer.param_groups for p in g["params"])
+        room = min(MOST, max(LEAST, total // SHARE))
+        pieces: list[Piece] = []
+        left, kind = 0, None
+        for p in group["params"]:
+            if not can_rest(self.torch, p, self.smallest):
+                continue
+            if p.numel() > left or (p.device, p.dtype) != kind:
+                pieces.append(Piece(self.torch, self.optimizer, self.form, []))
+                left, kind = room, (p.device, p.dtype)
+            pieces[-1].params.append(p)
+            left -= p.numel()
+        self.pieces[position] = ids, pieces
+        return pieces
+
+    def _all(self) -> list[Piece]:
+        return [piece for position, group in enumerate(self.optimizer.param_groups) for piece in self._pieces(position, group)]
+
+    def rest(self) -> None:
+        for piece in self._all():
+            piece.rest()
+        self._tell()
+
+    def wake(self) -> None:
+        for piece in self._all():
+            piece.wake()
+
+    def _tell(self) -> None:
+        asleep = [piece for _, pieces in self.pieces.values() for piece in pieces if piece.asleep]
+        if asleep and self.report is not None:
+            self.report(sum(p.plain_bytes for p in asleep), sum(self.form.size_bytes(p.kept) for p in asleep),
+                        sum(len(p.standing) for p in asleep))
+            self.report = None
+
+    def _saving(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        kind = resting_type(self.torch)
+        states = {index: {name: value.values() if isinstance(value, kind) else value for name, value in state.items()}
+                  if isinstance(state, dict) else state for index, state in saved["state"].items()}
+        return {**saved, "state": states}
+
+    def _loaded(self, optimizer: Any) -> None:
+        for _, pieces in self.pieces.values():
+            for piece in pieces:
+                piece.forget()
+        self.rest()
+
+
+class _StandIn:
+    """An optimizer whose groups come in pieces."""
+
+    def __init__(self, optimizer: Any, keeper: Keeper):
+        self._optimizer, self._keeper = optimizer, keeper
+
+    @property
+    def param_groups(self) -> Iterator[dict[str, Any]]:
+        return self._keeper.groups()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

@@ -1,0 +1,219 @@
+"""Between the script and a module's forward: decides for every batch whether it runs whole or in chunks.
+
+A structure of arguments is looked at once (`_chunk_proof`): the script's own forward is watched, and a few of its samples
+prove that chunks give the same. What cannot be proved runs as the script wrote it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from saturate.techniques import _trees
+from saturate.techniques._api import NotApplied
+from saturate.techniques._chunk_modes import Randomness, devices_of
+from saturate.techniques._chunk_plan import NotSplittable, Plan
+from saturate.techniques._chunk_proof import Watch, census, prove
+from saturate.techniques._chunks import Call, Listener, free, out_of_memory, without_frames
+
+#: Outside of everything that changes how a module computes, a compiler included.
+ORDER = 95
+
+#: Structures of arguments that are looked at; a script with more of them is left alone from there on.
+MOST_STRUCTURES = 16
+
+
+class Policy(Protocol):
+    """Decides how many chunks a batch gets. Sizes are entries of all input tensors."""
+
+    def runs_whole(self, size: int) -> bool:
+        """Whether a batch of this size needs no care. Asked in every step."""
+
+    def chunks(self, size: int, samples: int) -> int: ...
+
+    def smaller(self, size: int, chunks: int, why: str) -> None:
+        """A batch of `size` did not fit; `chunks` are tried next, and for later batches."""
+
+    def began(self, size: int, chunks: int) -> Callable[[], None]:
+        """A batch begins; what is returned is called when its backward has succeeded."""
+
+
+class Guard:
+    """One per trained module."""
+
+    def __init__(self, context: Any, module: Any, policy: Policy, say: Callable[[str], None]):
+        self.torch = context.torch
+        self.policy = policy
+        self.say = say
+        self.plans: dict[Any, Plan | None] = {}
+        self.off = False
+        problem = _refusal(module, self.torch)
+        if problem:
+            raise NotApplied(problem)
+        context.wrap_forward(module, ORDER, self.wrap)
+
+    def wrap(self, inner: Any) -> Any:
+        torch, tensor = self.torch, self.torch.Tensor
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return inner(module, *args, **kwargs)
+            size = _trees.numel((*args, *kwargs.values()), tensor)
+            if not self.policy.runs_whole(size):
+                return self._forward(inner, module, args, kwargs, size)
+            try:
+                return inner(module, *args, **kwargs)
+            except Exception as error:
+                if not out_of_memory(error, torch):
+                    raise
+                failure = without_frames(error)
+            return self._after_failure(inner, module, args, kwargs, size, failure)
+
+        return forward
+
+    # -- what a batch runs as --------------------------------------------------------------------------------------
+
+    def _forward(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int) -> Any:
+        try:
+            skeleton, inputs = _trees.taken_apart((args, kwargs), self.torch)
+            key = _structure(module, skeleton, inputs)
+            plan = self.plans.get(key)
+            chunks = self.policy.chunks(size, plan.samples(inputs)) if plan is not None else 1
+            watch = Watch(module, inputs, self.torch) if key not in self.plans else None
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with us, the script's own forward runs
+            self._give_up(_in_words(error))
+            return inner(module, *args, **kwargs)
+        if watch is not None:
+            return self._first_look(inner, module, skeleton, inputs, args, kwargs, size, key, watch)
+        if plan is None:
+            return inner(module, *args, **kwargs)
+        return self._run(inner, module, skeleton, inputs, plan, size, chunks)
+
+    def _run(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, size: int, chunks: int) -> Any:
+        """In as many chunks as it takes."""
+        torch = self.torch
+        samples = plan.samples(inputs)
+        state = Randomness(torch, devices_of(module, torch))
+        while True:
+            try:
+                listener = Listener(
+                    lambda failed, now, why: self.policy.smaller(size, -(-samples // now), why),
+                    self.policy.began(size, chunks), self._twice)
+                return Call(torch, module, inner, skeleton, plan, samples, chunks, listener).run(inputs)
+            except Exception as error:
+                fits_not = out_of_memory(error, torch)
+                if fits_not and chunks >= samples:
+                    raise
+                why = str(error) if fits_not or isinstance(error, NotSplittable) else _in_words(error)
+            state.restore()
+            if not fits_not:            # the script's own error is raised again by its own forward
+                self._give_up(why)
+                args, kwargs = _trees.put_together(skeleton, inputs)
+                return inner(module, *args, **kwargs)
+            free(torch)
+            chunks = min(samples, 2 * chunks)
+            self.policy.smaller(size, chunks, why)
+
+    def _after_failure(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int, failure: Exception) -> Any:
+        """Memory ran out in a forward that the script ran whole."""
+        free(self.torch)
+        skeleton, inputs = _trees.taken_apart((args, kwargs), self.torch)
+        key = _structure(module, skeleton, inputs)
+        if key not in self.plans:
+            self._examine(inner, module, skeleton, inputs, key)
+        plan = self.plans[key]
+        if plan is None or not _agree_on_two(plan, inputs):
+            raise failure
+        self.policy.smaller(size, 2, str(failure))
+        return self._run(inner, module, skeleton, inputs, plan, size, 2)
+
+    # -- whether it can be cut -------------------------------------------------------------------------------------
+
+    def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, size: int,
+                    key: Any, watch: Watch) -> Any:
+        """The script's own forward, watched; then the proof."""
+        failure = None
+        try:
+            output = inner(module, *args, **kwargs)
+        except Exception as error:
+            if not out_of_memory(error, self.torch):
+                raise
+            failure = without_frames(error)
+        if failure is not None:
+            return self._after_failure(inner, module, args, kwargs, size, failure)
+        try:
+            problem = census(module, self.torch) or watch.problem()
+            if problem:
+                self._refuse(key, problem)
+            else:
+                self._examine(inner, module, skeleton, inputs, key)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(_in_words(error))
+        return output
+
+    def _examine(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], key: Any) -> None:
+        if len(self.plans) >= MOST_STRUCTURES:
+            self.plans[key] = None
+            return self._give_up(f"its arguments have more than {MOST_STRUCTURES} structures")
+        problem = census(module, self.torch)
+        if problem:
+            return self._refuse(key, problem)
+        try:
+            self.plans[key] = prove(module, inner, skeleton, inputs, self.torch)
+        except NotSplittable as reason:
+            self._refuse(key, str(reason))
+        free(self.torch)
+
+    def _refuse(self, key: Any, reason: str) -> None:
+        self.plans[key] = None
+        self.say(f"left as it is: {reason}")
+
+    def _give_up(self, reason: str) -> None:
+        self.off = True
+        self.say(f"left as it is from here on: {reason}")
+
+    def _twice(self) -> None:
+        if not self.off:
+            self._give_up("the script differentiates gradients (create_graph=True)")
+
+
+def _refusal(module: Any, torch: Any) -> str:
+    if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        return "the script compiles its model, and a compiled forward is not cut"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "the model is a TorchScript module"
+    return census(module, torch)
+
+
+def _in_words(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
+
+
+def _agree_on_two(plan: Plan, inputs: list[Any]) -> bool:
+    try:
+        return plan.samples(inputs) >= 2
+    except NotSplittable:
+        return False            # of no use where an error is on its way already
+
+
+def _structure(module: Any, skeleton: Any, inputs: list[Any]) -> Any:
+    """What a plan is for: names and switches among the arguments, and the kind of each tensor, but not their sizes; which
+    parts of the module are trained, and in training mode."""
+    mode = (tuple(p.requires_grad for p in module.parameters()), tuple(child.training for child in module.modules()))
+    leaves = tuple((path, leaf if isinstance(leaf, (bool, str, type(None), _trees.Slot)) else type(leaf))
+                   for path, leaf in _trees.leaves(skeleton))
+    return hash(mode), leaves, tuple((tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in inputs)
+
+
+def speaker(context: Any, identity: str, module: Any) -> Callable[[str], None]:
+    """Says what happens to one module: a line on stderr for the user, and a note for the proof of activation."""
+
+    def say(text: str) -> None:
+        distributed = context.torch.distributed
+        grouped = distributed.is_available() and distributed.is_initialized()
+        who = f" (rank {distributed.get_rank()})" if grouped else ""
+        sys.stderr.write(f"saturate: {identity}{who}: {type(module).__name__} {text}\n")
+
+    return say

@@ -1,0 +1,222 @@
+"""What surrounds the forward of one chunk: random numbers that can be drawn again, autocast, and eyes on its reductions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from saturate.techniques._chunk_plan import NotSplittable
+
+
+class Randomness:
+    """The states of all generators that a forward may draw from: torch's on the CPU and on `devices`, Python's, NumPy's."""
+
+    def __init__(self, torch: Any, devices: tuple[Any, ...]):
+        self.torch = torch
+        self.devices = devices
+        self.cpu = torch.get_rng_state()
+        self.on_devices = [torch.cuda.get_rng_state(device) for device in devices]
+        self.python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self.numpy = numpy.random.get_state(legacy=False) if numpy is not None and hasattr(numpy, "random") else None
+
+    def restore(self) -> None:
+        self.torch.set_rng_state(self.cpu)
+        for device, state in zip(self.devices, self.on_devices):
+            self.torch.cuda.set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    def was_drawn_from(self) -> bool:
+        """Whether anything was drawn since."""
+        now = Randomness(self.torch, self.devices)
+        if self.python != now.python or not self.torch.equal(self.cpu, now.cpu):
+            return True
+        if any(not self.torch.equal(before, after) for before, after in zip(self.on_devices, now.on_devices)):
+            return True
+        return _bits(self.numpy) != _bits(now.numpy)
+
+
+def _bits(state: Any) -> Any:
+    """NumPy's state as something that can be compared: its arrays as bytes."""
+    if isinstance(state, dict):
+        return {name: _bits(value) for name, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+@contextlib.contextmanager
+def drawing_again(state: Randomness) -> Iterator[None]:
+    """Random numbers as they were drawn from `state` on; afterwards the generators stand where they stood before."""
+    now = Randomness(state.torch, state.devices)
+    state.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+def devices_of(module: Any, torch: Any) -> tuple[Any, ...]:
+    """The CUDA devices that hold parameters of a module."""
+    return tuple(dict.fromkeys(p.device for p in module.parameters() if p.device.type == "cuda"))
+
+
+class Autocast:
+    """The autocast settings at construction, to be entered again. Without its cache: a weight that was cast while no
+    gradients were recorded must not be used where they are."""
+
+    def __init__(self, torch: Any, device: str):
+        self.torch = torch
+        self.settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                         for kind in dict.fromkeys((device, "cpu"))]
+
+    @contextlib.contextmanager
+    def entered(self, on: bool = True) -> Iterator[None]:
+        """`on=False`: outside of any autocast, as a backward runs."""
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self.settings:
+                stack.enter_context(self.torch.autocast(kind, dtype=dtype, enabled=enabled and on, cache_enabled=False))
+            yield
+
+
+@contextlib.contextmanager
+def hooks_set_aside(parameters: list[Any]) -> Iterator[None]:
+    """Without the script's hooks on parameters, which must see the whole gradient once, and not that of each chunk."""
+    kept = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+#: Losses of torch.nn.functional whose mean is over all entries of their input.
+_ELEMENTWISE = frozenset({
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "poisson_nll_loss", "soft_margin_loss", "kl_div",
+})
+_BY_TARGET = frozenset({"cross_entropy", "nll_loss"})
+
+
+class Reduction:
+    """A loss function of torch that a forward called: `weight` is how many entries it is the mean of (0-d float64 tensor;
+    None: not known), or None with `summed`."""
+
+    def __init__(self, result: Any, weight: Any, summed: bool):
+        self.result = result
+        self.weight = weight
+        self.summed = summed
+
+    def gave(self, value: Any) -> bool:
+        return value is self.result and self.weight is not None
+
+
+@functools.cache
+def _reductions_class(torch: Any) -> type:
+    class Reductions(torch.overrides.TorchFunctionMode):
+        """Lists the losses that torch's own functions reduce while it is entered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Reduction] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            name = getattr(func, "__name__", "")
+            if name in _ELEMENTWISE or name in _BY_TARGET:
+                self.found.append(_reduction(name, func, args, kwargs, result, torch))
+            return result
+
+    return Reductions
+
+
+def reductions(torch: Any) -> Any:
+    """A context manager whose `found` lists the `Reduction`s of what ran inside."""
+    return _reductions_class(torch)()
+
+
+def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch: Any) -> Reduction:
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    given = given.arguments
+    reduction = given.get("reduction", "mean")
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return Reduction(result, None, False)       # a spelling that torch gave up years ago
+    if reduction != "mean":
+        return Reduction(result, None, reduction == "sum")
+    target = given["target"]
+    if name in _ELEMENTWISE:
+        shape = torch.broadcast_shapes(given["input"].shape, target.shape)
+        return Reduction(result, torch.tensor(float(shape.numel()), dtype=torch.float64), False)
+    if target.is_floating_point():                  # probabilities of classes: the mean is over the rows
+        classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
+        return Reduction(result, torch.tensor(given["input"].numel() / classes, dtype=torch.float64), False)
+    counted = target != given["ignore_index"]
+    if given["weight"] is None:
+        return Reduction(result, counted.sum().double(), False)
+    weights = given["weight"].double()[torch.where(counted, target, torch.zeros_like(target))]
+    return Reduction(result, (weights * counted).sum(), False)
+
+
+# -- randomness without effect -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _steady_class(torch: Any) -> type:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Steady(TorchDispatchMode):
+        """Nothing is dropped, and everything drawn is the same constant: what a forward computes then depends on its
+        inputs alone, however they are cut."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return func(*args, **kwargs)
+            return _steady(func, list(args), kwargs, torch)
+
+    return Steady
+
+
+def steady(torch: Any) -> Any:
+    """A context manager in which random numbers have no effect."""
+    return _steady_class(torch)()
+
+
+def _steady(func: Any, args: list[Any], kwargs: dict[str, Any], torch: Any) -> Any:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    names = [argument.name for argument in schema.arguments]
+    if name == "native_dropout":
+        return func(args[0], 0.0, *args[2:], **kwargs)
+    for dropout in ("dropout_p", "dropout"):
+        if dropout in names:
+            position = names.index(dropout)
+            if position < len(args):
+                args[position] = 0.0
+            else:
+                kwargs[dropout] = 0.0
+            return func(*args, **kwargs)
+    if name.startswith("bernoulli"):
+        # The keep mask of a dropout is divided by the same probability: nothing is dropped or scaled.
+        probability = next((value for value in [*args[1:], *kwargs.values()] if isinstance(value, (float, torch.Tensor))), None)
+        kept = args[0] if name.endswith("_") else args[0].clone()
+        if probability is None:
+            return kept         # each entry is its own probability
+        return kept.copy_(probability) if isinstance(probability, torch.Tensor) else kept.fill_(probability)
+    result = func(*args, **kwargs)
+    if name.startswith("randperm"):
+        return result.copy_(torch.arange(result.numel(), device=result.device))
+    if isinstance(result, torch.Tensor) and result.is_floating_point():
+        return result.fill_(0.5)
+    raise NotSplittable(f"the forward draws random numbers with {schema.name}")

@@ -1,0 +1,372 @@
+"""Can a module's batch be computed in chunks exactly? Seen on the script's own batch, not on its word.
+
+`Watch` looks at one of the script's own forwards: a module that keeps something of it would keep it once per chunk. `prove`
+then runs the module on a few samples of the live batch, whole and in two chunks, with all randomness set aside, and
+compares every output and every gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from saturate.techniques import _common, _trees
+from saturate.techniques._chunk_modes import (
+    Autocast,
+    Randomness,
+    devices_of,
+    drawing_again,
+    hooks_set_aside,
+    reductions,
+    steady,
+)
+from saturate.techniques._chunk_plan import Joined, Layout, NotSplittable, Plan, gradient_of_part, share_of_loss
+from saturate.techniques._chunks import out_of_memory
+
+#: Samples of the live batch that a proof runs; fewer where memory does not hold them. The two chunks are uneven.
+SAMPLES = (8, 4, 2)
+
+#: Largest deviation relative to the tensor's largest entry, by number format; coupled samples deviate by tenths.
+_TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 8e-2}
+#: Matrix products of float32 on a GPU may be computed in TF32, by other algorithms for other shapes.
+_TOLERANCE_TF32 = 1e-2
+#: What is this small beside the largest of all gradients is rounding noise (the bias of a key in attention).
+_NOISE = 1e-3
+
+#: Hooks of these packages do not look at batches, or look at each alike.
+_KNOWN_HOOKS = ("torch.", "saturate.", "accelerate.", "peft.", "transformers.")
+
+
+def census(module: Any, torch: Any) -> str:
+    """Why no forward of this module can be cut, from what it consists of; empty when nothing is against it."""
+    nn = torch.nn
+    for name, child in module.named_modules():
+        where = f"{name or 'the model'} ({type(child).__name__})"
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
+            return f"{where} normalizes over the batch, so its samples depend on each other"
+        if isinstance(child, nn.modules.instancenorm._InstanceNorm) and child.training and child.track_running_stats:
+            return f"{where} keeps running statistics of each batch"
+        if type(child).__name__.startswith(("FullySharded", "FSDP")):
+            return "its parameters are sharded (FSDP)"
+        if child is not module and (hook := _own_hook(child)):
+            return f"{where} has a hook of the script ({hook}), which would run for each chunk"
+    for name, parameter in module.named_parameters():
+        if parameter.device.type not in ("cpu", "cuda"):
+            return f"{name} lives on {parameter.device}: only CPUs and CUDA devices are known here"
+        if type(parameter).__name__ == "DTensor":
+            return f"{name} is a distributed tensor"
+        if not parameter.is_leaf:
+            return f"{name} is computed from other tensors"
+    return ""
+
+
+def _own_hook(module: Any) -> str:
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for hook in getattr(module, kind, {}).values():
+            function = getattr(hook, "func", hook)
+            home = getattr(function, "__module__", None) or type(function).__module__
+            if not f"{home}.".startswith(_KNOWN_HOOKS):
+                return getattr(function, "__qualname__", type(function).__name__)
+    return ""
+
+
+class Watch:
+    """The state of a module and its inputs around one forward of the script's own."""
+
+    def __init__(self, module: Any, inputs: list[Any], torch: Any):
+        self.module = module
+        self.torch = torch
+        self.inputs = inputs
+        self.versions = [tensor._version for tensor in inputs]
+        self.before = self._values()
+
+    def _values(self) -> dict[str, Any]:
+        found = {}
+        for name, value in [*_trees.each_module_value(self.module), *self.module.named_parameters()]:
+            if isinstance(value, self.torch.Tensor):
+                found[name] = self._digest(value)
+            elif isinstance(value, (int, float)):
+                found[name] = value
+        return found
+
+    def _digest(self, tensor: Any) -> Any:
+        if tensor.grad_fn is not None:
+            return "graph"
+        if tensor.is_sparse or tensor.device.type == "meta" or not tensor.numel():
+            return tensor.shape, tensor._version
+        flat = self.torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        return tensor.shape, float(flat.sum(dtype=self.torch.float64)), float(flat.flatten()[0])
+
+    def problem(self) -> str:
+        """What this forward did besides computing its output; empty when nothing was seen."""
+        if any(tensor._version != version for tensor, version in zip(self.inputs, self.versions)):
+            return "its forward changes its input in place"
+        after = self._values()
+        for name, value in after.items():
+            if value == "graph":
+                return f"it keeps a tensor of its forward with its graph ({name})"
+            if repr(self.before.get(name)) != repr(value):      # as text nan equals nan
+                return f"its forward changes {name}"
+        return ""
+
+
+def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any) -> Plan:
+    """How this structure of arguments can be cut. Raises NotSplittable with the reason when it cannot."""
+    reasons = []
+    state = Randomness(torch, devices_of(module, torch))
+    try:
+        for dim in (0, 1):
+            for samples in SAMPLES:
+                try:
+                    return Proof(module, inner, skeleton, inputs, torch, dim, samples).plan()
+                except NotSplittable as reason:
+                    reasons.append(str(reason))
+                except Exception as error:  # noqa: BLE001 - the user's module on a part of its batch may raise anything
+                    text = str(error).splitlines()
+                    reasons.append(f"on a part of the batch it raises {type(error).__name__}: {text[0] if text else ''}")
+                    if out_of_memory(error, torch):
+                        continue        # with fewer samples
+                break
+    finally:
+        state.restore()
+    raise NotSplittable(reasons[0])     # the batch is the first dimension nearly always
+
+
+class Proof:
+    """One attempt, with the batch in dimension `dim` of the inputs."""
+
+    def __init__(self, module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any, dim: int, most: int):
+        self.module = module
+        self.inner = inner
+        self.skeleton = skeleton
+        self.torch = torch
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        devices = devices_of(module, torch)
+        self.autocast = Autocast(torch, devices[0].type if devices else "cpu")
+        self.plan_of_inputs = self._inputs(inputs, dim)
+        self.all = self.plan_of_inputs.samples(inputs)
+        self.samples = min(self.all, most)
+        self.first = (self.samples - 1) // 2 or 1
+        self.inputs = self.plan_of_inputs.cut(inputs, 0, self.samples)
+
+    def _inputs(self, inputs: list[Any], dim: int) -> Plan:
+        sizes = [tensor.shape[dim] for tensor in inputs if tensor.dim() > dim]
+        if not sizes or sizes[0] < 2:
+            raise NotSplittable("its inputs hold no batch of two samples or more")
+        split = frozenset(i for i, tensor in enumerate(inputs) if tensor.dim() > dim and tensor.shape[dim] == sizes[0])
+        for position, tensor in enumerate(inputs):
+            whole = position not in split and tensor.numel() > 1 and not (tensor.dim() > dim and tensor.shape[dim] == 1)
+            if whole and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == self.torch.bool):
+                # What it points at may be among the samples that are cut away: on a GPU that ends the process.
+                raise NotSplittable(f"one of its inputs holds integers for something else than samples: {tuple(tensor.shape)}")
+        if any(tensor.layout != self.torch.strided or tensor.is_nested for tensor in inputs):
+            raise NotSplittable("one of its inputs is not a dense tensor")
+        return Plan(dim, split)
+
+    def plan(self) -> Plan:
+        torch = self.torch
+        ranges = [(0, self.samples), (0, self.first), (self.first, self.samples)]
+        with torch.enable_grad(), steady(torch):
+            watch = Watch(self.module, [], torch)       # where memory ran out in the very first call, nobody has watched yet
+            runs = [self._run(start, stop) for start, stop in ranges]
+            if watch.problem():
+                raise NotSplittable(watch.problem())
+            self.formats = self._formats(runs[0][2])
+            self._same_values(runs)
+            choices = self._layouts(runs)
+            chosen = next((plan for plan in choices if self._joins(plan, runs, ranges)), None)
+            if chosen is None:
+                raise NotSplittable("the outputs of chunks are not those of the whole batch: its samples depend on each other")
+            self._gradients_agree(chosen, runs, ranges)
+        self._repeats(ranges[1])
+        return chosen
+
+    def _run(self, start: int, stop: int) -> Any:
+        """(inputs, output skeleton, output tensors, reductions) of a few samples."""
+        inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                  for tensor in self.plan_of_inputs.cut(self.inputs, start, stop)]
+        versions = [tensor._version for tensor in inputs]
+        args, kwargs = _trees.put_together(self.skeleton, inputs)
+        with reductions(self.torch) as seen:
+            output = self.inner(self.module, *args, **kwargs)
+        if any(tensor._version != version for tensor, version in zip(inputs, versions)):
+            raise NotSplittable("its forward changes its input in place")
+        return inputs, *_trees.taken_apart(output, self.torch), seen.found
+
+    def _same_values(self, runs: list[Any]) -> None:
+        """What is no tensor must be the same for every chunk."""
+        first, *others = ([(path, leaf) for path, leaf in _trees.leaves(run[1]) if isinstance(leaf, _trees.Slot) or _trees.is_plain(leaf)]
+                          for run in runs)
+        for other in others:
+            if first != other:
+                raise NotSplittable("its output holds values that depend on the batch and are no tensors")
+
+    def _layouts(self, runs: list[Any]) -> list[Plan]:
+        """Plans that the shapes of the outputs allow."""
+        whole = runs[0][2]
+        if any(len(run[2]) != len(whole) for run in runs):
+            raise NotSplittable("how many tensors it returns depends on the batch")
+        layouts = [self._layout(index, runs) for index in range(len(whole))]
+        found = [Plan(self.plan_of_inputs.dim, self.plan_of_inputs.split, tuple(layouts))]
+        if any(layout.kind == "joined" and tensor.shape[layout.dim] > self.samples for layout, tensor in zip(layouts, whole)):
+            minor = [replace(layout, minor=layout.kind == "joined" and tensor.shape[layout.dim] > self.samples)
+                     for layout, tensor in zip(layouts, whole)]
+            found.append(Plan(self.plan_of_inputs.dim, self.plan_of_inputs.split, tuple(minor)))
+        return found
+
+    def _layout(self, index: int, runs: list[Any]) -> Layout:
+        whole, head, tail = (run[2][index] for run in runs)
+        sizes = self.samples, self.first, self.samples - self.first
+        if whole.dim() != head.dim() or whole.dim() != tail.dim():
+            raise NotSplittable("an output has another number of dimensions for another batch size")
+        changing = [d for d in range(whole.dim()) if not whole.shape[d] == head.shape[d] == tail.shape[d]]
+        if not changing:
+            return self._unchanged(index, runs)
+        times = [tensor.shape[changing[0]] / size for tensor, size in zip((whole, head, tail), sizes)]
+        if len(changing) > 1 or len(set(times)) > 1:
+            raise NotSplittable(f"an output of shape {tuple(whole.shape)} for {self.samples} samples has shape "
+                                f"{tuple(head.shape)} for {self.first}: no part of it belongs to each sample")
+        return Layout("joined", whole.requires_grad, changing[0])
+
+    def _unchanged(self, index: int, runs: list[Any]) -> Layout:
+        whole, head, tail = (run[2][index] for run in runs)
+        if self.torch.equal(whole, head) and self.torch.equal(whole, tail):
+            return Layout("same", whole.requires_grad)
+        if whole.dim():
+            raise NotSplittable(f"an output of shape {tuple(whole.shape)} mixes all samples")
+        found = [run[3] for run in runs]
+        for position in range(len(found[0])):
+            if all(len(seen) > position and seen[position].gave(run[2][index]) for seen, run in zip(found, runs)):
+                return Layout("loss", whole.requires_grad, weight="mean", reduction=position)
+        if self._divided_by_the_step(found):
+            return Layout("loss", whole.requires_grad, weight="sum")
+        raise NotSplittable("the model returns a loss that it reduced itself, and the weights of the samples in it are not known")
+
+    def _divided_by_the_step(self, found: list[Any]) -> bool:
+        """Whether the loss is a sum over what the caller counted, as transformers' Trainer asks for."""
+        given = self.skeleton[1].get("num_items_in_batch")
+        return given is not None and all(len(seen) == 1 and seen[0].summed for seen in found)
+
+    def _joins(self, plan: Plan, runs: list[Any], ranges: list[Any]) -> bool:
+        joined = Joined(plan, self.samples, self.torch)
+        with self.torch.no_grad():
+            for run, (start, stop) in zip(runs[1:], ranges[1:]):
+                joined.add(run[2], start, stop, run[3])
+            tensors, self.totals = joined.finish()
+            return all(self._agree(ours, theirs) for ours, theirs in zip(tensors, runs[0][2]))
+
+    def _gradients_agree(self, plan: Plan, runs: list[Any], ranges: list[Any]) -> None:
+        weights = [self._cotangent(output) for output in runs[0][2]]
+        whole = self._gradients(runs[0], weights)
+        parts = []
+        for run, (start, stop) in zip(runs[1:], ranges[1:]):
+            part = []
+            for index, (layout, weight) in enumerate(zip(plan.outputs, weights)):
+                if weight is None:
+                    part.append(None)
+                elif layout.kind == "joined":
+                    part.append(gradient_of_part(layout, weight, self.samples, start, stop))
+                elif layout.kind == "same":
+                    part.append(weight if start == 0 else None)
+                else:
+                    part.append(weight * share_of_loss(layout, run[2][index], run[3], self.totals[index], self.torch))
+            parts.append(self._gradients(run, part))
+        count = len(self.inputs)
+        sums = [_sum(a, b) for a, b in zip(*(part[count:] for part in parts))]
+        for position in range(count):
+            if position in plan.split:
+                continue
+            sums.append(_sum(parts[0][position], parts[1][position]))
+            whole.append(whole[position])
+        for position in sorted(plan.split):
+            for part, (start, stop) in zip(parts, ranges[1:]):
+                if whole[position] is not None and part[position] is not None:
+                    sums.append(part[position])
+                    whole.append(whole[position].narrow(plan.dim, start, stop - start))
+        whole = whole[count:]
+        self._known_leaves(runs[0])
+        largest = max((float(g.detach().abs().max()) for g in whole if g is not None and g.numel()), default=0.0)
+        for ours, theirs in zip(sums, whole):
+            if (ours is None) != (theirs is None):
+                raise NotSplittable("which parameters have gradients depends on the batch")
+            if ours is not None and not self._agree(ours, theirs, _NOISE * largest):
+                raise NotSplittable("the gradients of chunks do not add up to those of the whole batch: its samples depend on each other")
+
+    def _cotangent(self, output: Any) -> Any:
+        if not output.requires_grad:
+            return None
+        # Uneven, and not drawn: everything drawn is a constant here.
+        steps = self.torch.arange(output.numel(), dtype=self.torch.float64).reshape(output.shape)
+        return (1.0 + 0.5 * (12.9898 * steps).sin()).to(output.device, output.dtype)
+
+    def _gradients(self, run: Any, weights: list[Any]) -> list[Any]:
+        inputs, _, outputs, _ = run
+        wanted = [*inputs, *self.parameters]
+        asked = [tensor for tensor in wanted if tensor.requires_grad]
+        pairs = [(o, w) for o, w in zip(outputs, weights) if w is not None and o.requires_grad]
+        if not pairs:
+            return [None] * len(wanted)
+        with hooks_set_aside(self.parameters), self.autocast.entered(on=False):
+            # Retained: a graph that the module shares with the script's own forward must survive.
+            found = iter(self.torch.autograd.grad([o for o, _ in pairs], asked, [w for _, w in pairs],
+                                                  allow_unused=True, retain_graph=True))
+        return [next(found) if tensor.requires_grad else None for tensor in wanted]
+
+    def _known_leaves(self, run: Any) -> None:
+        """Raise NotSplittable where gradients flow to a tensor that is neither an input nor a parameter of the module."""
+        known = {id(tensor) for tensor in (*run[0], *self.parameters)}
+        pending, seen = [output.grad_fn for output in run[2] if output.grad_fn is not None], set()
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise NotSplittable("its forward uses trained tensors that are not among its parameters")
+            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+    def _repeats(self, part: tuple[int, int]) -> None:
+        """Raise NotSplittable unless a chunk can be run again with the same random numbers."""
+        state = Randomness(self.torch, devices_of(self.module, self.torch))
+        with self.torch.no_grad():
+            once = self._run(*part)[2]
+            with drawing_again(state):
+                again = self._run(*part)[2]
+        if not all(self._agree(a, b) for a, b in zip(once, again)):
+            raise NotSplittable("its forward gives something else when it is run again: it draws random numbers of its own")
+
+    def _agree(self, ours: Any, theirs: Any, noise: float = 0.0) -> bool:
+        if ours.shape != theirs.shape:
+            return False
+        if ours.is_sparse:
+            ours, theirs = ours.to_dense(), theirs.to_dense()
+        if not (ours.is_floating_point() or ours.is_complex()):
+            return bool(self.torch.equal(ours, theirs))
+        if not ours.numel():
+            return True
+        ours, theirs = ours.detach(), theirs.detach()
+        scale = float(theirs.abs().max())
+        worst = float((ours - theirs).abs().max())
+        return math.isfinite(worst) and worst <= self._tolerance(ours) * (scale + noise)
+
+    def _formats(self, outputs: list[Any]) -> list[str]:
+        """Number formats narrower than float32 that the module computes in, wherever that was asked for."""
+        torch = self.torch
+        found = {tensor.dtype for tensor in (*outputs, *self.parameters)}
+        return [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
+                if dtype in found or _common.computed_in(outputs, dtype, torch)]
+
+    def _tolerance(self, tensor: Any) -> float:
+        found = [_TOLERANCE.get(str(tensor.dtype).removeprefix("torch."), _TOLERANCE["float32"]),
+                 *(_TOLERANCE[name] for name in self.formats)]
+        if tensor.device.type == "cuda" and tensor.dtype != self.torch.float64:
+            found.append(_TOLERANCE_TF32)
+        return max(found)
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return left if right is None else right
+    return left + right

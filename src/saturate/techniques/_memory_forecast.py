@@ -1,0 +1,100 @@
+"""How much memory there is, and what a batch of a given size will need, from what earlier ones took."""
+
+from __future__ import annotations
+
+import math
+import resource
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Share of the memory up to which a batch is trusted to fit again.
+TRUSTED = 0.85
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: in use now, the most that was ever in use, and how much may be in use (None: not known)."""
+
+    used: int
+    peak: int
+    capacity: int | None
+
+
+def memory(torch: Any, device: str, limit_bytes: int = 0) -> Memory:
+    """Of the process on its device. `limit_bytes` (0: none) lowers the capacity."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        used = torch.cuda.memory_allocated()
+        capacity = free + torch.cuda.memory_reserved()
+        found = Memory(used, torch.cuda.max_memory_allocated(), capacity)
+    elif device == "cpu":
+        used = _resident_bytes()
+        available = _available_bytes()
+        found = Memory(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                       None if available is None else used + available)
+    else:
+        found = Memory(0, 0, None)
+    if limit_bytes:
+        return Memory(found.used, found.peak, min(limit_bytes, found.capacity or limit_bytes))
+    return found
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0                    # no /proc: nothing is forecast
+
+
+def _available_bytes() -> int | None:
+    """What the machine and the control group (version 2) leave to this process."""
+    found = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        pass                        # no /proc
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            most = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            current = int(file.read())
+        found += [] if most == "max" else [max(0, int(most) - current)]
+    except OSError:
+        pass                        # no limit is visible from here
+    return min(found, default=None)
+
+
+@dataclass
+class Forecast:
+    """What sizes need. A size is the entries of all input tensors; memory grows with it at least proportionally."""
+
+    seen: list[tuple[int, int, int]] = field(default_factory=list)     # (size, bytes used before, peak bytes)
+
+    def observe(self, size: int, before: Memory, after: Memory) -> None:
+        """A batch ran. Says something only where it needed more than anything before it."""
+        if after.peak > before.peak:
+            self.seen.append((size, before.used, after.peak))
+
+    def bytes_per_entry(self) -> float | None:
+        """The steeper of: from the start of the largest batch to its peak; from one peak to the next."""
+        if not self.seen:
+            return None
+        size, used, peak = max(self.seen)
+        slopes = [(peak - used) / size]
+        if len(self.seen) > 1:
+            smaller, _, lower = sorted(self.seen)[-2]
+            if smaller < size:
+                slopes.append((peak - lower) / (size - smaller))
+        return max(slopes)
+
+    def chunks(self, size: int, now: Memory) -> int:
+        """Into how many chunks a batch should be cut so that it fits."""
+        slope = self.bytes_per_entry()
+        if slope is None or slope <= 0 or now.capacity is None:
+            return 1
+        room = TRUSTED * now.capacity - now.used
+        if room <= 0:
+            return 1                # what is there already is too much: no batch size mends that
+        return max(1, math.ceil(size * slope / room))

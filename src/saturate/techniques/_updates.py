@@ -1,0 +1,255 @@
+"""Running an optimizer parameter by parameter while the backward pass goes on, and watching that nobody misses them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+#: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
+KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
+
+#: Steps of every optimizer that are watched before anything changes: one interval between two steps must be whole.
+WATCHED_STEPS = 2
+
+#: After so many steps of one optimizer, others that never stepped are taken for unused.
+MOST_STEPS = 8
+
+#: Modules (by the beginning of their names) that look whether there is a gradient, and do right where there is none.
+_HARMLESS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
+
+_FREED, _ZEROED = "freed", "zeroed"
+
+
+def why_not(optimizer: Any, torch: Any) -> str:
+    """Why this optimizer cannot run parameter by parameter; "" when it can."""
+    kind = type(optimizer)
+    if kind not in {getattr(torch.optim, name, None) for name in KINDS}:
+        return f"{kind.__name__} is not known to update each parameter by itself"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{kind.__name__} is differentiable"
+    if not all(isinstance(p, torch.nn.Parameter) for p in parameters):
+        return "it updates tensors that are no Parameters, whose gradients cannot be watched"
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        return "the script has hooks of its own that run when a gradient is complete"
+    return ""
+
+
+class _Owned:
+    """A parameter: its optimizer, the number of its group (groups are replaced when a checkpoint is loaded), and what has
+    happened to its gradient since the optimizer's last step."""
+
+    def __init__(self, parameter: Any, optimizer: Any, group: int):
+        self.parameter, self.optimizer, self.group = parameter, optimizer, group
+        self.fired = False
+        self.status = ""                # "": whatever `.grad` says is true
+        self.arriving: Any = None       # the gradient before it is added to what was there
+        self.watched: Any = None        # (gradient, version) when it was complete
+
+
+class Updates:
+    """`report` is told once what is saved, `refuse` why nothing is done."""
+
+    def __init__(self, context: Any, report: Callable[[str], None], refuse: Callable[[str], None]):
+        self.context, self.torch = context, context.torch
+        self.report, self.refuse = report, refuse
+        self.phase = "watching"
+        self.owned: dict[int, _Owned] = {}
+        self.steps = {id(optimizer): 0 for optimizer in context.optimizers}
+        self.stepping: set[int] = set()
+        self.settings: dict[tuple[int, int], list[Any]] = {}    # by optimizer and group, when its first gradient arrived
+        self.problem = ""
+        self.reported = False
+        self._grad = context.torch.Tensor.grad
+        self._handles: list[Any] = []
+        self._watchers: list[Any] = []
+        self._keeps_zeros = self._in_closure = False
+
+    def install(self) -> int:
+        """Register hooks; the number of parameters."""
+        for optimizer in self.context.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if id(parameter) in self.owned:
+                        self.problem = "a parameter belongs to two optimizers"
+                    self.owned[id(parameter)] = _Owned(parameter, optimizer, number)
+            self._handles.append(optimizer.register_step_pre_hook(self._steps))
+            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+        for owned in self.owned.values():
+            if owned.parameter.requires_grad:
+                self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
+            self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
+        guard = property(self._read, self._write, self._grad.__delete__)
+        self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
+        self.context.on_undo(self._remove)
+        return len(self.owned)
+
+    def _remove(self) -> None:
+        for handle in (*self._watchers, *self._handles):
+            handle.remove()
+        self._watchers, self._handles = [], []
+
+    # -- gradients arrive --------------------------------------------------------------------------------------------
+
+    def _watcher(self, owned: _Owned) -> Any:
+        def arriving(gradient: Any) -> None:
+            if self.phase == "watching":
+                owned.arriving = gradient
+
+        return arriving
+
+    def _arrived(self, parameter: Any) -> None:
+        owned = self.owned[id(parameter)]
+        if self.phase == "watching":
+            self._watch(owned)
+        elif self.phase == "updating" and id(owned.optimizer) in self.stepping:
+            self._update(owned)
+
+    def _watch(self, owned: _Owned) -> None:
+        gradient, arriving, owned.arriving = self._grad.__get__(owned.parameter), owned.arriving, None
+        if owned.fired:
+            self._object("gradients are added up before they are used")
+        elif gradient.layout is not self.torch.strided:
+            self._object("it has sparse gradients")
+        elif arriving is None or not bool(((gradient == arriving) | (gradient != gradient)).all()):
+            self._object("gradients are added to those of earlier steps")
+        owned.fired = True
+        self._note_settings(owned)
+        owned.watched = gradient, gradient._version
+
+    def _update(self, owned: _Owned) -> None:
+        if owned.fired:
+            raise RuntimeError(_message("a second gradient arrived before optimizer.step() was called"))
+        torch, parameter, optimizer = self.torch, owned.parameter, owned.optimizer
+        gradient = self._grad.__get__(parameter)
+        if self.context.gradient_norms is not None:
+            self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(gradient.detach().float())
+        owned.fired = True
+        self._note_settings(owned)
+        # An optimizer that shares everything with the script's but holds one parameter. One for each call: gradients
+        # of several devices arrive in several threads.
+        kind = type(optimizer)
+        alone = kind.__new__(kind)
+        vars(alone).update(vars(optimizer))
+        alone.param_groups = [{**optimizer.param_groups[owned.group], "params": [parameter]}]
+        step = kind.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__     # hooks and labels belong to the script's own call
+        step(alone)
+        self._grad.__set__(parameter, None)
+        owned.status = _FREED
+
+    def _note_settings(self, owned: _Owned) -> None:
+        key = id(owned.optimizer), owned.group
+        if key not in self.settings:
+            self.settings[key] = _values(owned.optimizer.param_groups[owned.group])
+
+    def _settings_changed(self, optimizer: Any) -> bool:
+        """Whether a setting is not what it was when gradients arrived since the optimizer's last step."""
+        mine = [key for key in self.settings if key[0] == id(optimizer)]
+        return any([self.settings.pop(key) != _values(optimizer.param_groups[key[1]]) for key in mine])
+
+    # -- the script steps --------------------------------------------------------------------------------------------
+
+    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before the script's own step. With `zero_grad(set_to_none=False)` a parameter whose gradient does not arrive is
+        updated with zeros: its momentum goes on."""
+        closure = len(args) > 1 or kwargs.get("closure") is not None        # `args` begin with the optimizer
+        self._in_closure = self._in_closure or closure
+        if self.phase == "updating":
+            for owned in self.owned.values():
+                if owned.optimizer is optimizer and owned.status == _ZEROED:
+                    owned.status = ""
+                    if self._grad.__get__(owned.parameter) is None:
+                        self._grad.__set__(owned.parameter, self.torch.zeros_like(owned.parameter))
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.phase == "off":
+            return
+        mine = [owned for owned in self.owned.values() if owned.optimizer is optimizer]
+        fired = [owned for owned in mine if owned.fired]
+        if self._settings_changed(optimizer):
+            self._object("a setting of the optimizer (its learning rate, for one) changes between backward and step")
+        if self.phase == "watching":
+            for owned in fired:
+                gradient, version = owned.watched
+                if self._grad.__get__(owned.parameter) is not gradient or gradient._version != version:
+                    self._object("gradients are changed between backward and step")
+        for owned in mine:
+            owned.fired, owned.watched = False, None
+        self.steps[id(optimizer)] += 1
+        if self.phase == "watching":
+            self._decide()
+        elif fired and not self.reported:
+            self.reported = True
+            sizes = [owned.parameter.numel() * owned.parameter.element_size() for owned in self.owned.values()]
+            self.report(f"{len(fired)} parameters updated in backward: {max(sizes) / 2**20:.1f} MiB of gradients at a time "
+                        f"instead of {sum(sizes) / 2**20:.1f} MiB")
+
+    def _decide(self) -> None:
+        if self._keeps_zeros and self._in_closure:
+            self._object("gradients are zeroed and not dropped inside of step(closure)")
+        if self.problem:
+            self.phase = "off"
+            self._remove()
+            self.refuse(self.problem)
+        unused = 0 if max(self.steps.values()) >= MOST_STEPS else None
+        if self.phase == "watching" and all(count >= WATCHED_STEPS or count == unused for count in self.steps.values()):
+            self.phase = "updating"
+            self.stepping = {identity for identity, count in self.steps.items() if count}
+            for handle in self._watchers:
+                handle.remove()
+            self._watchers = []
+
+    def _object(self, reason: str) -> None:
+        if self.phase == "updating":
+            raise RuntimeError(_message(reason))
+        self.problem = self.problem or reason
+
+    # -- somebody looks at a gradient --------------------------------------------------------------------------------
+
+    def _read(self, parameter: Any) -> Any:
+        gradient = self._grad.__get__(parameter)
+        if self.phase == "off" or (gradient is not None and self.phase == "updating"):
+            return gradient
+        owned = self.owned.get(id(parameter))
+        if owned is None:
+            return gradient
+        frame = sys._getframe(1)
+        harmless = frame.f_globals.get("__name__", "").startswith(_HARMLESS)
+        if self.phase == "watching":
+            if not harmless and gradient is not None:
+                self._object("the script reads gradients (clips them, for one)")
+            elif frame.f_code.co_name == "zero_grad" and not frame.f_locals.get("set_to_none", True):
+                self._keeps_zeros = True
+            return gradient
+        if harmless:
+            if owned.status and frame.f_code.co_name == "zero_grad":
+                owned.status = "" if frame.f_locals.get("set_to_none", True) else _ZEROED
+            return None
+        if owned.status == _FREED:
+            raise RuntimeError(_message("the script reads a gradient that was used and freed"))
+        if owned.status == _ZEROED:
+            gradient = self.torch.zeros_like(parameter, memory_format=self.torch.preserve_format)
+            self._grad.__set__(parameter, gradient)
+        return gradient
+
+    def _write(self, parameter: Any, gradient: Any) -> None:
+        owned = self.owned.get(id(parameter))
+        if owned is not None and self.phase != "off":
+            if gradient is not None and (self.phase == "watching" or owned.status == _FREED):
+                self._object("the script sets gradients itself")
+            owned.status = ""
+        self._grad.__set__(parameter, gradient)
+
+
+def _values(group: dict[str, Any]) -> list[Any]:
+    """A group's settings, in a form that can be compared later."""
+    return [(name, (id(value), value._version) if hasattr(value, "_version") else value)
+            for name, value in group.items() if name not in ("params", "param_names")]
+
+
+def _message(reason: str) -> str:
+    return (f"saturate's optimizer-in-backward cannot go on, {reason}: this script did not do so in the steps that were "
+            "watched. Parameters were updated while the backward pass ran; take the technique out of the recipe")

@@ -1,0 +1,168 @@
+"""Compute activations again in the backward pass instead of keeping them.
+
+What it does
+------------
+The forward of chosen blocks keeps only what went in; the backward runs it once more. A block can be recomputed whole, or
+but for its matrix products, convolutions and attention, whose results are kept.
+
+When it helps
+-------------
+Where memory is short: a larger batch, longer sequences or a larger model fit. Recomputing every block of a transformer
+keeps a small part of its activations, for about a third more arithmetic; recomputing what is cheap frees less, for a few
+percent.
+
+When it hurts
+-------------
+Always in time: with memory to spare it only slows the training down, so without a memory limit it is not tried.
+
+Numerics
+--------
+`exact`: the same operators on the same inputs and random numbers. In the first step each block's forward runs twice on
+copies of its arguments and buffers; a block that gives other bits, changes an argument or an attribute, is passed an
+object that it may change (a key-value cache), or whose inside has hooks is left alone. Buffers that a forward changes
+(running statistics) are as they were while it runs again, and are updated once.
+
+How it is applied
+-----------------
+The forward of each block is wrapped, in training mode and outside of autocast, in `torch.utils.checkpoint`. The first
+step recomputes all of them and measures, storage by storage, what each leaves for the backward and how long its forward
+takes. From then on `mode="blocks"` recomputes every n-th block, `mode="operators"` all of them but for their products,
+and `mode="budget"` the cheapest set that keeps the activations of the model and its loss, at their peak, within
+`budget_bytes` (or `share` of what they took). Inputs that are larger than the measured ones recompute more. Blocks are the
+modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of keys
+and values in training. What the script compiles, or recomputes itself, is left alone.
+
+References
+----------
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
+PyTorch documentation, "torch.utils.checkpoint".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _blocks, _budget, _checkpointing, _common, _shortage
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="activation-checkpointing",
+    title="activation checkpointing",
+    numerics="exact",
+    stage="model",
+    # A compiler decides by itself what its backward recomputes, and would trace through the measuring.
+    touches=(Touch("forward", _checkpointing.ORDER), Touch("saved-tensors"), Touch("compiler")),
+)
+
+#: Applied before the first forward, whose activations would be what does not fit.
+EARLY = True
+
+_SHARDED = ("FSDP", "FullyShardedDataParallel")
+
+_MODES = ("blocks", "operators", "budget")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`mode` is "blocks" (every n-th, n = `every`), "operators" or "budget". A budget is `budget_bytes` of activations, or
+    where that is 0, `share` of what they take without recomputing."""
+
+    mode: str = "budget"
+    every: int = 1
+    budget_bytes: int = 0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(f"mode is {self.mode!r}, not one of {', '.join(_MODES)}")
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}, not a whole number from 1")
+        if self.budget_bytes < 0:
+            raise ValueError(f"budget_bytes is {self.budget_bytes}, less than nothing")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}, not above 0 and at most 1")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    modules = _common.wrappable(facts)
+    if not modules:
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    if facts.checkpointed:
+        return Ineligible("the script recomputes activations itself")
+    if all(module.compiled for module in modules):
+        return Ineligible("the script compiles its model, and a compiler decides itself what to recompute")
+    short = _shortage.shortage(facts)
+    if not short:
+        return Ineligible("it trades time for memory, and memory is not short (`tune --fit` sets a limit)")
+    return Eligible(short)
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options(share=0.75), Options(share=0.5), Options(share=0.25), Options(mode="blocks")]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    if not context.modules:
+        raise NotApplied("no trained module is known")
+    if any(getattr(part, "gradient_checkpointing", False) for root in context.modules for part in root.modules()):
+        raise NotApplied("the script recomputes activations itself")
+    if any(type(part).__name__.startswith(_SHARDED) for root in context.modules for part in root.modules()):
+        raise NotApplied("parameters are sharded, and gathered for each forward")
+
+    def plan(profile: _budget.Profile, growth: float) -> Sequence[str]:
+        return modes(profile, options, growth)
+
+    def report(line: str) -> None:
+        context.note(TECHNIQUE.id, line)
+
+    def refuse(reason: str) -> None:
+        _shortage.refuse(context, TECHNIQUE.id, reason)
+
+    found = [(f"{type(root).__name__}.{name}", block) for root in context.modules for name, block in _named_blocks(root)]
+    count = _checkpointing.Checkpointing(context, plan, report, refuse).install(context.modules, found)
+    return f"forward of {count} blocks wrapped to be recomputed, mode {options.mode}"
+
+
+def _named_blocks(root: Any) -> list[tuple[str, Any]]:
+    names = {id(module): name for name, module in root.named_modules()}
+    return [(names[id(block)], block) for block in _blocks.blocks(root)]
+
+
+def modes(profile: _budget.Profile, options: Options, growth: float = 1.0) -> Sequence[str]:
+    """The mode of each block for inputs `growth` times the measured ones. Raises NotApplied when nothing can be done, or
+    nothing has to be."""
+    if options.mode == "blocks":
+        return profile.uniform(_budget.WHOLE, options.every)
+    if options.mode == "operators":
+        if not profile.usable(_budget.OPERATORS):
+            raise NotApplied(f"no block can be recomputed but for its products: {profile.why_no_products}")
+        return profile.uniform(_budget.OPERATORS)
+    plain, least = (profile.peak(policy) for policy in ([_budget.KEEP] * len(profile.costs), profile.uniform(_budget.WHOLE)))
+    found = _budget.choose(profile, (options.budget_bytes or options.share * plain) / growth)
+    if found is None:
+        raise NotApplied(f"with every block recomputed, {_budget.mebibytes(least)} of {_budget.mebibytes(plain)} of activations remain")
+    if all(mode == _budget.KEEP for mode in found):
+        raise NotApplied(f"nothing has to be recomputed: the activations take {_budget.mebibytes(plain)}")
+    return found
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or _shortage.refusal(evidence.notes, TECHNIQUE.id) or "no block was recomputed as planned")
+
+
+def as_code(options: Options) -> str:
+    chosen = {"blocks": f"model.blocks[::{options.every}]", "operators": "model.blocks",
+              "budget": "model.blocks[:as_many_as_needed]"}[options.mode]
+    contexts = ", context_fn=functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, " \
+               "torch.ops.aten.addmm.default, torch.ops.aten.bmm.default])" if options.mode == "operators" else ""
+    return (f"for block in {chosen}:      # the repeated block of the model\n"
+            f"    block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False{contexts})")

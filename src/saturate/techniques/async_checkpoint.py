@@ -1,0 +1,157 @@
+"""Let training go on while its checkpoints are written.
+
+What it does
+------------
+`torch.save` returns once a consistent copy of the state is staged; the file is written meanwhile, atomically: a
+temporary file, fsync, rename, fsync of the folder. Whatever then looks at the file waits until it is there. A crash at
+any byte leaves the previous checkpoint whole. The same holds for safetensors, for Lightning's saves, and for
+`torch.distributed.checkpoint.save` into a new folder.
+
+When it helps
+-------------
+Checkpoints of hundreds of megabytes or more, disks slower than memory, trainings that leave a core or the disk idle.
+Also where nothing gets faster: a plain `torch.save` that is killed leaves a file that does not load.
+
+When it hurts
+-------------
+The state is held once more in host memory, and the disk needs room for the new file beside the old one. Where processor
+and disk are busy anyway, writing later costs as much as writing now; so in mode "auto" the ways to write (now, by a
+thread, by a helper process) are measured in the run itself, slowdown of the steps included, and the cheapest in total is
+taken. A barrier right after the save waits for the file, because other ranks may open it then. A process that runs
+already and learns of the file in some other way (a queue, a reduced flag) may look too early.
+
+Numerics
+--------
+`exact`: no computation is touched. When `torch.save` returns, the copy is complete, or ordered before all later work of
+the GPU, so no later write can tear it. Files hold what `torch.save` would have written, record by record.
+
+How it is applied
+-----------------
+torch's zip writer is replaced by one that stages. Functions of `os`, `open`, ways to start processes and distributed
+barriers ask first whether a file is pending that they could see, announce (`latest`) or outlive. A failed write is said
+on stderr, and its OSError is raised by the next save; at the end it makes the exit code nonzero. Files that are not
+regular, have hard links or may not be replaced are saved plainly, as are saves into file objects.
+
+References
+----------
+PyTorch documentation, "torch.save" and "Distributed Checkpoint", section on asynchronous saves.
+Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="async-checkpoint",
+    title="asynchronous, atomic checkpoints",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("checkpoint-writer"),),
+)
+
+MODES = ("auto", "thread", "process", "sync")
+
+#: What a rank may tell others by: they may open its files afterwards.
+_BARRIERS = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list",
+             "destroy_process_group")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`mode`: "auto" measures which way costs least; "thread", "process" and "sync" are the ways."""
+
+    mode: str = "auto"
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.saves:
+        return Ineligible("no checkpoint was saved in the steps observed; add it to the recipe by hand: "
+                          f"[[technique]] id = \"{TECHNIQUE.id}\"")
+    return Eligible(f"{facts.saves} save(s) of {facts.save_bytes / facts.saves / 1e6:,.1f} MB took "
+                    f"{facts.save_s / facts.saves:.3f} s each")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return None         # checkpoints are rare: their share depends on how long the run is observed
+
+
+def apply(context: Any, options: Options) -> str:
+    from saturate.checkpoints import seams
+    from saturate.checkpoints.costs import Costs
+    from saturate.checkpoints.guards import Guards
+    from saturate.checkpoints.writer import Writer
+
+    if options.mode not in MODES:
+        raise NotApplied(f"there is no mode {options.mode!r}; choose among {', '.join(MODES)}")
+    if os.name != "posix":
+        raise NotApplied("files cannot be replaced atomically here")
+    ways = [way for way in ("sync", "thread", "process") if way != "process" or hasattr(os, "memfd_create")]
+    costs = Costs(ways, None if options.mode == "auto" else options.mode)
+    writer = Writer(context.torch, costs, lambda text: context.note(TECHNIQUE.id, text))
+    guards = Guards(writer)
+    context.on_undo(guards.undo)
+    guards.install()
+    covered = seams.install(context.torch, writer, guards, context.set_attribute)
+    _watch_steps(context, writer, guards)
+    _hold_barriers(context, guards)
+    _at_exit(context, writer, guards)
+    return f"{', '.join(covered)}: staged, then written atomically ({options.mode})"
+
+
+def _watch_steps(context: Any, writer: Any, guards: Any) -> None:
+    """Time steps with and without a file on its way; the first one without gives deadly signals back."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        writing = bool(writer.pending)
+        writer.costs.step(time.perf_counter(), writing)
+        if not writing:
+            guards.release_signals()
+
+    context.on_undo(register_optimizer_step_post_hook(stepped).remove)
+
+
+def _hold_barriers(context: Any, guards: Any) -> None:
+    distributed = context.torch.distributed
+    if not distributed.is_available():
+        return
+    for name in _BARRIERS:
+        held = guards.waiting(getattr(distributed, name))
+        context.set_attribute(distributed, name, held)
+        context.set_attribute(distributed.distributed_c10d, name, held)
+
+
+def _at_exit(context: Any, writer: Any, guards: Any) -> None:
+    def finish() -> None:
+        guards.at_exit()
+        if writer.costs.files and not writer.foreign:
+            sys.stderr.write(f"saturate: {TECHNIQUE.id}: {writer.describe()}\n")
+
+    atexit.register(finish)
+    context.on_undo(lambda: atexit.unregister(finish))
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no checkpoint was saved")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "staged = copy.deepcopy(state)      # training may go on; wait for the thread before the next save and at exit\n"
+        "saving = threading.Thread(target=torch.save, args=(staged, path + \".tmp\"))\n"
+        "saving.start()                     # then fsync, os.replace(path + \".tmp\", path), fsync of the folder"
+    )

@@ -1,0 +1,107 @@
+"""Take a batch from tensors in memory by one indexing operation, instead of row by row.
+
+What it does
+------------
+A `TensorDataset` (or a `Subset` of one) hands out single rows, which the default collate function stacks again. Here
+the rows of a batch are selected from each tensor at once.
+
+When it helps
+-------------
+Small, fast models on data that fits into memory: tabular data, MNIST-like images, precomputed embeddings. Python's
+work per row is then much of the step.
+
+When it hurts
+-------------
+Hardly: one indexing operation costs less than one per row. Large rows gain little, because copying them dominates.
+
+Numerics
+--------
+`exact`: the same bytes in the same order, and the same random numbers drawn.
+
+How it is applied
+-----------------
+A stand-in takes the dataset's place inside the loader's iterator; `loader.dataset` stays the user's. Left alone are
+loaders with a collate function of their own, subclasses of `TensorDataset`, and tensors that are not dense,
+contiguous and on the CPU.
+
+References
+----------
+PyTorch documentation, "torch.utils.data", sections "Automatic batching" and "Working with collate_fn".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.data import rows
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="batch-assembly",
+    title="batches of rows in one operation",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("dataset"),),
+)
+
+#: Share of the step below which waiting for input is not worth a trial.
+LEAST_WAIT = 0.02
+
+
+@dataclass(frozen=True)
+class Options:
+    """There is nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.loaders:
+        return Ineligible("the training does not read from a DataLoader")
+    if not any(loader.tensor_rows for loader in facts.loaders):
+        return Ineligible("no DataLoader stacks rows of tensors in memory (a TensorDataset with the default collate function)")
+    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
+    if waiting is not None and waiting < LEAST_WAIT:
+        return Ineligible(f"only {waiting:.1%} of the step waits for input")
+    return Eligible("rows of tensors in memory are stacked one by one")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.input_wait_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    torch = context.torch
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    original = iterator.__init__
+    served = 0
+
+    @functools.wraps(original)
+    def init(self: Any, loader: Any) -> None:
+        nonlocal served
+        original(self, loader)
+        if rows.refusal(torch, loader) is None:
+            self._dataset, self._collate_fn = rows.Rows(loader.dataset), rows.as_it_is
+            served += 1
+            context.note(TECHNIQUE.id, f"batches are assembled at once in {served} epoch(s) of DataLoaders")
+
+    context.set_attribute(iterator, "__init__", init)
+    return "rows of TensorDatasets are selected a batch at a time"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no DataLoader of rows of tensors was iterated")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "sampler = BatchSampler(RandomSampler(dataset), batch_size, drop_last=False)\n"
+        "loader = DataLoader(dataset, sampler=sampler, batch_size=None)     # dataset[indices] selects the whole batch"
+    )

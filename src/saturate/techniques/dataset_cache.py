@@ -1,0 +1,145 @@
+"""Keep decoded samples in a file or in memory, so that each is made once instead of once an epoch.
+
+What it does
+------------
+Stores what a map-style dataset's `__getitem__` returns, and reads it back when the same sample is asked for again, in
+this epoch or run or in a later one. Where a dataset applies a `transform`, everything before its first random step is
+stored and the rest is done anew for each sample, so that augmentation stays random.
+
+When it helps
+-------------
+The step waits for samples that are costly to make: JPEG decoding, resizing, tokenization, spectrograms, slow file
+servers. From the second epoch on; the first one makes every sample as before.
+
+When it hurts
+-------------
+Decoded samples take room: 12 MB for a photograph of 4 million pixels. At most half of the free disk (or memory) is
+used; if that does not hold all samples, the rest is made anew each time. Datasets that count or log inside
+`__getitem__` do so only for samples that are really made.
+
+Numerics
+--------
+`exact`: the same bytes in the same order. A dataset is cached only when some items were made twice under different
+random numbers and came out alike without drawing any; all the time a few items are made again and compared, and one
+that differs ends the cache, with a message. Items that are random as a whole are refused.
+
+How it is applied
+-----------------
+A stand-in takes the dataset's place inside the loader's iterator; `loader.dataset` stays the user's. One file per
+version of the dataset, shared by workers and ranks, in `~/.cache/saturate/data` (or `SATURATE_DATA_CACHE`): its name
+is a hash of the dataset's code, attributes and files with their sizes and times. Pictures and arrays are stored as
+bytes, never pickled. In trials, samples are stored before they are asked for, so that what is measured is a warm
+cache.
+
+References
+----------
+PyTorch documentation, "torch.utils.data", section "Map-style datasets".
+Mohan, Phanishayee, Raniwala and Chidambaram, "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.data import cache
+from saturate.records.facts import Evidence, Facts, LoaderFacts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="dataset-cache",
+    title="cache of decoded samples",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("dataset"),),
+)
+
+#: What a study that keeps it says beside its gain.
+REMARK = "measured with a warm cache; the first epoch of a run makes every sample as before, and stores it"
+
+#: Share of the step below which waiting for input is not worth a trial.
+LEAST_WAIT = 0.02
+
+#: Where stores lie, and how many seconds samples may be stored ahead; trials set both (see `trial.planning`).
+FOLDER, AHEAD = "SATURATE_DATA_CACHE", "SATURATE_DATA_AHEAD_S"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`where` is "file" or "memory" (one for each rank, gone with its process). `max_gb` 0: half of what is free."""
+
+    where: str = "file"
+    max_gb: float = 0.0
+
+
+def _refusal(loader: LoaderFacts) -> str:
+    if loader.iterable:
+        return "the dataset is iterable: its samples have no numbers to find them by"
+    if loader.holds_device_tensors:
+        return "the dataset yields tensors that live on a device already"
+    return ""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.loaders:
+        return Ineligible("the training does not read from a DataLoader")
+    refusals = [_refusal(loader) for loader in facts.loaders]
+    if all(refusals):
+        return Ineligible(refusals[0])
+    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
+    if waiting is not None and waiting < LEAST_WAIT:
+        return Ineligible(f"only {waiting:.1%} of the step waits for input")
+    return Eligible("the step waits for its input" if waiting is None else f"{waiting:.0%} of the step waits for input")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]      # a warm file lies in the page cache: memory is for disks that cannot take it
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.input_wait_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    if options.where not in ("file", "memory"):
+        raise ValueError(f"where is {options.where!r}, not 'file' or 'memory'")
+    folder = _folder() if options.where == "file" else None
+    caches = cache.Caches(context.torch, folder, int(options.max_gb * 1e9), float(os.environ.get(AHEAD) or 0),
+                          int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    iterator = context.torch.utils.data.dataloader._BaseDataLoaderIter
+    original = iterator.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, loader: Any) -> None:
+        original(self, loader)
+        caches.serve(self, loader)
+
+    context.set_attribute(iterator, "__init__", init)
+    context.note(TECHNIQUE.id, caches)      # as text, it says what became of them
+    return f"samples are read through a cache in {folder or 'memory'}"
+
+
+def _folder() -> Path:
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser().absolute()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and os.path.isabs(home) else Path.home() / ".cache") / "saturate" / "data"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = str(evidence.notes.get(TECHNIQUE.id, ""))
+    if not seen:
+        return Proof(False, "no DataLoader was iterated")
+    return Proof("dropped: " not in seen and "cached: " in seen.replace("not cached: ", ""), seen)
+
+
+def as_code(options: Options) -> str:
+    return (
+        "# store what __getitem__ makes, for instance\n"
+        "cached = numpy.lib.format.open_memmap('samples.npy', 'w+', dtype='uint8', shape=(len(dataset), 3, 224, 224))"
+    )

@@ -1,0 +1,163 @@
+"""Copy the next batch to the GPU while the current one is computed on.
+
+What it does
+------------
+When the script takes a batch from its DataLoader, the copy of the batch after it begins on a stream of its own. When
+the script then moves that batch with `.to(device)` or `.cuda()`, it gets the copy that was begun.
+
+When it helps
+-------------
+Large batches on CUDA, whose copies take a good part of a step: images, video, long sequences.
+
+When it hurts
+-------------
+One more batch lies in the device's memory, and batches are pinned, which costs a copy on the host. Where the loader
+is the bottleneck no batch is ever waiting, and nothing is gained.
+
+Numerics
+--------
+`exact`: the same bytes arrive. A tensor that is written to between loader and device is copied anew; only writes that
+torch cannot see, through a NumPy view of a batch, would be missed.
+
+How it is applied
+-----------------
+DataLoaders with workers pin their batches. `Tensor.to` and `Tensor.cuda` return the copy that was begun for that very
+tensor, once: the batch itself stays on the host, so code that reads it there finds it. The stream that uses a copy
+waits for its event, and `record_stream` keeps its memory until that use is over. On a CPU there is no device to copy
+to.
+
+References
+----------
+PyTorch documentation, "CUDA semantics", sections "CUDA streams" and "Use pinned memory buffers".
+PyTorch tutorials, "A guide on good usage of non_blocking and pin_memory() in PyTorch".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.data import device_copies
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="device-prefetch",
+    title="batches copied to the device ahead",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("loader", 30), Touch("pinned-memory"), Touch("tensor-copy")),
+)
+
+#: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
+SLOWEST_COPY = 1e6
+
+
+@dataclass(frozen=True)
+class Options:
+    """There is nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.device != "cuda":
+        return Ineligible("there is no device to copy to: the training runs on the CPU" if facts.device == "cpu"
+                          else "batches are copied ahead to CUDA devices only")
+    if not facts.loaders:
+        return Ineligible("the training does not read from a DataLoader")
+    if all(loader.holds_device_tensors for loader in facts.loaders):
+        return Ineligible("the dataset yields tensors that live on the device already")
+    if not facts.host_to_device_bytes:
+        return Ineligible("no bytes are copied from host to device in a step")
+    if not any(loader.num_workers for loader in facts.loaders):
+        return Ineligible("the loader has no workers, so no batch is ready before it is asked for")
+    return Eligible(f"{facts.host_to_device_bytes / 1e6:.1f} MB are copied to the device in each step")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return _common.share(facts.host_to_device_bytes / SLOWEST_COPY + facts.input_wait_ms, facts.step_ms)
+
+
+def apply(context: Any, options: Options) -> str:
+    torch = context.torch
+    move = torch.Tensor.to
+    install(context, device_copies.Copies(torch, device_copies.Cuda(torch, move)))
+    return "the batch that waits in a loader's queue is copied to the device ahead"
+
+
+def install(context: Any, copies: Any, kind: str = "cuda") -> None:
+    """`kind`: the type of devices that copies go to."""
+    torch = context.torch
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    original = iterator._next_data
+
+    def pinned(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+        return {"pin_memory": True} if arguments.get("num_workers") and not arguments.get("pin_memory") else {}
+
+    @functools.wraps(original)
+    def next_data(self: Any) -> Any:
+        batch = original(self)
+        copies.next_batch(batch, device_copies.waiting_batch(self))
+        return batch
+
+    context.on_loader(pinned)
+    context.set_attribute(iterator, "_next_data", next_data)
+    for name in ("to", "cuda"):
+        context.set_attribute(torch.Tensor, name, _moving(torch, copies, name, kind))
+    context.note(TECHNIQUE.id, copies)
+
+
+def _moving(torch: Any, copies: Any, name: str, kind: str) -> Any:
+    """`Tensor.to` or `Tensor.cuda` that takes what was copied ahead."""
+    original = getattr(torch.Tensor, name)
+
+    @functools.wraps(original)
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not copies.knows(self):
+            return original(self, *args, **kwargs)
+        device = _target(torch, self, name, args, kwargs)
+        if device is None or device.type != kind:
+            return original(self, *args, **kwargs)
+        taken = copies.take(self, device)
+        return original(self, *args, **kwargs) if taken is None else taken
+
+    return move
+
+
+def _target(torch: Any, tensor: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device, with its number, of a plain move; None where more than the device changes."""
+    if name == "cuda":
+        if len(args) > 2 or {*kwargs} - {"device", "non_blocking"}:
+            return None
+        named = args[0] if args else kwargs.get("device")
+        device = torch.device("cuda" if named is None else named)
+    else:
+        if {*kwargs} - {"device", "dtype", "non_blocking", "tensor"}:
+            return None             # a copy, or another memory format
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or layout is not None or dtype not in (None, tensor.dtype):
+            return None
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = str(evidence.notes.get(TECHNIQUE.id, ""))
+    if not seen:
+        return Proof(False, "the script moved no tensor of a batch to the device")
+    return Proof(not seen.startswith("0 of"), seen)
+
+
+def as_code(options: Options) -> str:
+    return (
+        "stream = torch.cuda.Stream()\n"
+        "with torch.cuda.stream(stream):     # while the current batch is computed on\n"
+        "    following = [tensor.to(device, non_blocking=True) for tensor in next(batches)]\n"
+        "torch.cuda.current_stream().wait_stream(stream)     # before `following` is used; then tensor.record_stream(...)"
+    )

@@ -1,0 +1,181 @@
+"""Run a batch that does not fit in memory as smaller micro-batches, with the gradient of the whole batch.
+
+What it does
+------------
+Where an allocation fails in the forward or the backward of the model, the batch is run again in two, four, eight... chunks,
+and the training goes on: the script's loss sees the outputs of the whole batch, and the gradients are those of the whole
+batch. A batch larger than all before it is cut beforehand when, by what earlier ones took, it will not fit.
+
+When it helps
+-------------
+Batches of varying length, of which the longest one ends the run after hours; a neighbour on the same device; a first try of
+a larger model. It is insurance and not a speed-up, so it is not raced: put it into a recipe by hand.
+
+When it hurts
+-------------
+A chunked step costs one more forward. A batch larger than all before it is guarded: its gradients are handed over at the
+end of the backward and not during it, so communication does not overlap there. Sizes that have fit with 15 % of the memory
+to spare run as the script wrote them. The optimizer's own memory is not covered, nor is a backward on a CPU that runs out
+after a forward with dropout: whole-batch random numbers cannot be drawn again by parts (on a GPU, its activations then
+wait in host memory).
+
+Numerics
+--------
+`stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
+numbers. Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
+contrastive losses inside the model), that change state in their forward, or that reduce a loss in a way that is not
+recognised, are left alone, with the reason on stderr; negatives in a loss outside of the model are no obstacle.
+
+How it is applied
+-----------------
+Around the forward of the outermost trained modules. The first call of each structure of arguments is watched, then eight of
+its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Python's,
+NumPy's and torch's random numbers are drawn again where a chunk is run again. Each change is one line on stderr. Wrapped in
+DistributedDataParallel, each rank decides for itself, and its hooks see each gradient once. `limit_bytes` forecasts for
+less memory than there is. Module hooks and `torch.compile` outside of the model see nothing of it; a model that the script
+compiles is left alone.
+
+References
+----------
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019 (micro-batches).
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (running the forward again).
+Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021 (a loss over the whole
+batch, gradients by chunks).
+MosaicML Composer, "Auto Microbatching".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _chunk_guard, _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+from saturate.techniques._memory_forecast import TRUSTED, Forecast, Memory, memory
+
+TECHNIQUE = Technique(
+    id="dynamic-batch",
+    title="micro-batches when memory runs out",
+    numerics="stream",
+    stage="model",
+    touches=(Touch("forward", _chunk_guard.ORDER), Touch("micro-batches")),
+)
+
+
+#: After so many batches of trusted sizes, one is guarded all the same: memory may have become scarce meanwhile.
+RECHECK = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """`limit_bytes`: forecast for this much memory; 0 takes what the device has."""
+
+    limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes < 0:
+            raise ValueError(f"limit_bytes is {self.limit_bytes}, not a number of bytes")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.memory_limit_bytes:
+        return Ineligible("insurance against running out of memory, not a speed-up: put it into a recipe by hand")
+    if not _common.wrappable(facts):
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    if any(module.compiled for module in facts.modules):
+        return Ineligible("the script compiles its model, and a compiled forward is not cut")
+    if any(module.batch_norms for module in facts.modules):
+        return Ineligible("BatchNorm normalizes over the batch, so its samples depend on each other")
+    return Eligible("a memory limit was asked for")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options(limit_bytes=facts.memory_limit_bytes or 0)]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    def wrap(module: Any) -> None:
+        say = _chunk_guard.speaker(context, TECHNIQUE.id, module)
+        _chunk_guard.Guard(context, module, Insurance(context, options, say), say)
+
+    count = _common.wrap_all(context, wrap)
+    return f"forward of {count} module(s) watched; a batch that does not fit is run in chunks"
+
+
+class Insurance:
+    """A `_chunk_guard.Policy`. Sizes up to `trusted` have run whole, backward included, and left memory to spare."""
+
+    def __init__(self, context: Any, options: Options, say: Callable[[str], None]):
+        self.context = context
+        self.options = options
+        self.say = say
+        self.trusted = 0
+        self.most = math.inf            # the largest size that may run at once
+        self.forecast = Forecast()
+        self.told = 1
+        self.until_recheck = RECHECK
+
+    def runs_whole(self, size: int) -> bool:
+        if size > self.trusted:
+            return False
+        self.until_recheck -= 1
+        if self.until_recheck > 0:
+            return True
+        self.until_recheck = RECHECK
+        return False
+
+    def chunks(self, size: int, samples: int) -> int:
+        wanted = max(math.ceil(size / self.most), self.forecast.chunks(size, self._memory()))
+        chunks = min(samples, wanted)
+        if chunks > self.told:
+            self.told = chunks
+            self.say(f"runs in {chunks} chunks: a batch of {samples} is larger than what fits at once")
+        return chunks
+
+    def smaller(self, size: int, chunks: int, why: str) -> None:
+        if size / chunks >= self.most:
+            return                      # known: the other chunks of the same backward fail alike
+        self.most = size / chunks
+        self.trusted = min(self.trusted, int(self.most))
+        self.told = max(self.told, chunks)
+        first_line = why.splitlines()[0][:120] if why else "no text"
+        self.say(f"ran out of memory; batches of this size run in {chunks} chunks from here on ({first_line})")
+
+    def began(self, size: int, chunks: int) -> Callable[[], None]:
+        before = self._memory()
+
+        def done() -> None:
+            after = self._memory()
+            if chunks == 1:
+                self.forecast.observe(size, before, after)
+                self._trust(size, after)
+            self.context.note(TECHNIQUE.id, f"batches of up to {size} entries guarded, the latest in {chunks} chunk(s)")
+
+        return done
+
+    def _trust(self, size: int, now: Memory) -> None:
+        if now.capacity is None or now.peak <= TRUSTED * now.capacity:
+            self.trusted = max(self.trusted, size if size <= self.most else 0)
+        else:
+            self.trusted = 0            # scarce: every batch is guarded from here on
+
+    def _memory(self) -> Memory:
+        return memory(self.context.torch, self.context.device, self.options.limit_bytes)
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no batch was guarded: see the reason on stderr")
+
+
+def as_code(options: Options) -> str:
+    return ("# Where the step runs out of memory, run it again by parts; exact for a mean loss over equal samples:\n"
+            "for part in batch.chunk(2):\n    (loss(model(part)) * len(part) / len(batch)).backward()\n"
+            "optimizer.step()")

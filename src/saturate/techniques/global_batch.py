@@ -1,0 +1,191 @@
+"""Train with a larger global batch, and a learning rate that goes with it.
+
+What it does
+------------
+Multiplies the batch size of the training loaders by `factor`, and the learning rate of every optimizer step by the rule for
+its kind: linear for SGD (the factor), square root for Adam and its relatives.
+
+When it helps
+-------------
+The device is not full, the throughput in samples per second still grows with the batch (`saturate fit` shows where it stops),
+and the training tolerates fewer, larger updates.
+
+When it hurts
+-------------
+Beyond a critical batch size each sample teaches less. The rules hold up to a point, after a warm-up that this does not add;
+for SGD the linear one broke down above 8 Ki images on ImageNet. It is another training: how good the result is must be
+measured by the user's own metric.
+
+Numerics
+--------
+`convergence`: other batches, other updates, half as many of them for a factor of two. Neither time per step nor loss per
+update can be compared with the script's own, so it is not raced and not verified: put it into a recipe by hand.
+
+How it is applied
+-----------------
+To DataLoaders that shuffle (or draw from a random or distributed sampler) and state a batch size, when they are built;
+others, evaluation loaders among them, and datasets smaller than the new batch stay as they are. The learning rate is
+multiplied for the length of each `optimizer.step()` only: schedules, whichever way they set it, logs and checkpoints keep
+the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
+keeps its learning rate, and a line on stderr says so. Momentum and Adam's betas stay.
+
+References
+----------
+Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014 (both rules).
+Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017 (linear, with warm-up).
+Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022 (square root).
+McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (critical batch size).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="global-batch",
+    title="larger global batch",
+    numerics="convergence",
+    stage="import",
+    touches=(Touch("loader", 20), Touch("global-batch"), Touch("learning-rate")),
+)
+
+#: Exponent of the factor, by the optimizer's class. Others have no published rule.
+_EXPONENTS = {"SGD": 1.0, **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop"), 0.5)}
+_RULES = {"auto": None, "linear": 1.0, "sqrt": 0.5, "none": 0.0}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`factor`: how many times larger batches are; `rule`: "auto" (by optimizer), "linear", "sqrt" or "none"."""
+
+    factor: int = 2
+    rule: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.factor < 2:
+            raise ValueError(f"factor is {self.factor}, not 2 or more")
+        if self.rule not in _RULES:
+            raise ValueError(f"rule is {self.rule!r}, not one of {', '.join(_RULES)}")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    return Ineligible("it is another training, which time per step and loss per update say nothing about: "
+                      "see samples per second with `saturate fit`, and put it into a recipe by hand")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    loaders = Loaders(context, options.factor)
+    context.on_loader(loaders.rewrite)
+    rates = Rates(options, loaders)
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    context.on_undo(register_optimizer_step_pre_hook(rates.raise_rates).remove)
+    context.on_undo(register_optimizer_step_post_hook(rates.restore).remove)
+    return f"training batches {options.factor} times as large, learning rate by rule {options.rule}"
+
+
+class Loaders:
+    """Rewrites the arguments of training loaders."""
+
+    def __init__(self, context: Any, factor: int):
+        self.context = context
+        self.factor = factor
+        self.made: list[tuple[Any, int]] = []       # (dataset, batch size that we gave it)
+
+    def rewrite(self, dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+        size = arguments.get("batch_size")
+        # Frameworks build a loader again from one that was built: what is large already stays so.
+        if not isinstance(size, int) or any(known is dataset and size == enlarged for known, enlarged in self.made):
+            return {}
+        if "batch_size" not in given or arguments.get("batch_sampler") is not None or not _draws_at_random(arguments):
+            return {}
+        if _fewer_than(dataset, self.factor * size):
+            return {}
+        self.made.append((dataset, self.factor * size))
+        self.context.note(TECHNIQUE.id, f"batches of {self.factor * size} instead of {size}")
+        return {"batch_size": self.factor * size}
+
+
+def _draws_at_random(arguments: dict[str, Any]) -> bool:
+    """Whether a loader is for training: it shuffles, or its sampler does."""
+    sampler = arguments.get("sampler")
+    if sampler is None:
+        return bool(arguments.get("shuffle"))
+    if hasattr(sampler, "shuffle"):
+        return bool(sampler.shuffle)
+    return "Random" in type(sampler).__name__
+
+
+def _fewer_than(dataset: Any, samples: int) -> bool:
+    try:
+        return len(dataset) < samples
+    except (TypeError, NotImplementedError, AttributeError):
+        return False                # iterable datasets have no length
+
+
+class Rates:
+    """Larger learning rates, for the length of one step."""
+
+    def __init__(self, options: Options, loaders: Loaders):
+        self.options = options
+        self.loaders = loaders
+        self._raised: list[tuple[Any, Any, Any]] = []       # (group, the script's own rate, ours)
+        self._told: set[str] = set()
+
+    def raise_rates(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step. What an earlier one left that raised, or a wrapper that shares the groups, is taken back first."""
+        self.restore(optimizer, args, kwargs)
+        scale = self._scale(type(optimizer).__name__) if self.loaders.made else 1.0
+        if scale == 1.0:
+            return
+        for group in optimizer.param_groups:
+            own, group["lr"] = group["lr"], group["lr"] * scale
+            self._raised.append((group, own, group["lr"]))
+
+    def restore(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """After a step."""
+        kept = []
+        for entry in self._raised:
+            group, own, ours = entry
+            if not any(group is mine for mine in optimizer.param_groups):
+                kept.append(entry)
+            elif group["lr"] is ours:           # otherwise the script has set it meanwhile
+                group["lr"] = own
+        self._raised = kept
+
+    def _scale(self, kind: str) -> float:
+        exponent = _RULES[self.options.rule]
+        if exponent is None:
+            exponent = _EXPONENTS.get(kind)
+        if exponent is None:
+            if kind not in self._told:
+                self._told.add(kind)
+                sys.stderr.write(f"saturate: global-batch: there is no rule for {kind}; its learning rate stays as it is\n")
+            return 1.0
+        return math.pow(self.options.factor, exponent)
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no DataLoader that shuffles and states its batch size was built")
+
+
+def as_code(options: Options) -> str:
+    factors = {"auto": f"{options.factor} for SGD, {math.sqrt(options.factor):.3g} for Adam", "none": "1"}
+    number = factors.get(options.rule, f"{math.pow(options.factor, _RULES[options.rule] or 0):.3g}")
+    return (f"loader = DataLoader(dataset, batch_size={options.factor} * batch_size, shuffle=True)\n"
+            f"for group in optimizer.param_groups:\n    group['lr'] *= scale      # {number}")

@@ -1,0 +1,156 @@
+"""Write only what changed since the last checkpoint.
+
+What it does
+------------
+`torch.save` to a path cuts the file that it would write into chunks and stores those that
+the store does not hold yet, as differences from the chunk in the same place of the last checkpoint where that is
+smaller. At the path stands a small file that names the checkpoint; `torch.load` under `saturate run` follows it. Each
+checkpoint loads by itself: chunks that any checkpoint needs stay until `saturate checkpoint gc` is told otherwise,
+whatever other files are removed.
+
+The first two saves of a series (`ckpt_100.pt`, `ckpt_200.pt`) are plain and are compared; where that shows little to
+gain, it says so and all saves stay plain. When the script ends, the newest checkpoint of each series becomes a plain
+file, and a copy by Python's `shutil` always is one.
+
+When it helps
+-------------
+Scripts that keep many checkpoints: a frozen backbone with an adapter (about 1 % of the
+bytes), sparse embeddings (5 %), dense training with AdamW (about half). It saves bytes written and kept, not time: a
+save takes longer where deltas are coded.
+
+When it hurts
+-------------
+What looks at the files while the script runs, other than through `torch.load` or
+`shutil`, sees the small ones: `cp`, `rsync` and uploads copy the name of a checkpoint and not the checkpoint.
+`saturate checkpoint export FILE` makes it a plain one. A script that keeps only its newest checkpoints gains little,
+as deltas lean on what was removed; when the store takes twice the room of plain files, saves are plain again.
+Restoring reads up to `chain` + 1 versions of each chunk.
+
+Numerics
+--------
+`exact`: a restored checkpoint holds the very bytes that `torch.save` wrote; each chunk is checked by its digest.
+
+How it is applied
+-----------------
+`torch.save`, Lightning's writer and `shutil.copyfile` are wrapped. Saves to
+streams, in torch's old format, in forked children, of less than 1 MiB, by other functions (safetensors, distributed
+checkpoints) are left alone. If anything of ours fails (the disk is full, the store is gone), the plain save happens
+instead, and one line on standard error says so.
+
+References
+----------
+A. Eisenman et al., "Check-N-Run: a Checkpointing System for Training Deep Learning
+Recommendation Models" (NSDI 2022).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.checkpoints import keeper, pointer
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="incremental-checkpoint",
+    title="incremental checkpoints",
+    numerics="exact",
+    stage="import",
+    touches=(Touch("checkpoint-writer"),),
+    status="experimental",
+)
+
+
+#: Modules of Lightning that hold the name of its writer.
+_LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`store` is a folder, from the working directory; `chain` is the most deltas between a chunk and one that stands
+    by itself (0: no deltas); `memory_mib` bounds the copies of chunks that are kept to make deltas against, which are
+    read from the store where they are not kept.
+    """
+
+    store: str = ".saturate/checkpoints"
+    chain: int = 8
+    memory_mib: int = 512
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    return Ineligible("it saves bytes, not time, so no race can judge it; `saturate checkpoint advise --forecast OLD NEW` says "
+                      "what it would save, and a recipe takes it by hand")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    if not 0 <= options.chain <= 255 or options.memory_mib < 0:
+        raise NotApplied("chain must be within 0 and 255, and memory_mib not negative")
+    torch = context.torch
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"saturate: {line}\n")
+        context.note(TECHNIQUE.id, line)
+
+    keeping = keeper.Keeper(Path(options.store).absolute(), options.chain, options.memory_mib << 20, say)
+    original = torch.save
+
+    @functools.wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        new_format = len(args) < 3 and kwargs.get("_use_new_zipfile_serialization", True)
+        if new_format and isinstance(f, str | os.PathLike) and isinstance(os.fspath(f), str):
+            keeping.save(os.fspath(f), lambda target: original(obj, target, *args, **kwargs))
+        else:
+            original(obj, f, *args, **kwargs)
+
+    for owner in (torch, torch.serialization):
+        context.set_attribute(owner, "save", save)
+    for name in _LIGHTNING:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "_atomic_save"):
+            context.set_attribute(module, "_atomic_save", _lightning(module._atomic_save, keeping, original))
+    context.set_attribute(shutil, "copyfile", pointer.copying(shutil.copyfile))
+    atexit.register(keeping.close)
+    context.on_undo(lambda: (keeping.close(), atexit.unregister(keeping.close)))
+    return f"torch.save keeps what changed in {options.store}, once a comparison shows that this saves bytes"
+
+
+def _lightning(original: Any, keeping: keeper.Keeper, torch_save: Any) -> Any:
+    """Lightning's writer, which saves into memory first."""
+    def atomic_save(checkpoint: Any, filepath: Any) -> None:
+        def write(target: Any) -> None:
+            if isinstance(target, str):
+                original(checkpoint, filepath)
+            else:
+                torch_save(checkpoint, target)
+
+        if "://" in str(filepath):
+            original(checkpoint, filepath)
+        else:
+            keeping.save(os.fspath(filepath), write)
+
+    return atomic_save
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    note = evidence.notes.get(TECHNIQUE.id)
+    return Proof(note is not None, note or "no two saves of one series were seen")
+
+
+def as_code(options: Options) -> str:
+    return ("# There is nothing in torch to write for this; put it into a recipe:\n"
+            f'# [[technique]]\n# id = "{TECHNIQUE.id}"\n# options = {{ store = "{options.store}", chain = {options.chain} }}')

@@ -1,0 +1,136 @@
+"""Run every batch as smaller micro-batches inside the model, with the gradient of the whole batch.
+
+What it does
+------------
+Cuts each batch into `chunks` parts where it enters the model, joins the outputs before the script's loss sees them, and
+runs each part again in the backward: the activations of one part are held instead of those of the whole batch. The global
+batch, the loss and the optimizer's steps stay the script's own.
+
+When it helps
+-------------
+Memory is what limits the training, and activations are most of it.
+
+When it hurts
+-------------
+It costs one more forward, and smaller parts use the device less well. Outputs, and the loss computed from them, are still
+those of the whole batch.
+
+Numerics
+--------
+`stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
+numbers than a whole batch does, and the same ones again in their backward. Refused, with the reason: models whose samples
+depend on each other (BatchNorm in training mode, contrastive losses inside the model), that change state in their forward,
+or that reduce a loss in a way that is not recognised. A mean that torch's own loss functions took is weighted by how many
+entries it is the mean of, padding left out; negatives in a loss outside of the model see the whole batch.
+
+How it is applied
+-----------------
+Around the forward of the outermost trained modules. The first call is watched, then eight of its samples are run whole and
+in two chunks, with random numbers set aside; every output and gradient must agree before anything is cut. Only splitting is
+offered. The opposite, merging the script's own accumulation steps into one that fits, is left to the user: in a loop of his
+own, each micro-step draws its batch, its loss and its logging separately, and nothing outside of the loop can take several
+of them at once without changing what the script sees; where a framework owns the loop, its batch size and accumulation are
+two arguments that `saturate fit` advises on.
+
+References
+----------
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019 (micro-batches).
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (running the forward again).
+Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021 (a loss over the whole
+batch, gradients by chunks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _chunk_guard, _common
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="micro-batch",
+    title="exact micro-batches",
+    numerics="stream",
+    stage="model",
+    touches=(Touch("forward", _chunk_guard.ORDER), Touch("micro-batches")),
+)
+
+#: Share of the device's memory from which on it is worth a trial without being asked for a limit.
+SCARCE = 0.85
+
+
+@dataclass(frozen=True)
+class Options:
+    """`chunks`: how many parts each batch is cut into; never more than it has samples."""
+
+    chunks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.chunks < 2:
+            raise ValueError(f"chunks is {self.chunks}; a batch is cut into 2 or more")
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not _common.wrappable(facts):
+        return Ineligible("no trained module whose forward can be wrapped was seen")
+    if any(module.compiled for module in facts.modules):
+        return Ineligible("the script compiles its model, and a compiled forward is not cut")
+    if any(module.batch_norms for module in facts.modules):
+        return Ineligible("BatchNorm normalizes over the batch, so its samples depend on each other")
+    if facts.memory_limit_bytes:
+        return Eligible("a memory limit was asked for")
+    if not facts.device_memory_bytes or facts.device_reserved_bytes < SCARCE * facts.device_memory_bytes:
+        return Ineligible("memory is not scarce, and it costs time")
+    share = facts.device_reserved_bytes / facts.device_memory_bytes
+    return Eligible(f"{share:.0%} of the device's memory is taken")
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options(chunks=2), Options(chunks=4), Options(chunks=8)]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    def wrap(module: Any) -> None:
+        say = _chunk_guard.speaker(context, TECHNIQUE.id, module)
+        _chunk_guard.Guard(context, module, Always(context, options), say)
+
+    count = _common.wrap_all(context, wrap)
+    return f"forward of {count} module(s) in {options.chunks} chunks, with the gradients of the whole batch"
+
+
+class Always:
+    """A `_chunk_guard.Policy`: every batch in the same number of chunks; in more where they do not fit."""
+
+    def __init__(self, context: Any, options: Options):
+        self.context = context
+        self.parts = options.chunks
+
+    def runs_whole(self, size: int) -> bool:
+        return False
+
+    def chunks(self, size: int, samples: int) -> int:
+        return min(self.parts, samples)
+
+    def smaller(self, size: int, chunks: int, why: str) -> None:
+        self.parts = max(self.parts, chunks)
+
+    def began(self, size: int, chunks: int) -> Callable[[], None]:
+        return lambda: self.context.note(TECHNIQUE.id, f"backward by {chunks} chunks")
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or "no batch was cut: the reason is on stderr")
+
+
+def as_code(options: Options) -> str:
+    return (f"for part in batch.chunk({options.chunks}):     # exact for a mean loss over equally weighted samples\n"
+            "    (loss(model(part)) * len(part) / len(batch)).backward()\n"
+            "optimizer.step()")

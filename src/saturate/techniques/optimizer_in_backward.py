@@ -1,0 +1,139 @@
+"""Update each parameter as soon as its gradient is complete, and free the gradient.
+
+What it does
+------------
+While the backward pass runs, a parameter whose gradient has arrived is updated by the script's own optimizer, and the
+gradient is dropped. Instead of all gradients, memory holds one at a time.
+
+When it helps
+-------------
+Where memory is short: gradients take as much as the parameters.
+
+When it hurts
+-------------
+Small parameters are updated one by one, where an optimizer handles lists of them at once; so without a memory limit it is
+not tried. It rules out whatever needs all gradients together: clipping them by their norm, accumulating them, scaling the
+loss, averaging them between processes.
+
+Numerics
+--------
+`exact`: the optimizer's own code on the same numbers, for one parameter after the other. Its kernels treat every parameter
+by itself.
+
+How it is applied
+-----------------
+A hook on each parameter runs the optimizer's `step` with a group of that one parameter; state, step counts and settings
+are the script's, and so is the file that it saves. The script's own `step` then finds no gradients left and only does what
+else it does: hooks, schedulers, counters. Two steps are watched first, and nothing is applied where the script reads or
+changes gradients, adds them up, or changes a learning rate between backward and step. If it does any of that later, it
+gets an error that says so: a gradient that is gone would be wrong in silence.
+
+References
+----------
+PyTorch tutorials, "How to save memory by fusing the optimizer step into the backward pass".
+Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), ACL 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.records.facts import Evidence, Facts, OptimizerFacts
+from saturate.techniques import _shortage, _updates
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+TECHNIQUE = Technique(
+    id="optimizer-in-backward",
+    title="optimizer steps inside of backward",
+    numerics="exact",
+    stage="model",
+    # Whoever scales, splits or repeats the backward pass, or keeps its gradients, cannot have them updated on the way.
+    touches=(Touch("backward"), Touch("zero-grad"), Touch("gradients")),
+)
+
+#: Applied before the first step, whose gradients would be what does not fit.
+EARLY = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """Nothing to choose."""
+
+
+def eligible(facts: Facts) -> Eligible | Ineligible:
+    refusal = _refusal(facts)
+    if refusal:
+        return Ineligible(refusal)
+    short = _shortage.shortage(facts)
+    if not short:
+        return Ineligible("it mainly saves memory, and memory is not short (`tune --fit` sets a limit)")
+    return Eligible(short)
+
+
+def _refusal(facts: Facts) -> str:
+    """Why it cannot be right for this workload; "" when it may be."""
+    if not facts.optimizers:
+        return "no torch optimizer stepped"
+    reasons = [reason for reason in map(_why_not, facts.optimizers) if reason]
+    if reasons:
+        return reasons[0]
+    if facts.micro_steps > 1:
+        return f"gradients of {facts.micro_steps} micro-steps are added up before they are used"
+    if facts.world_size > 1 or any(module.distributed for module in facts.modules):
+        return "gradients are averaged between processes before they are used"
+    if facts.grad_scaler:
+        return "the script scales its loss, and needs all gradients to undo that"
+    if facts.gradients_read:
+        return "the script reads gradients (clips them, for one)"
+    return ""
+
+
+def _why_not(optimizer: OptimizerFacts) -> str:
+    if optimizer.kind not in _updates.KINDS or not optimizer.module.startswith("torch.optim"):
+        return f"{optimizer.kind or 'the optimizer'} is not known to update each parameter by itself"
+    if optimizer.sparse or optimizer.differentiable:
+        return f"{optimizer.kind} has sparse gradients or is differentiable"
+    return ""
+
+
+def variants(facts: Facts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: Facts) -> float | None:
+    return None
+
+
+def apply(context: Any, options: Options) -> str:
+    torch = context.torch
+    if not context.optimizers:
+        raise NotApplied("no optimizer is known")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise NotApplied("gradients are averaged between processes before they are used")
+    for optimizer in context.optimizers:
+        reason = _updates.why_not(optimizer, torch)
+        if reason:
+            raise NotApplied(reason)
+
+    def refuse(reason: str) -> None:
+        _shortage.refuse(context, TECHNIQUE.id, reason)
+
+    updates = _updates.Updates(context, lambda line: context.note(TECHNIQUE.id, line), refuse)
+    return f"{updates.install()} parameters to be updated in backward, after two steps under watch"
+
+
+def active(evidence: Evidence, options: Options) -> Proof:
+    seen = evidence.notes.get(TECHNIQUE.id, "")
+    return Proof(bool(seen), seen or _shortage.refusal(evidence.notes, TECHNIQUE.id) or "no parameter was updated in backward")
+
+
+def as_code(options: Options) -> str:
+    return (
+        "optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in model.parameters()}\n"
+        "def update(p):\n"
+        "    optimizers[p].step()\n"
+        "    p.grad = None\n"
+        "for p in model.parameters():\n"
+        "    p.register_post_accumulate_grad_hook(update)"
+    )

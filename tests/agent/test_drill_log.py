@@ -1,0 +1,113 @@
+"""What a training process writes down for a resume drill."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from saturate.verify.resume_log import Log, Step, saves, updates
+
+SCRIPT = """
+import io, os, tempfile, torch, torch.nn as nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+assert type(open).__name__ != "function" and io.open is open
+class Holds:
+    opener = open       # must not become a method
+Holds().opener(os.devnull).close()
+torch.manual_seed(0)
+class Odd:
+    values = 3          # an argument that is no container
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+    def forward(self, x, odd, *, scale):
+        return self.inner(x) * scale
+net = Net()
+opt = torch.optim.Adam(net.parameters(), lr=0.01)
+x = torch.arange(32.0).reshape(8, 4)
+data = Subset(Subset(TensorDataset(x), [7, 6, 5, 4, 3, 2]), [1, 2, 3, 4])       # 6, 5, 4, 3
+for epoch in range(4):
+    for (batch,) in DataLoader(data, batch_size=2):
+        net.train()
+        opt.zero_grad(); net(batch, Odd(), scale=torch.ones(1)).sum().backward(); opt.step()
+        net.eval()
+        with torch.no_grad():
+            for (seen,) in DataLoader(TensorDataset(x), batch_size=8): net(seen, None, scale=1.0)
+    torch.save(net.state_dict(), "a.pt")
+    with open("notes.txt", "w") as f: f.write("no checkpoint")
+    with tempfile.NamedTemporaryFile(dir=".", suffix=".ckpt", delete=False) as f: torch.save({}, f)
+    assert torch.load("a.pt")
+"""
+
+
+@pytest.fixture
+def written(start, script, tmp_path: Path):
+    """Run a script to its end; its log."""
+
+    def run(source: str, **plan: object) -> Log:
+        folder = tmp_path / "events"
+        folder.mkdir()
+        trial = start(str(script(source)), capture={"seed": 1}, plan={"drill": {"folder": str(folder), "written": [], "hold": None, **plan}})
+        log, deadline = Log(), time.monotonic() + 120
+        while trial.finished() is None and time.monotonic() < deadline:
+            if any("held" in path.read_text() for path in folder.glob("*.jsonl")):
+                break
+            time.sleep(0.05)
+        (path,) = folder.glob("*.jsonl")
+        log.feed(path.read_bytes())
+        assert not log.withdrawn, trial.output()
+        return log
+
+    return run
+
+
+def test_what_is_written_down(written, tmp_path: Path) -> None:
+    log = written(SCRIPT, written=[str(tmp_path / "a.pt")])
+    found = updates(log.events, Step("S0"))
+    assert [one.indices for one in found] == [(6, 5), (4, 3)] * 4, "indices of the dataset behind the subsets; no evaluation"
+    assert [one.begins for one in found] == [True, False] * 4
+    assert found[0].rows == found[2].rows != found[1].rows and len(found[0].given) == 2
+    assert all(one.before != one.after for one in found) and [a.after for a in found[:-1]] == [b.before for b in found[1:]]
+    assert [one.counter for one in found] == list(range(1, 9)) and found[0].rates == (0.01,)
+    names = [[Path(path).suffix for path in save.paths] for save in saves(log.events, Step("S0"))]
+    assert [save.update for save in saves(log.events, Step("S0"))] == [2, 4, 6, 8] and names == [[".pt", ".ckpt"]] * 4
+    assert sum(event["at"] == "read" for event in log.events) == 1, "once per file"
+    assert log.rank == 0 and log.step == Step("S0")
+
+
+def test_it_stands_still_where_it_is_told_to(written, tmp_path: Path) -> None:
+    log = written(SCRIPT, hold={"token": "S0", "count": 3})
+    assert log.held and log.counts["S0"] == 3 and json.dumps(log.events[-1]) == '{"at": "held"}'
+
+
+def test_it_stands_still_in_a_save(written, tmp_path: Path) -> None:
+    log = written(SCRIPT, hold={"save": 2, "file": 1})
+    assert log.held and [event["at"] for event in log.events[-3:]] == ["save", "save", "held"] and log.counts["S0"] == 4
+    assert log.events[-2]["path"].endswith(".ckpt")
+
+
+STREAM = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(24.0).reshape(6, 4))
+w = torch.nn.Linear(4, 1)
+def work(batch):
+    w.zero_grad(); w(batch).sum().backward()
+    for p in w.parameters(): p.data.add_(p.grad, alpha=-0.1)
+for epoch in range(3):
+    for batch in DataLoader(Stream(), batch_size=2, num_workers=1, persistent_workers=True): work(batch)
+"""
+
+
+def test_a_stream_by_content_and_a_loop_without_an_optimizer(written) -> None:
+    found = updates(written(STREAM).events, Step("B"))
+    assert len(found) == 9 and not any(one.indices for one in found)
+    assert [one.rows for one in found[:3]] == [one.rows for one in found[3:6]] and len(set(found[0].rows + found[1].rows)) == 4
+    assert [one.begins for one in found] == [True, False, False] * 3
+    assert len({one.before for one in found}) == 9, "parameters are seen to move"

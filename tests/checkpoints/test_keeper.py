@@ -1,0 +1,350 @@
+"""Which saves go to the store, and that whatever goes wrong the script gets its plain save."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.checkpoints import keeper, manifests, pointer  # noqa: E402
+from saturate.checkpoints.chunks import Store  # noqa: E402
+
+load = pointer.loading(torch.load)
+
+
+class Job:
+    """Something to save: a large part that stays and a small one that changes."""
+
+    def __init__(self, folder: Path, moving: int = 20_000, still: int = 400_000):
+        self.folder, self.lines = folder, []
+        self.frozen, self.adapter = torch.randn(still), torch.randn(moving)
+        self.keeper = keeper.Keeper(folder / "store", 8, 1 << 24, self.lines.append)
+
+    def state(self) -> dict:
+        return {"frozen": self.frozen, "adapter": self.adapter.clone(), "step": 7}
+
+    def save(self, name: str) -> dict:
+        self.adapter.add_(0.01)
+        state = self.state()
+        self.keeper.save(str(self.folder / name), lambda target: torch.save(state, target))
+        return state
+
+    def named(self, name: str) -> bool:
+        return pointer.read(self.folder / name) is not None
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) if isinstance(v, torch.Tensor) else v == b[k] for k, v in a.items())
+
+
+@pytest.fixture
+def job(tmp_path):
+    torch.manual_seed(0)
+    return Job(tmp_path)
+
+
+def test_two_plain_saves_then_the_store_and_everything_loads(job):
+    states = {f"ckpt_{step}.pt": job.save(f"ckpt_{step}.pt") for step in range(6)}
+    assert [job.named(name) for name in states] == [False, False, True, True, True, True]
+    assert "incremental saving would write" in job.lines[0] and len(job.lines) == 1
+    for name, state in states.items():
+        for weights_only in (True, False):
+            assert equal(load(job.folder / name, weights_only=weights_only), state)
+    assert sum(m.new_bytes for m in job.keeper.own[1:]) < 0.1 * sum(m.file_bytes for m in job.keeper.own[1:])
+
+
+def test_each_loads_when_all_others_are_gone(job):
+    states = {f"ckpt_{step}.pt": job.save(f"ckpt_{step}.pt") for step in range(5)}
+    for step in (0, 1, 2, 3):
+        os.unlink(job.folder / f"ckpt_{step}.pt")
+    assert equal(load(job.folder / "ckpt_4.pt"), states["ckpt_4.pt"])
+
+
+def test_where_everything_changes_it_says_so_and_stays_away(tmp_path):
+    job = Job(tmp_path)
+    for step in range(4):
+        job.frozen, job.adapter = torch.randn(400_000), torch.randn(20_000)
+        job.save(f"ckpt_{step}.pt")
+    assert not any(job.named(f"ckpt_{step}.pt") for step in range(4))
+    assert ["will not help this job" in line for line in job.lines] == [True]
+    assert not (tmp_path / "store").exists()
+
+
+def test_small_files_and_single_ones_stay_plain(tmp_path):
+    job = Job(tmp_path, moving=100, still=1000)
+    for step in range(4):
+        job.save(f"rng_{step}.pth")
+    assert not any(job.named(f"rng_{step}.pth") for step in range(4)) and job.lines == []
+    large = Job(tmp_path)
+    large.save("final.pt")
+    large.keeper.close()
+    assert equal(torch.load(tmp_path / "final.pt"), large.state()) and large.lines == []
+
+
+def test_at_the_end_the_newest_of_each_series_is_plain(job):
+    states = {f"{word}_{step}.pt": job.save(f"{word}_{step}.pt") for step in range(4) for word in ("model", "optimizer")}
+    job.keeper.close()
+    assert [name for name in states if job.named(name)] == ["model_2.pt", "optimizer_2.pt"]
+    for name in ("model_3.pt", "optimizer_3.pt"):
+        assert equal(torch.load(job.folder / name), states[name])
+    assert "saves wrote" in job.lines[-1]
+
+
+def test_the_next_run_goes_on_where_this_one_ended(job):
+    for step in range(4):
+        job.save(f"ckpt_{step}.pt")
+    job.keeper.close()
+    again = Job(job.folder)
+    again.frozen, again.adapter = job.frozen, job.adapter
+    state = again.save("ckpt_4.pt")
+    assert again.named("ckpt_4.pt") and again.keeper.own[0].new_bytes < 0.2 * again.keeper.own[0].file_bytes
+    assert again.keeper.own[0].number == 3
+    assert equal(load(job.folder / "ckpt_4.pt"), state)
+
+
+def test_a_file_that_is_overwritten_does_not_fill_the_disk(tmp_path):
+    """Deltas lean on what was overwritten, so the store grows; it must stop while it is small."""
+    job = Job(tmp_path, moving=300_000)
+    for _ in range(12):
+        state = job.save("last.pt")
+    assert "more room" in job.lines[-1]
+    assert not job.named("last.pt") and equal(torch.load(tmp_path / "last.pt"), state)
+    size = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
+    assert size < 4 * (tmp_path / "last.pt").stat().st_size
+
+
+def test_without_saturate_the_error_says_what_to_do(job):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    for weights_only in (True, False):
+        with pytest.raises((ModuleNotFoundError, pickle.UnpicklingError), match="saturate checkpoint export FILE"):
+            torch.load(job.folder / "ckpt_2.pt", weights_only=weights_only)
+
+
+def test_all_ways_to_name_the_file_and_to_load_it(job):
+    states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
+    path = job.folder / "ckpt_2.pt"
+    assert equal(load(str(path), mmap=True), states[2])
+    assert equal(load(path, map_location="cpu", weights_only=True), states[2])
+    with open(path, "rb") as stream:
+        assert equal(load(stream), states[2])
+    buffer = io.BytesIO()
+    torch.save(states[0], buffer)
+    buffer.seek(0)
+    assert equal(load(buffer), states[0])
+    with pytest.raises(FileNotFoundError):
+        load(job.folder / "nothing.pt")
+
+
+def test_a_copy_by_shutil_is_plain(job, monkeypatch):
+    states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
+    monkeypatch.setattr(shutil, "copyfile", pointer.copying(shutil.copyfile))
+    shutil.copy2(job.folder / "ckpt_2.pt", job.folder / "best.pt")
+    assert equal(torch.load(job.folder / "best.pt"), states[2]) and job.named("ckpt_2.pt")
+    shutil.copy(job.folder / "ckpt_0.pt", job.folder / "other.pt")
+    assert equal(torch.load(job.folder / "other.pt"), states[0])
+    with pytest.raises(shutil.SameFileError):
+        shutil.copyfile(job.folder / "ckpt_2.pt", job.folder / "ckpt_2.pt")
+    shutil.rmtree(job.folder / "store")
+    shutil.copyfile(job.folder / "ckpt_2.pt", job.folder / "dangling.pt")
+    assert (job.folder / "dangling.pt").read_bytes() == (job.folder / "ckpt_2.pt").read_bytes()
+
+
+def test_a_tree_that_was_moved_is_found(job):
+    states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
+    moved = job.folder.with_name("moved")
+    os.rename(job.folder, moved)
+    assert equal(load(moved / "ckpt_2.pt"), states[2])
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_script_cannot_save_raises_as_ever_and_stops_nothing(job):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        job.keeper.save(str(job.folder / "ckpt_3.pt"), lambda target: torch.save({"f": lambda: 1}, target))
+    job.save("ckpt_4.pt")
+    assert job.named("ckpt_4.pt") and not job.keeper.problem
+
+
+@pytest.mark.parametrize("harm", ["gone", "garbage", "other version", "a file"])
+def test_a_store_that_is_spoiled_means_plain_saves(job, harm):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    job.keeper.close()
+    shutil.rmtree(job.folder / "store" / "packs")
+    if harm == "garbage":
+        (job.folder / "store" / "store.json").write_bytes(b"\xff\x00")
+    elif harm == "other version":
+        (job.folder / "store" / "store.json").write_text('{"schema": 2, "kind": "saturate-checkpoints"}')
+    elif harm == "a file":
+        shutil.rmtree(job.folder / "store")
+        (job.folder / "store").touch()
+    again = Job(job.folder)
+    states = [again.save(f"ckpt_{step}.pt") for step in range(3, 7)]
+    for step, state in enumerate(states, 3):
+        assert equal(torch.load(job.folder / f"ckpt_{step}.pt"), state)
+    assert sum("plain from now on" in line for line in again.lines) == 1
+
+
+def test_a_store_that_fails_during_a_save_leaves_the_old_checkpoint_until_the_new_one_is_there(job, monkeypatch):
+    for _ in range(3):
+        before = job.save("last.pt")
+    assert job.named("last.pt")
+    from saturate.checkpoints.recorder import Recorder
+
+    def full(self, *arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Recorder, "finish", full)
+    real = torch.save
+
+    def failing(state, target):
+        if isinstance(target, Recorder):
+            return real(state, target)
+        if isinstance(target, str):
+            Path(target).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        job.keeper.save(str(job.folder / "last.pt"), lambda target: failing(job.state(), target))
+    assert equal(load(job.folder / "last.pt"), before)
+    state = job.save("last.pt")          # there is room again
+    assert equal(load(job.folder / "last.pt"), state)
+    assert [path.name for path in job.folder.glob(".saturate*")] == []
+
+
+def test_an_interrupted_save_leaves_nothing_behind(job):
+    for _ in range(3):
+        before = job.save("last.pt")
+
+    def interrupted(target):
+        target.write(bytes(100_000))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.keeper.save(str(job.folder / "last.pt"), interrupted)
+    assert equal(load(job.folder / "last.pt"), before)
+    assert not list((job.folder / "store" / "packs").glob(".saturate*"))
+    assert not job.keeper.problem
+
+
+def test_links_pipes_and_read_only_files_are_not_replaced(job):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    (job.folder / "ckpt_9.pt").write_bytes(b"old")
+    os.link(job.folder / "ckpt_9.pt", job.folder / "twin")
+    state = job.save("ckpt_9.pt")
+    assert equal(torch.load(job.folder / "twin"), state), "a plain save writes through every name of a file"
+    (job.folder / "real").mkdir()
+    os.symlink(job.folder / "real" / "x.pt", job.folder / "ckpt_10.pt")
+    state = job.save("ckpt_10.pt")
+    assert (job.folder / "ckpt_10.pt").is_symlink() and equal(load(job.folder / "ckpt_10.pt"), state)
+
+
+def test_permissions_stay(job):
+    for _ in range(2):
+        job.save("last.pt")
+    (job.folder / "last.pt").chmod(0o600)
+    job.save("last.pt")
+    assert job.named("last.pt") and (job.folder / "last.pt").stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_save_one_after_the_other(job):
+    for step in range(2):
+        job.save(f"ckpt_{step}.pt")
+    state, failures = job.state(), []
+
+    def save(number):
+        try:
+            job.keeper.save(str(job.folder / f"ckpt_{number}.pt"), lambda target: torch.save(state, target))
+        except Exception as error:  # noqa: BLE001 - shown by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(2, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and not job.keeper.problem
+    assert all(equal(load(job.folder / f"ckpt_{number}.pt"), state) for number in range(2, 8))
+
+
+def test_a_forked_child_saves_plainly(job):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    pid = os.fork()
+    if pid == 0:
+        job.save("ckpt_3.pt")
+        job.keeper.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not job.named("ckpt_3.pt") and job.named("ckpt_2.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04archive/saturate.json", b"\x80\x02", b"x" * 20_000])
+def test_what_is_no_pointer_is_none(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    assert pointer.read(tmp_path / "x") is None
+    assert pointer.read(tmp_path) is None
+
+
+def test_a_pointer_that_names_something_else_opens_nothing(job):
+    """It is data that anybody can write."""
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    good = (job.folder / "ckpt_2.pt").read_bytes()
+    name = pointer.read(job.folder / "ckpt_2.pt").checkpoint
+    from saturate.errors import CheckpointDamaged
+
+    (job.folder / "x.pt").write_bytes(good.replace(name.encode(), b"../" * 10 + b"x" * (len(name) - 30)))
+    assert pointer.read(job.folder / "x.pt") is None        # the archive's own checksum
+    for made in (pointer.Pointer("/etc", "..", name), pointer.Pointer(str(job.folder / "store"), ".", "../../x"),
+                 pointer.Pointer("", "", ""), pointer.Pointer("/proc/self/root", ".", name)):
+        with pytest.raises(CheckpointDamaged), pointer.resolved(made, job.folder / "x.pt"):
+            pass
+
+
+def test_a_manifest_never_says_where_to_write(job):
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    with Store.open(job.folder / "store") as store:
+        [manifest] = manifests.all_of(store)[0]
+        assert manifest.path == str(job.folder / "ckpt_2.pt")
+    (job.folder / "elsewhere").mkdir()
+    os.rename(job.folder / "ckpt_2.pt", job.folder / "elsewhere" / "x.pt")
+    pointer.plain(job.folder / "elsewhere" / "x.pt")
+    assert not (job.folder / "ckpt_2.pt").exists() and not pointer.read(job.folder / "elsewhere" / "x.pt")
+
+
+@pytest.mark.parametrize("name, value", [("name", "ckpt_2.pt"), ("tell", lambda: 0), ("tell", None)])
+def test_things_that_are_no_files_go_to_torch(job, name, value):
+    """Whatever was given: torch.load says what is wrong with it."""
+    class Odd:
+        pass
+
+    setattr(Odd, name, staticmethod(value) if callable(value) else value)
+    with pytest.raises((AttributeError, TypeError)):
+        load(Odd())
+    closed = open(__file__, "rb")       # noqa: SIM115 - closed in the next line
+    closed.close()
+    with pytest.raises(ValueError):
+        load(closed)
+
+
+def test_names_that_never_come_again_do_not_fill_the_memory(job):
+    for letter in "abcdefghijkl":
+        job.save(f"{letter}.pt")
+    assert sum(series.first is not None for series in job.keeper.series.values()) == keeper.MOST_SAMPLES
+    for letter in "klklkl":
+        job.save(f"{letter}.pt")
+    assert job.named("k.pt") and job.named("l.pt") and not job.named("a.pt")

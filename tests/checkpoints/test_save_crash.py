@@ -1,0 +1,81 @@
+"""Whatever ends the process, a checkpoint that loads is there: the new one where Python still could act, else the one before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from saving_kit import applied, same, state
+
+PROGRAM = Path(__file__).with_name("crashing.py")
+
+
+def run(*arguments: object, timeout: float = 300.0) -> dict:
+    done = subprocess.run([sys.executable, str(PROGRAM), *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_twenty_kills(tmp_path, mode):
+    found = run("kills", mode, 20, 1, tmp_path)
+    assert found["lost"] == found["backwards"] == 0 and found["advanced"] == 20, found
+    assert found["files"] <= 4, "litter piles up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "process", "sync", "auto"])
+def test_two_hundred_kills(tmp_path, mode):
+    found = run("kills", mode, 200, 2, tmp_path, timeout=1200)
+    assert found["lost"] == found["backwards"] == 0 and found["advanced"] == 200, found
+
+
+@pytest.mark.slow
+def test_kills_would_be_seen(tmp_path):
+    """torch alone truncates the file first."""
+    assert run("kills", "plain", 20, 1, tmp_path)["lost"] > 0
+
+
+def test_every_end_flushes(tmp_path):
+    found = run("ends", tmp_path)
+    codes = {name: status for name, (status, _) in found.items()}
+    assert codes == {
+        "return": 0, "sys.exit": 3, "exception": 1, "os._exit": 4, "SIGTERM": -signal.SIGTERM, "SIGHUP": -signal.SIGHUP,
+        "SIGINT": -signal.SIGINT, "SIGTERM from outside": -signal.SIGTERM, "exec": 0, "abort": -signal.SIGABRT,
+        "SIGTERM, handled": 7}
+    assert {name: step for name, (_, step) in found.items()} == dict.fromkeys(found, 5)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """6 MB of tmpfs."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_full_disk(small_disk, mode):
+    files = [1, 2, ["model.pt", "other.pt"]]
+    found = run("full", mode, small_disk)
+    assert found == {"next save": [errno.ENOSPC, *files], "end": [120, *files], "handled": [0, *files]}
+
+
+def test_a_disk_that_is_full_already(small_disk):
+    """The save itself says so."""
+    path = small_disk / "model.pt"
+    with applied("thread"):
+        torch.save(state(1, 1 << 18), path)
+        assert same(torch.load(path), state(1, 1 << 18))
+        with pytest.raises(OSError, match="No space left"):
+            torch.save(state(2, 3 << 19), path)
+        assert same(torch.load(path), state(1, 1 << 18)) and len(list(small_disk.iterdir())) == 1

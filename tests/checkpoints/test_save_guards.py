@@ -1,0 +1,371 @@
+"""What looks at a pending file waits for it; what could announce or outlive it waits; everything else passes."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import io
+import multiprocessing
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from saving_kit import Disk, applied, same, state
+
+ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def pending(tmp_path, disk):
+    """A checkpoint run/step2/model.pt on its way, over an older one; the disk is held."""
+    folder = tmp_path / "run" / "step2"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "step1").mkdir()
+    (tmp_path / "run" / "step1" / "model.pt").write_bytes(b"the last good one")
+    (tmp_path / "elsewhere").mkdir()
+    with applied("thread"):
+        torch.save(state(1), folder / "model.pt")
+        assert same(torch.load(folder / "model.pt"), state(1))
+        disk.hold()
+        torch.save(state(2), folder / "model.pt")
+        yield folder / "model.pt"
+        disk.go()
+
+
+LOOKS = {
+    "torch.load": lambda path: torch.load(path)["step"] == 2,
+    "torch.load, mapped": lambda path: torch.load(path, mmap=True)["step"] == 2,
+    "open": lambda path: open(path, "rb").close() is None,
+    "io.open": lambda path: io.open(str(path), "rb").close() is None,       # noqa: UP020 - it is another seam
+    "os.open": lambda path: os.close(os.open(path, os.O_RDONLY)) is None,
+    "bytes": lambda path: os.stat(os.fsencode(path)).st_size > 0,
+    "exists": lambda path: os.path.exists(path),
+    "getsize": lambda path: os.path.getsize(path) > 1000,
+    "isfile": lambda path: os.path.isfile(path),
+    "access": lambda path: os.access(path, os.R_OK),
+    "Path.stat": lambda path: path.stat().st_size > 1000,
+    "Path.read_bytes": lambda path: path.read_bytes()[:2] == b"PK",
+    "listdir": lambda path: os.listdir(path.parent) == ["model.pt"],
+    "scandir": lambda path: [entry.name for entry in os.scandir(path.parent)] == ["model.pt"],
+    "glob": lambda path: glob.glob(str(path.parent / "*")) == [str(path)],
+    "Path.glob": lambda path: list(path.parent.glob("*.pt")) == [path],
+    "walk": lambda path: list(os.walk(path.parent))[0][2] == ["model.pt"],
+    "copy": lambda path: same(torch.load(shutil.copy(path, path.parent.parent.parent / "elsewhere" / "b.pt")), state(2)),
+    "copytree": lambda path: len(os.listdir(shutil.copytree(path.parent, path.parent.parent.parent / "elsewhere" / "c"))) == 1,
+    "move": lambda path: same(torch.load(shutil.move(path, path.with_name("moved.pt"))), state(2)),
+    "replace": lambda path: os.replace(path, path.with_name("n.pt")) is None
+    and same(torch.load(path.with_name("n.pt")), state(2)),
+    "rename the folder": lambda path: os.rename(path.parent, path.parent.parent / "x") is None
+    and same(torch.load(path.parent.parent / "x" / "model.pt"), state(2)),
+    "remove": lambda path: os.remove(path) is None and not path.exists(),
+    "unlink": lambda path: path.unlink() is None and not path.exists(),
+    "rmtree": lambda path: shutil.rmtree(path.parent) is None and not path.parent.exists(),
+    "chmod": lambda path: os.chmod(path, 0o600) is None and path.stat().st_mode & 0o777 == 0o600,
+    "through a link": lambda path: (path.parent.parent.parent / "elsewhere" / "link").symlink_to(path) is None
+    and same(torch.load(path.parent.parent.parent / "elsewhere" / "link"), state(2)),
+    "relative": lambda path: os.stat(os.path.relpath(path)).st_size > 1000,
+    "dir_fd": lambda path: os.stat("model.pt", dir_fd=os.open(path.parent, os.O_RDONLY)).st_size > 1000,
+}
+
+ANNOUNCES = {
+    "a pointer beside it": lambda path: (path.parent / "latest").write_text("model.pt"),
+    "a pointer above it": lambda path: (path.parent.parent / "latest").write_text("step2"),
+    "an appended list": lambda path: open(path.parent.parent / "list", "a").close() is None,
+    "a link": lambda path: os.symlink("step2", path.parent.parent / "latest") is None,
+    "a hard link": lambda path: os.link(path, path.parent.parent / "best.pt") is None,
+    "a pointer by rename": lambda path: os.rename(path.parent.parent.parent / "elsewhere", path.parent.parent / "done") is None,
+    "rotation": lambda path: os.unlink(path.parent.parent / "step1" / "model.pt") is None,
+    "rotation of a folder": lambda path: shutil.rmtree(path.parent.parent / "step1") is None,
+    "a program": lambda path: subprocess.run(
+        [sys.executable, "-S", "-c", f"assert open({str(path)!r}, 'rb').read(2) == b'PK'"], check=True).returncode == 0,
+    "a shell": lambda path: os.system("true") == 0,
+}
+
+PASSES = {
+    "another file": lambda path: (path.parent.parent.parent / "elsewhere" / "log").write_text("x"),
+    "reading a neighbour": lambda path: (path.parent.parent / "step1" / "model.pt").read_bytes(),
+    "listing another folder": lambda path: os.listdir(path.parent.parent.parent),
+    "a stat of its folder": lambda path: os.stat(path.parent),
+    "a new folder": lambda path: os.makedirs(path.parent.parent / "step3"),
+    "the folder again": lambda path: os.makedirs(path.parent, exist_ok=True),
+    "a descriptor": lambda path: os.fstat(0),
+    "another save": lambda path: torch.save(state(3), path.with_name("other.pt")),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_looking_waits(name, pending, disk):
+    assert disk.waits(lambda: LOOKS[name](pending))
+
+
+@pytest.mark.parametrize("name", ANNOUNCES)
+def test_announcing_waits(name, pending, disk):
+    disk.waits(lambda: ANNOUNCES[name](pending))
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_the_rest_passes(name, pending, disk):
+    began = time.perf_counter()
+    PASSES[name](pending)
+    assert time.perf_counter() - began < 10 and not disk._free.is_set()
+
+
+def test_the_previous_file_stands_until_then(pending, disk):
+    """Seen past the guards, as another process sees it."""
+    from saturate.checkpoints.writer import quiet
+
+    with quiet():
+        assert same(torch.load(pending), state(1))
+        assert len(os.listdir(pending.parent)) == 2
+    disk.go()
+    assert same(torch.load(pending), state(2)) and os.listdir(pending.parent) == ["model.pt"]
+
+
+def test_two_saves_to_one_path_stay_ordered(pending, disk):
+    torch.save(state(3), pending)
+    torch.save(state(4), pending.with_name("b.pt"))
+    assert disk.waits(lambda: same(torch.load(pending), state(3)))
+    assert same(torch.load(pending.with_name("b.pt")), state(4))
+
+
+def test_every_step_to_one_path(tmp_path):
+    with applied("thread"):
+        for seed in range(60):
+            torch.save(state(seed), tmp_path / "a.pt")
+            if seed % 20 == 0:
+                assert same(torch.load(tmp_path / "a.pt"), state(seed))
+        os.replace(tmp_path / "a.pt", tmp_path / "b.pt")
+        assert same(torch.load(tmp_path / "b.pt"), state(59)) and os.listdir(tmp_path) == ["b.pt"]
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_raised_by_the_next(pending, disk, capsys):
+    disk.error = ROOM
+    disk.go()
+    os.listdir(pending.parent)      # waits; a look never raises
+    assert f"the checkpoint {pending} was not written: [Errno 28]" in capsys.readouterr().err
+    with pytest.raises(OSError) as found:
+        torch.save(state(3), pending)
+    assert found.value.errno == errno.ENOSPC and found.value.filename == str(pending)
+    assert same(torch.load(pending), state(1)) and os.listdir(pending.parent) == ["model.pt"]
+    torch.save(state(3), pending)
+    assert same(torch.load(pending), state(3))
+
+
+@pytest.mark.parametrize("announce", [
+    lambda path: (path.parent.parent / "latest").write_text("step2"), lambda path: os.replace(path, path.with_name("b.pt")),
+    lambda path: torch.load(path), lambda path: os.symlink("step2", path.parent.parent / "latest")])
+def test_a_failed_save_is_not_announced(pending, disk, announce):
+    disk.error = ROOM
+    disk.go()
+    with pytest.raises(OSError, match="No space left"):
+        announce(pending)
+    assert os.listdir(pending.parent.parent) in (["step1", "step2"], ["step2", "step1"])
+
+
+def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):
+    """A pointer that is itself a checkpoint must not speak of one that is missing."""
+    torch.save({"latest": "model.pt"}, pending.with_name("latest.pt"))
+    disk.error = ROOM
+    disk.go()
+    assert os.listdir(pending.parent) == ["model.pt"]
+    assert "nor was" in capsys.readouterr().err
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(1, pending)
+    torch.save(state(3), pending)
+    assert same(torch.load(pending), state(3))
+
+
+def test_a_standard_error_that_raises(pending, disk, monkeypatch):
+    """The thread says its line and lives on."""
+    monkeypatch.setattr(sys, "stderr", None)
+    disk.error = ROOM
+    disk.go()
+    os.listdir(pending.parent)
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(state(3), pending)
+    torch.save(state(4), pending)
+    assert same(torch.load(pending), state(4))
+
+
+def test_another_thread_is_not_told(pending, disk):
+    """A library's own thread would swallow it."""
+    disk.error = ROOM
+    disk.go()
+    thread = threading.Thread(target=lambda: (pending.parent / "log").write_text("x"))
+    thread.start()
+    thread.join()
+    assert (pending.parent / "log").exists()
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(1, pending)
+
+
+def test_a_failing_rename_is_a_failure(pending, disk):
+    from saturate.checkpoints.writer import quiet
+
+    with quiet():
+        shutil.rmtree(pending.parent)       # as somebody else would
+    disk.go()
+    os.path.exists(pending)
+    with pytest.raises(FileNotFoundError):
+        (pending.parent.parent / "latest").write_text("x")
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_deadly_signals_are_held_while_something_is_pending(pending, disk, tmp_path):
+    import faulthandler
+    import signal
+
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    disk.go()
+    os.stat(pending)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    torch.optim.SGD([parameter], lr=0.1).step()     # the next step gives them back
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with open(tmp_path / "trace", "w") as trace:    # a handler that Python does not know of
+        faulthandler.register(signal.SIGUSR1, file=trace)
+        try:
+            disk.hold()
+            torch.save(state(3), pending)
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+            signal.raise_signal(signal.SIGUSR1)     # would end the tests
+        finally:
+            disk.go()
+            faulthandler.unregister(signal.SIGUSR1)
+    assert "Current thread" in (tmp_path / "trace").read_text()
+
+
+# -- other processes -------------------------------------------------------------------------------------------------
+
+
+def _child(path: str, results) -> None:
+    results.put((os.path.getsize(path), torch.load(path)["step"]))
+
+
+def test_a_forked_child_waits_by_itself(pending, disk):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_child, args=(str(pending), results))
+    child.start()                   # the parent does not wait
+    time.sleep(0.2)
+    assert results.empty()
+    disk.go()
+    assert results.get(timeout=20)[1] == 2
+    child.join()
+
+
+def _saves_itself(path: str) -> None:
+    torch.save(state(9), path)
+    os._exit(0)
+
+
+def test_a_forked_child_saves_by_itself(tmp_path, disk):
+    with applied("thread"):
+        disk.hold()
+        torch.save(state(1), tmp_path / "a.pt")
+        child = multiprocessing.get_context("fork").Process(target=_saves_itself, args=(str(tmp_path / "b.pt"),))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        from saturate.checkpoints.writer import quiet
+
+        with quiet():
+            assert same(torch.load(tmp_path / "b.pt"), state(9)) and not os.path.exists(tmp_path / "a.pt")
+        disk.go()
+    assert same(torch.load(tmp_path / "a.pt"), state(1))
+
+
+def test_loader_workers_delay_nobody(tmp_path, disk):
+    with applied("thread"):
+        disk.hold()
+        torch.save(state(1), tmp_path / "a.pt")
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        assert sum(batch.sum().item() for batch in loader) == 28
+        assert not disk._free.is_set()
+        disk.go()
+
+
+def test_undo_leaves_nothing(tmp_path, monkeypatch):
+    import builtins
+
+    def seams():
+        names = [name for name in dir(os) if callable(getattr(os, name))]
+        return {**{name: getattr(os, name) for name in names}, "builtins": builtins.open, "io": io.open,
+                "popen": subprocess.Popen._execute_child, "start": multiprocessing.process.BaseProcess.start,
+                "cpu": "cpu" in vars(torch.UntypedStorage), "zip": torch.serialization._open_zipfile_writer,
+                "barrier": torch.distributed.barrier,
+                "sets": [set(getattr(os, name)) for name in dir(os) if isinstance(getattr(os, name), set)]}
+
+    before, threads = seams(), threading.active_count()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with applied("process"):
+        torch.save(state(1), tmp_path / "a.pt")
+        assert seams() != before
+    assert seams() == before and threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert same(torch.load(tmp_path / "a.pt"), state(1))
+
+
+def test_a_helper_that_is_killed(tmp_path):
+    """What it was writing is written by the thread, and the next helper is a new one."""
+    import signal
+
+    with applied("process"):
+        torch.save(state(1), tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt"), state(1))
+        children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        helpers = [int(pid) for pid in children if b"persist" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+        torch.save(state(2), tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt"), state(2))
+        torch.save(state(3), tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt"), state(3))
+
+
+def test_a_helper_that_does_not_start(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with applied("process"):
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        torch.save(state(1), tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt"), state(1))
+        monkeypatch.undo()
+
+
+def test_litter_of_the_killed_is_removed(tmp_path):
+    from saturate.checkpoints.target import LITTER
+
+    (tmp_path / f"{LITTER}0123").write_bytes(b"half")
+    with applied("thread"):
+        torch.save(state(1), tmp_path / "a.pt")
+        assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_litter_in_use_is_nobody_elses(tmp_path, pending):
+    """A second process that saves into the same folder leaves the first one's file alone."""
+    from saturate.checkpoints import target
+    from saturate.checkpoints.writer import quiet
+
+    code = f"from saturate.checkpoints import target; target.remove_litter({str(pending.parent)!r})"
+    with quiet():
+        (pending.parent / f"{target.LITTER}0").touch()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert sorted(name[:6] for name in os.listdir(pending.parent)) == [".satur", "model."]

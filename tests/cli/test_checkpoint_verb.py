@@ -1,0 +1,278 @@
+"""`saturate checkpoint`: what it prints, its exit codes, and that gc removes nothing that a file still names."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.checkpoints import keeper, manifests, pointer  # noqa: E402
+from saturate.checkpoints.chunks import Store  # noqa: E402
+from saturate.cli import main  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working directory after a run: ckpt_0 and ckpt_1 plain, ckpt_2 to ckpt_6 in the store."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    frozen = torch.randn(300_000)
+    keeping = keeper.Keeper(tmp_path / ".saturate" / "checkpoints", 3, 1 << 22, lambda line: None)
+    for step in range(7):
+        state = {"frozen": frozen, "moving": torch.randn(40_000), "step": step}
+        keeping.save(str(tmp_path / f"ckpt_{step}.pt"), lambda target, state=state: torch.save(state, target))
+    keeping.store.close()
+    return tmp_path
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    code = main.main(["checkpoint", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def found(capsys, *words: str) -> dict:
+    code, out, err = run(capsys, *words, "--json")
+    assert out.count("\n") == 1, (code, out, err)
+    return {**json.loads(out), "exit": code}
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_store_is_whole(folder, capsys):
+    said = found(capsys, "verify")
+    assert said["exit"] == 0 and said["damaged"] == said["unknown"] == 0
+    assert [check["kind"] for check in said["checks"]] == ["pack"] * 5 + ["checkpoint"] * 5
+    assert run(capsys, "verify")[1].splitlines()[-1] == "10 whole, 0 damaged, 0 that cannot be checked"
+
+
+def test_flipped_bits_are_named_with_the_checkpoints_that_they_hurt(folder, capsys):
+    packs = sorted((folder / ".saturate/checkpoints/packs").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(packs[0].read_bytes())
+    content[100] ^= 4
+    packs[0].write_bytes(content)
+    said = found(capsys, "verify")
+    assert said["exit"] == 3
+    damaged = [check for check in said["checks"] if check["outcome"] == "damaged"]
+    assert {check["kind"] for check in damaged} == {"pack", "checkpoint"}
+    assert packs[0].name in damaged[0]["path"]
+    assert 1 <= sum(check["kind"] == "checkpoint" for check in damaged) < 5
+    for path in folder.glob("ckpt_*.pt"):       # what verify says is what a restore meets
+        pointed = pointer.read(path)
+        if pointed is not None:
+            named = [check for check in said["checks"] if check["path"].startswith(pointed.checkpoint)]
+            assert (named[0]["outcome"] == "whole") is (run(capsys, "export", str(path), "-o", "out.pt")[0] == 0)
+
+
+def test_missing_chunks_and_manifests_of_other_versions_are_named(folder, capsys):
+    packs = sorted((folder / ".saturate/checkpoints/packs").iterdir(), key=lambda path: path.stat().st_size)
+    packs[-1].unlink()
+    said = found(capsys, "verify")
+    assert said["exit"] == 3 and sum(check["outcome"] == "damaged" and "missing" in check["problem"] for check in said["checks"]) == 5
+    path = sorted((folder / ".saturate/checkpoints/manifests").iterdir())[0]
+    path.write_text(path.read_text().replace('"schema":1', '"schema":2'))
+    assert "digest" in [check for check in found(capsys, "verify")["checks"] if check["path"] == path.stem][0]["problem"]
+
+
+def test_plain_files_and_folders(folder, capsys):
+    content = bytearray((folder / "ckpt_0.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "bad.pt").write_bytes(content)
+    (folder / "short.pt").write_bytes(content[:1000])
+    torch.save({"a": 1}, folder / "old.pth", _use_new_zipfile_serialization=False)
+    (folder / "x.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{      }")
+    (folder / "y.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{      }more")
+    said = {Path(check["path"]).name: (check["kind"], check["outcome"]) for check in found(capsys, "verify", ".")["checks"]}
+    assert said == {
+        "ckpt_0.pt": ("torch", "whole"), "ckpt_1.pt": ("torch", "whole"), **{f"ckpt_{n}.pt": ("pointer", "whole") for n in range(2, 7)},
+        "bad.pt": ("torch", "damaged"), "short.pt": ("torch", "damaged"), "old.pth": ("other", "unknown"),
+        "x.safetensors": ("safetensors", "whole"), "y.safetensors": ("safetensors", "damaged")}
+    code, out, _ = run(capsys, "verify", "bad.pt", "ckpt_2.pt")
+    assert code == 3 and "checksum" in out and out.endswith("1 whole, 1 damaged, 0 that cannot be checked\n")
+
+
+def test_what_is_not_there_is_an_error(folder, capsys):
+    assert run(capsys, "verify", "nothing.pt")[0] == 2
+    code, _, err = run(capsys, "verify", "--store", "elsewhere")
+    assert code == 3 and "no checkpoint store" in err
+
+
+# -- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_export_in_place_elsewhere_and_by_id(folder, capsys):
+    name = pointer.read(folder / "ckpt_3.pt").checkpoint
+    assert found(capsys, "export", "ckpt_3.pt", "-o", "out.pt")["checkpoint"] == name
+    assert torch.load(folder / "out.pt")["step"] == 3 and pointer.read(folder / "ckpt_3.pt")
+    assert run(capsys, "export", "ckpt_3.pt")[0] == 0
+    assert torch.load(folder / "ckpt_3.pt")["step"] == 3
+    assert found(capsys, "export", "ckpt_3.pt")["checkpoint"] is None      # plain already
+    assert run(capsys, "export", name, "-o", "byid.pt")[0] == 0
+    assert (folder / "byid.pt").read_bytes() == (folder / "out.pt").read_bytes()
+    assert run(capsys, "export", name)[0] == 2
+    assert run(capsys, "export", "nothing.pt")[0] == 2
+    assert run(capsys, "export", "ckpt_0.pt", "-o", "copy.pt")[0] == 2
+
+
+def test_export_from_a_store_that_moved(folder, capsys):
+    os.rename(folder / ".saturate/checkpoints", folder / "kept")
+    code, _, err = run(capsys, "export", "ckpt_3.pt")
+    assert code == 3 and "--store" in err and pointer.read(folder / "ckpt_3.pt")
+    assert run(capsys, "export", "ckpt_3.pt", "--store", "kept")[0] == 0
+    assert torch.load(folder / "ckpt_3.pt")["step"] == 3
+
+
+def test_export_that_cannot_write_changes_nothing(folder, capsys):
+    before = sorted(path.name for path in folder.iterdir())
+    code, _, err = run(capsys, "export", "ckpt_3.pt", "-o", "no/such/folder.pt")
+    assert code == 1 and "nothing was changed" in err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+# -- gc --------------------------------------------------------------------------------------------------------------
+
+
+def kept(said: dict) -> list[str]:
+    return sorted(Path(entry["path"]).name for entry in said["kept"])
+
+
+def test_gc_says_first_and_removes_only_what_no_file_names(folder, capsys):
+    for step in (2, 4, 6):
+        os.unlink(folder / f"ckpt_{step}.pt")
+    before = sorted(path.name for path in (folder / ".saturate").rglob("*"))
+    said = found(capsys, "gc")
+    assert not said["deleted"] and len(said["removed"]) == 2
+    assert sorted(path.name for path in (folder / ".saturate").rglob("*")) == before
+    done = found(capsys, "gc", "--delete")
+    assert done["deleted"] and done["removed"] == said["removed"]
+    for step in (3, 5):
+        assert run(capsys, "export", f"ckpt_{step}.pt")[0] == 0 and torch.load(folder / f"ckpt_{step}.pt")["step"] == step
+    assert found(capsys, "verify")["damaged"] == 0
+
+
+def test_gc_frees_what_it_said(folder, capsys):
+    for path in folder.glob("ckpt_*.pt"):
+        path.unlink()
+    said = found(capsys, "gc", "--keep", "0", "--delete")
+    left = sum(path.stat().st_size for path in (folder / ".saturate/checkpoints/packs").iterdir())
+    assert len(said["removed"]) == 5 and left == 0 and said["freed_bytes"] == said["store_bytes"] > 1_000_000
+
+
+def test_gc_keeps_the_newest_and_every_kth(folder, capsys):
+    for path in [*folder.glob("ckpt_*.pt")]:
+        path.unlink()
+    with Store.open(folder / ".saturate/checkpoints") as store:
+        numbers = {manifest.id: manifest.number for manifest in manifests.all_of(store)[0]}
+    assert sorted(numbers.values()) == [1, 2, 3, 4, 5]
+
+    def left(*words: str) -> list[int]:
+        return sorted(numbers[entry["checkpoint"]] for entry in found(capsys, "gc", *words)["kept"])
+
+    assert left() == [5]
+    assert left("--keep", "2") == [4, 5]
+    assert left("--keep-every", "2") == [2, 4, 5]
+    assert left("--keep", "0", "--keep-every", "3") == [3]
+
+
+def test_gc_finds_what_was_renamed_and_looks_where_it_is_told(folder, capsys, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (folder / "below" / "deep").mkdir(parents=True)
+    os.rename(folder / "ckpt_2.pt", folder / "below" / "deep" / "any.name")
+    os.rename(folder / "ckpt_3.pt", other / "moved.pt")
+    with_place = found(capsys, "gc", "--look-in", str(folder), "--look-in", str(other))
+    assert len(with_place["kept"]) == 5
+    assert run(capsys, "gc", "--look-in", "nowhere")[0] == 2
+
+
+def test_gc_rewrites_packs_that_are_mostly_dead(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    noise = random.Random(0)
+    keeping = keeper.Keeper(tmp_path / ".saturate/checkpoints", 0, 0, lambda line: None)
+    parts = [noise.randbytes(70_000) for _ in range(20)]
+    for step in range(4):
+        if step == 3:
+            parts[1:] = [noise.randbytes(70_000) for _ in parts[1:]]
+        keeping.series.setdefault(manifests.series_of(str(tmp_path / "ckpt_0.pt")), keeper.Series()).helps = step > 1 or None
+        if step > 1:
+            keeping.save(str(tmp_path / f"ckpt_{step}.pt"), lambda target: [target.write(part) for part in parts])
+    keeping.store.close()
+    os.unlink(tmp_path / "ckpt_2.pt")
+    said = found(capsys, "gc", "--delete")
+    size = sum(path.stat().st_size for path in (tmp_path / ".saturate/checkpoints/packs").iterdir())
+    assert len(said["removed"]) == 1 and size < 20 * 70_000 + 20_000
+    assert said["freed_bytes"] > 1_300_000
+    assert run(capsys, "export", "ckpt_3.pt")[0] == 0
+    assert (tmp_path / "ckpt_3.pt").read_bytes() == b"".join(parts)
+
+
+def test_gc_frees_no_chunk_while_a_manifest_cannot_be_read(folder, capsys):
+    for path in folder.glob("ckpt_*.pt"):
+        path.unlink()
+    path = sorted((folder / ".saturate/checkpoints/manifests").iterdir())[2]
+    path.write_text("damaged")
+    packs = sorted((folder / ".saturate/checkpoints/packs").iterdir())
+    said = found(capsys, "gc", "--keep", "0", "--delete")
+    assert list(said["damaged"]) == [path.stem] and path.exists()
+    assert sorted((folder / ".saturate/checkpoints/packs").iterdir()) == packs
+
+
+# -- advise ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval(folder, capsys):
+    said = found(capsys, "advise", "--save-cost", "60", "--mtbf", "30d", "--nodes", "30", "--restart-cost", "5m", "--step-time", "0.5")
+    interval = said["interval"]
+    assert interval["job_mtbf_s"] == 86_400 and interval["young_interval_s"] == pytest.approx(3219.94, abs=0.01)
+    assert interval["interval_s"] == pytest.approx(3180, rel=0.01) and interval["interval_steps"] == round(interval["interval_s"] / 0.5)
+    assert [one["interval_s"] / interval["interval_s"] for one in interval["around"]] == [0.5, 2]
+    assert all(one["lost_share"] > interval["lost_share"] > 0 for one in interval["around"])
+    assert said["forecast"] is None
+    out = run(capsys, "advise", "--save-cost", "60", "--mtbf", "30d", "--nodes", "30", "--step-time", "0.5")[1]
+    assert "save every 53" in out and "steps)" in out and "Poisson" in out and "Without --restart-cost" in out
+
+
+def test_the_cost_of_a_save_is_measured_where_it_is_not_given(folder, capsys):
+    said = found(capsys, "advise", "--mtbf", "1d")["interval"]
+    with Store.open(folder / ".saturate/checkpoints") as store:
+        took = sorted(manifest.save_s for manifest in manifests.all_of(store)[0])
+    assert said["save_cost_s"] == took[2] and "5 saves" in said["save_cost_from"]
+    code, _, err = run(capsys, "advise", "--mtbf", "1d", "--store", "elsewhere")
+    assert code == 2 and "--save-cost" in err
+
+
+def test_the_forecast(folder, capsys):
+    said = found(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_1.pt")["forecast"]
+    assert said["helps"] and 0.05 < said["delta_share"] < 0.2 and said["file_bytes"] == (folder / "ckpt_1.pt").stat().st_size
+    assert 'id = "incremental-checkpoint"' in run(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_1.pt")[1]
+    code, _, err = run(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_2.pt")
+    assert code == 0 or "export" in err
+    torch.save(torch.randn(300_000), folder / "a.pt")
+    torch.save(torch.randn(300_000), folder / "b.pt")
+    out = run(capsys, "advise", "--forecast", "a.pt", "b.pt")[1]
+    assert "will not help this job" in out and "incremental-checkpoint" not in out
+
+
+@pytest.mark.parametrize("words", [
+    ["advise"], ["advise", "--mtbf", "soon"], ["advise", "--mtbf", "0"], ["advise", "--mtbf", "1d", "--nodes", "0"], ["gc", "--keep", "-1"],
+    ["gc", "--keep-every", "x"], ["advise", "--forecast", "no.pt", "nothing.pt"], ["frobnicate"], []])
+def test_bad_input_is_named(folder, capsys, words):
+    code, out, err = run(capsys, *words)
+    assert code == 2 and out == "" and err.startswith("error[E200]")
+
+
+def test_a_manifest_does_not_drive_the_terminal(folder, capsys):
+    from saturate.checkpoints.chunks import digest_of
+
+    path = sorted((folder / ".saturate/checkpoints/manifests").iterdir())[0]
+    fields = json.loads(path.read_bytes().partition(b"\n")[0])
+    line = json.dumps({**fields, "path": f"{folder}/x\x1b]0;owned\x07\nwhole  y"}).encode()
+    path.write_bytes(line + b"\n" + digest_of(line).hex().encode() + b"\n")
+    for words in (["verify"], ["gc"]):
+        out = run(capsys, *words)[1]
+        assert "\x1b" not in out and "\x07" not in out and not any(row.startswith("whole  y") for row in out.splitlines())

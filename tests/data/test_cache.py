@@ -1,0 +1,385 @@
+"""The cache between a loader and its dataset: the same batches, fewer reads, and never a wrong one in silence."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cache_cases as cases  # noqa: E402
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.data import cache, cache_codec, cache_store  # noqa: E402
+from saturate.records.facts import Evidence  # noqa: E402
+from saturate.techniques import dataset_cache  # noqa: E402
+
+
+@pytest.fixture
+def root(tmp_path):
+    return cases.write(tmp_path / "files")
+
+
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """Turn the technique on, anew each time; off after the test."""
+    monkeypatch.setenv(dataset_cache.FOLDER, str(tmp_path / "cache"))
+    contexts = []
+
+    def apply(ahead=0, **options):
+        off()
+        monkeypatch.setenv(dataset_cache.AHEAD, str(ahead))
+        context = Context(torch)
+        dataset_cache.apply(context, dataset_cache.Options(**options))
+        contexts.append(context)
+        return context
+
+    def off():
+        while contexts:
+            contexts.pop().undo()
+
+    apply.off = off
+    yield apply
+    off()
+
+
+def seed():
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+
+
+def epochs(dataset, count=2, **arguments):
+    """Batches of some epochs, and the random numbers drawn after them."""
+    seed()
+    loader = torch.utils.data.DataLoader(dataset, **{"batch_size": 4, "shuffle": True, **arguments})
+    batches = [batch for _ in range(count) for batch in loader]
+    return cache_codec.encode([batches, torch.rand(3), float(numpy.random.rand()), random.random()])
+
+
+def told(context):
+    return str(context.notes[dataset_cache.TECHNIQUE.id])
+
+
+def counts(context):
+    """(stored, read)"""
+    words = told(context).replace(",", "").split()
+    return int(words[words.index("cached:") + 2]), int(words[words.index("read") - 1])
+
+
+DATASETS = {
+    "whole": cases.Files,
+    "texts": lambda root: cases.Texts(),
+    "subset": lambda root: torch.utils.data.Subset(cases.Files(root), range(2, 18)),
+    "batches": cases.ByBatch,
+    "lazy": cases.Counting,
+    "augmented": lambda root: cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip(), cases.RandomShift()])),
+    "augmented subset": lambda root: torch.utils.data.Subset(cases.Folder(root, cases.RandomShift()), range(1, 17)),
+    "concatenated": lambda root: torch.utils.data.ConcatDataset([cases.Files(root), cases.Files(root, 2.0)]),
+}
+
+
+@pytest.mark.parametrize("make", [cases.RarelyRandom, lambda root: cases.RarelyUnsplit(root, cases.RandomShift())])
+def test_an_item_that_is_random_unlike_those_looked_at_stays_random(root, on, make):
+    plain = epochs(make(root), 3)
+    for _ in range(2):
+        context = on()
+        assert epochs(make(root), 3) == plain
+        stored, read = counts(context)
+    assert (stored, read) == (0, 57)            # nineteen of twenty, three times
+
+
+def test_what_a_dataset_prints_comes_out_as_often_as_it_would(root, on, capfd):
+    on(ahead=20)
+    list(torch.utils.data.DataLoader(cases.Prints(root), batch_size=4, num_workers=1))
+    assert capfd.readouterr().out.count("reading") <= 1         # stored ahead; one may be made again to compare
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_batches_and_random_numbers_are_the_same_cold_and_warm(root, on, name):
+    dataset = DATASETS[name](root)
+    keep = {"collate_fn": list} if name == "texts" else {}
+    plain = epochs(DATASETS[name](root), **keep)
+    context = on()
+    assert epochs(dataset, **keep) == plain
+    stored, read = counts(context)
+    assert stored == len(dataset) == read           # the second epoch comes from the store
+    fresh = on()
+    assert epochs(DATASETS[name](root), **keep) == plain
+    assert counts(fresh) == (0, 2 * len(dataset))   # a later run finds it
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_workers_share_it(root, on, where, method):
+    arguments = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+    dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip()]))
+    plain = epochs(dataset, **arguments)
+    context = on(where=where)
+    assert epochs(dataset, **arguments) == plain
+    stored, read = counts(context)
+    assert stored == 20 and read == 20
+
+
+def test_samples_are_stored_ahead(root, on):
+    dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip()]))
+    plain = epochs(dataset)
+    for workers in (0, 2):
+        context = on(ahead=20)
+        if workers:
+            plain = None
+        batches = epochs(dataset, num_workers=workers)
+        assert plain is None or batches == plain
+        assert counts(context)[1] == 40             # every sample of both epochs was read from the store
+
+
+def test_the_script_s_own_objects_are_left_alone(root, on):
+    context = on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    batch = next(iter(loader))
+    assert loader.dataset is dataset and type(dataset) is cases.Files and set(vars(dataset)) == {"paths", "scale"}
+    assert pickle.loads(pickle.dumps(loader.dataset)).paths == dataset.paths
+    iterator = iter(loader)
+    assert isinstance(iterator._dataset, cases.Files) and iterator._dataset.paths == dataset.paths
+    iterator._dataset.scale = 3.0
+    assert dataset.scale == 3.0
+    alive = weakref.ref(dataset)
+    del dataset, loader, iterator, batch
+    gc.collect()
+    assert alive() is None
+    context.undo()
+    assert not hasattr(torch.utils.data.dataloader._BaseDataLoaderIter.__init__, "__wrapped__")
+
+
+def test_a_loader_for_each_epoch_looks_once_and_keeps_nothing_alive(root, on, monkeypatch):
+    looks = []
+    real = cache.cache_probe.probe
+    monkeypatch.setattr(cache.cache_probe, "probe", lambda *arguments: looks.append(1) or real(*arguments))
+    context = on()
+    dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip()]))
+    descriptors = set()
+    for _ in range(4):
+        list(torch.utils.data.DataLoader(dataset, batch_size=10))
+        descriptors.add(len(os.listdir("/proc/self/fd")))
+    assert len(looks) == 1 and len(descriptors) == 1 and counts(context) == (20, 60)
+    dataset.transform = cases.Compose([cases.RandomShift(), cases.Scale()])     # another prefix: it is looked at again
+    list(torch.utils.data.DataLoader(dataset, batch_size=10))
+    assert len(looks) == 2
+    alive = weakref.ref(dataset)
+    del dataset
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_worker_sees_its_dataset(root, on):
+    on()
+
+    def initialise(number):
+        info = torch.utils.data.get_worker_info()
+        assert isinstance(info.dataset, cases.Files)
+        info.dataset.scale = 5.0        # as scripts do that give each worker its part
+
+    plain = cases.Files(root, 5.0)
+    loader = torch.utils.data.DataLoader(cases.Files(root), batch_size=20, num_workers=1, worker_init_fn=initialise)
+    assert torch.equal(next(iter(loader))[0], torch.stack([plain[index][0] for index in range(20)]))
+
+
+def test_a_dataset_that_is_changed_between_epochs_gets_another_cache(root, on):
+    on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    first = next(iter(loader))[0]
+    dataset.scale = 2.0
+    assert torch.equal(next(iter(loader))[0], 2 * first)
+    iterator = iter(loader)
+    dataset.scale = 4.0                 # within an epoch
+    assert torch.equal(next(iterator)[0], 4 * first)
+    for scale in (5.0, 6.0, 7.0):
+        dataset.scale = scale
+        assert torch.equal(next(iter(loader))[0], scale * first)
+
+
+def test_a_transform_that_is_changed_acts(root, on):
+    on()
+    dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip(1.0)]))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    flipped = next(iter(loader))[0]
+    dataset.transform.transforms[1].p = 0.0             # the rest is done live, with what it is now
+    assert torch.equal(next(iter(loader))[0], flipped.flip(-1))
+    dataset.transform.transforms[0] = cases.AddInPlace()
+    assert not torch.equal(next(iter(loader))[0], flipped.flip(-1))
+    dataset.transform = None
+    assert torch.equal(next(iter(loader))[0][3], dataset.inner[3][0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_items_that_change_between_reads_end_the_cache_loudly(root, on, capfd, workers):
+    context = on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers)
+    list(loader)
+    for path in dataset.paths:                          # written anew while the run goes on
+        Path(path).write_bytes(bytes(60))
+    batches = [images for images, _ in loader] + [images for images, _ in loader]
+    assert torch.cat(batches[5:]).abs().sum() == 0      # the second epoch is read from the files
+    assert "dropped: item" in told(context)
+    assert "is not what it was when it was stored: the cache is dropped" in capfd.readouterr().err
+    assert not dataset_cache.active(Evidence(notes=context.notes), dataset_cache.Options()).active
+
+
+def test_without_looking_again_it_would_go_unseen(root, on, monkeypatch):
+    """The test above can fail."""
+    monkeypatch.setattr(cache, "RECHECKED", -1.0)
+    on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    first = next(iter(loader))[0]
+    for path in dataset.paths:
+        Path(path).write_bytes(bytes(60))
+    assert torch.equal(next(iter(loader))[0], first)
+
+
+def test_an_item_that_cannot_be_read_any_more_raises_as_it_would(root, on, capfd):
+    on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    list(loader)
+    for path in dataset.paths:
+        os.unlink(path)
+    with pytest.raises(FileNotFoundError):
+        list(loader)
+    assert "cannot be read any more" in capfd.readouterr().err
+
+
+def test_refusals_are_said_once_and_nothing_changes(root, on, capfd):
+    plain = epochs(cases.RandomInside(root))
+    context = on()
+    assert epochs(cases.RandomInside(root)) == plain
+    assert capfd.readouterr().err.count("RandomInside: its items are not the same each time") == 1
+    proof = dataset_cache.active(Evidence(notes=context.notes), dataset_cache.Options())
+    assert not proof.active and "not the same each time" in proof.evidence
+    for dataset in (list(range(10)), torch.utils.data.TensorDataset(torch.zeros(4, 2))):
+        assert len(list(torch.utils.data.DataLoader(dataset, batch_size=2))) == len(dataset) // 2
+
+
+def test_our_own_failure_costs_nothing_but_the_cache(root, on, monkeypatch, capfd):
+    monkeypatch.setattr(cache.cache_probe, "probe", lambda *_: 1 / 0)
+    context = on()
+    assert len(list(torch.utils.data.DataLoader(cases.Files(root), batch_size=4))) == 5
+    assert "ZeroDivisionError" in told(context) and "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_full_disk_keeps_what_fits(root, on):
+    plain = epochs(cases.Files(root))
+    context = on(max_gb=1.1e-5)
+    assert epochs(cases.Files(root)) == plain
+    stored, read = counts(context)
+    assert 0 < stored < 15 and read == stored
+
+
+def test_a_folder_that_cannot_be_written(root, on, monkeypatch, tmp_path, capfd):
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv(dataset_cache.FOLDER, str(tmp_path / "occupied" / "below"))
+    on()
+    assert len(list(torch.utils.data.DataLoader(cases.Files(root), batch_size=4))) == 5
+    assert "not cached: Files:" in capfd.readouterr().err
+
+
+def test_a_cache_of_another_version_is_not_read(root, on):
+    on()
+    list(torch.utils.data.DataLoader(cases.Files(root), batch_size=4))
+    cases.write(root, seed=1)
+    dataset = cases.Files(root)
+    expected = torch.stack([dataset[index][0] for index in range(20)])
+    context = on()
+    assert torch.equal(next(iter(torch.utils.data.DataLoader(dataset, batch_size=20)))[0], expected)
+    assert counts(context) == (20, 0)
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{here!r}]
+import torch, cache_cases as cases
+from saturate.agent.context import Context
+from saturate.techniques import dataset_cache
+dataset_cache.apply(Context(torch), dataset_cache.Options())
+iterator = iter(torch.utils.data.DataLoader(cases.Files({root!r}), batch_size=1, num_workers=1))
+for index, _ in enumerate(iterator):
+    if index == 3:
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_the_kernel_kills_ends_as_without(root, on):
+    """The script sees torch's own error; the store stays whole, and the next run uses it."""
+    context = on()
+    code = KILLED.format(here=str(Path(__file__).parent), root=str(root))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Error" in done.stderr and "saturate" not in done.stderr, done.stderr
+    list(torch.utils.data.DataLoader(cases.Files(root), batch_size=4))
+    stored, read = counts(context)
+    assert stored + read == 20 and read > 0
+
+
+def test_a_collate_function_that_cannot_be_pickled(root, on):
+    on()
+    arguments = {"batch_size": 20, "num_workers": 1, "collate_fn": lambda items: len(items)}
+    assert list(torch.utils.data.DataLoader(cases.Files(root), **arguments)) == [20]
+    with pytest.raises((AttributeError, pickle.PicklingError)):     # torch's own error, as without a cache
+        iter(torch.utils.data.DataLoader(cases.Files(root), multiprocessing_context="spawn", **arguments))
+
+
+def test_a_store_that_a_spawned_worker_cannot_open(root, tmp_path):
+    store = cache_store.create(tmp_path / "gone", "s", b"k" * 32, 20, 1 << 20)
+    stored = pickle.dumps(cache.CachedDataset(cache.Reader(cases.Files(root), store, None, ())))
+    os.unlink(store.path)
+    assert type(pickle.loads(stored)) is cases.Files
+
+
+def test_no_auto_collation(root, on):
+    for dataset in (cases.Files(root), cases.ByBatch(root)):
+        plain = [item[0] if isinstance(item, (list, tuple)) else item for item in torch.utils.data.DataLoader(dataset, batch_size=None)]
+        on()
+        for _ in range(2):
+            loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+            again = [item[0] if isinstance(item, (list, tuple)) else item for item in loader]
+            assert all(map(torch.equal, plain, again))
+        on.off()
+
+
+def test_eligibility():
+    from saturate.records.facts import Facts, LoaderFacts
+
+    usual = Facts(loaders=(LoaderFacts(),), step_ms=100.0, input_wait_ms=50.0)
+    assert dataset_cache.eligible(usual) and dataset_cache.bound(usual) == 0.5
+    assert dataset_cache.variants(usual) == [dataset_cache.Options()]
+    for bad in (Facts(), Facts(loaders=(LoaderFacts(iterable=True),)), Facts(loaders=(LoaderFacts(),), step_ms=100.0, input_wait_ms=1.0)):
+        assert not dataset_cache.eligible(bad)
+    with pytest.raises(ValueError, match="where"):
+        dataset_cache.apply(Context(torch), dataset_cache.Options(where="elsewhere"))
+
+
+def test_several_threads_store_ahead_in_the_process_itself(root, on, monkeypatch):
+    """And under another key: loader workers, which have one thread, may round otherwise."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    context = on(ahead=20)
+    forks = []
+    real = os.fork
+    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or real())
+    dataset = cases.Counting(root)
+    list(torch.utils.data.DataLoader(dataset, batch_size=4))
+    assert len(forks) == 1 and dataset.count >= 20          # the one that looked at the dataset
+    assert counts(context)[1] == 20
+    list(torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1))
+    assert told(context).count("cached:") == 2

@@ -1,0 +1,186 @@
+"""The key changes when items would, and only then."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cache_cases as cases  # noqa: E402
+
+from saturate.data import cache_key  # noqa: E402
+from saturate.data.cache_key import Unknowable, digest  # noqa: E402
+
+
+@pytest.fixture
+def root(tmp_path):
+    return cases.write(tmp_path / "files")
+
+
+def test_the_same_dataset_has_the_same_key(root):
+    assert digest(cases.Files(root)) == digest(cases.Files(root)) != digest(cases.Files(root), 2)
+
+
+def touch(root):
+    path = root / "03.bin"
+    os.utime(path, ns=(1, os.stat(path).st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [
+    touch,
+    lambda root: (root / "03.bin").write_bytes(b"x" * 61),
+    lambda root: (root / "03.bin").unlink(),
+    lambda root: (root / "99.bin").write_bytes(b"x" * 60),
+], ids=["time", "size", "removed", "added"])
+def test_files_that_change(root, change):
+    before = digest(cases.Files(root)), digest({"root": str(root)})
+    change(root)
+    assert digest(cases.Files(root)) != before[0]
+    assert digest({"root": str(root)}) != before[1]     # a folder by name, whatever the dataset does with it
+
+
+def test_a_file_deep_below_a_folder(tmp_path):
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "x").write_bytes(b"1")
+    before = digest(tmp_path)
+    (deep / "x").write_bytes(b"2")
+    os.utime(deep / "x", ns=(1, 1))
+    assert digest(tmp_path) != before
+
+
+def test_attributes(root):
+    keys = {digest(cases.Files(root, scale)) for scale in (1.0, 2.0, None, "a", b"a", (1,), [1], {1: 2}, numpy.zeros(2), numpy.ones(2),
+                                                          numpy.zeros(2, "f4"), torch.zeros(2), torch.ones(2), {3, 4}, print,
+                                                          random.Random(0), random.Random(1), cases.Scale, cases.Scale(),
+                                                          cases.RandomFlip(0.1), cases.RandomFlip(0.2), functools.partial(int, "3"))}
+    assert len(keys) == 22
+
+
+MODULE = """
+    import helpers
+    LIMIT = 3
+    UNUSED = 1
+
+    def load(path):
+        return helpers.read(path) + LIMIT
+
+    class Data:
+        def __init__(self, path):
+            self.path = path
+        def __getitem__(self, index):
+            return load(self.path)
+        def __len__(self):
+            return 3
+"""
+HELPERS = """
+    def read(path):
+        return [len(path) for _ in range(1)]
+
+    def other():
+        return 1
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write the module of a dataset and its helpers, and return the key of the dataset in it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def key(source=MODULE, helpers=HELPERS):
+        for name, text in (("a_dataset", source), ("helpers", helpers)):
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return digest(importlib.import_module("a_dataset").Data("p"))
+
+    yield key
+    for name in ("a_dataset", "helpers"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("old, new", [("return load(self.path)", "return load(self.path)[1:]"), ("LIMIT = 3", "LIMIT = 4"),
+                                      ("+ LIMIT", "- LIMIT")])
+def test_code_that_changes(module, old, new):
+    assert module() != module(MODULE.replace(old, new))
+
+
+@pytest.mark.parametrize("old, new", [("len(path)", "-len(path)"), ("range(1)", "range(2)")])
+def test_helpers_in_other_modules(module, old, new):
+    assert module() != module(helpers=HELPERS.replace(old, new))
+
+
+def test_edits_that_cannot_matter_keep_the_key(module):
+    edited = MODULE.replace("UNUSED = 1", "UNUSED = 2").replace("def load(path):", "def load(path):\n        # a comment")
+    assert module() == module(edited, HELPERS.replace("return 1", "return 2"))
+
+
+@pytest.mark.parametrize("make, reason", [
+    (lambda: threading.Lock(), "lock"), (lambda: open(os.devnull), "TextIO"), (lambda: torch.nn.Linear(2, 2), "trained"),  # noqa: SIM115
+    (lambda: torch.zeros(1, device="meta"), "meta"), (lambda: (i for i in range(3)), "generator"), (lambda: {object()}, "order"),
+])
+def test_what_cannot_be_told_is_refused_by_name(make, reason):
+    dataset = cases.Texts()
+    dataset.thing = make()
+    with pytest.raises(Unknowable, match=f"attribute thing.*{reason}"):
+        digest(dataset)
+
+
+def test_limits(root, monkeypatch):
+    monkeypatch.setattr(cache_key, "MOST_BYTES", 1000)
+    with pytest.raises(Unknowable, match="too much to hash"):
+        digest(numpy.zeros(2000, "u1"))
+    monkeypatch.setattr(cache_key, "MOST_FILES", 10)
+    with pytest.raises(Unknowable, match="too many to watch"):
+        digest(root)
+
+
+def test_a_mapped_array_is_its_file(tmp_path):
+    numpy.save(tmp_path / "x.npy", numpy.zeros(100))
+    before = digest(numpy.load(tmp_path / "x.npy", mmap_mode="r"))
+    numpy.save(tmp_path / "x.npy", numpy.ones(100))
+    assert digest(numpy.load(tmp_path / "x.npy", mmap_mode="r")) != before
+
+
+def test_cycles_end():
+    dataset = cases.Texts()
+    dataset.me = dataset
+    assert len(digest(dataset)) == 32
+
+
+def test_the_key_is_the_same_in_another_process(root):
+    """Nothing in it depends on addresses, hash seeds or what else was imported."""
+    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            "import cache_cases as c; from saturate.data.cache_key import digest\n"
+            f"print(digest(c.Folder({str(root)!r}, c.Compose([c.Scale(), c.RandomFlip()]))).hex())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONHASHSEED": "1"})
+    here = digest(cases.Folder(str(root), cases.Compose([cases.Scale(), cases.RandomFlip()])))
+    assert done.stdout.strip() == here.hex()
+
+
+def test_looking_and_copying_keep_the_key(root):
+    """Python notes things on a class when an instance is copied."""
+    class Fresh(cases.Files):
+        pass
+
+    dataset = Fresh(root)
+    before = digest(dataset)
+    copy.copy(dataset)
+    pickle.dumps(cases.Files(root))
+    assert digest(dataset) == before

@@ -1,0 +1,117 @@
+"""What of a dataset's items is the same each time: found, or refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("numpy")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cache_cases as cases  # noqa: E402
+
+from saturate.data import cache_probe  # noqa: E402
+
+
+@pytest.fixture
+def root(tmp_path):
+    return cases.write(tmp_path / "files")
+
+
+def look(dataset):
+    return cache_probe.probe(dataset, len(dataset))
+
+
+def test_whole_items(root):
+    for dataset in (cases.Files(root), cases.Texts(), cases.Folder(root, cases.Compose([cases.Scale(), cases.AddInPlace()])),
+                    torch.utils.data.Subset(cases.Files(root), [3, 1, 2]), cases.ByBatch(root), cases.Counting(root)):
+        found = look(dataset)
+        assert (found.refusal, found.steps) == ("", None)
+        assert found.make_s >= cases.COST_S and found.make_s > 5 * found.read_s > 0 and found.record_bytes > 50
+
+
+@pytest.mark.parametrize("steps, expected", [
+    ([cases.Scale(), cases.RandomFlip()], 1),
+    ([cases.RandomFlip(0.0), cases.Scale()], 0),            # never flips, but draws: the order of draws must stay
+    ([cases.AddInPlace(), cases.Scale(), cases.RandomShift(), cases.Scale()], 2),
+])
+def test_the_longest_prefix_that_is_not_random(root, steps, expected):
+    dataset = cases.Folder(root, cases.Compose(steps))
+    for outer in (dataset, torch.utils.data.Subset(dataset, range(3, 13)),
+                  torch.utils.data.Subset(torch.utils.data.Subset(dataset, range(3, 13)), range(5))):
+        found = look(outer)
+        assert (found.refusal, found.steps, found.place) == ("", expected, (0,))
+
+
+def test_other_shapes_of_transforms(root):
+    single = look(cases.Folder(root, cases.RandomShift()))
+    assert (single.refusal, single.steps) == ("", 0)
+    sequential = look(cases.Folder(root, torch.nn.Sequential(torch.nn.Flatten(0), torch.nn.Dropout(0.5))))
+    assert (sequential.refusal, sequential.steps) == ("", 1)
+
+
+@pytest.mark.parametrize("make, reason", [
+    (cases.RandomInside, "not the same each time"),
+    (cases.Own, "not the same each time"),
+    (cases.DrawsForNothing, "draws random numbers"),
+    (lambda root: cases.After(root, cases.RandomShift()), "changed after it"),
+    (lambda root: cases.Folder(root, cases.RandomShift(), lambda y: y + torch.rand(1)), "random outside of its transform"),
+    (lambda root: cases.ByBatch(root, padded=True), "depend on the batch"),
+    (cases.Dies, "died"),
+    (cases.Raises, "no such thing"),
+])
+def test_what_cannot_be_cached_says_why(root, make, reason):
+    assert reason in look(make(root)).refusal
+
+
+def test_what_costs_nothing_is_not_cached():
+    found = look(torch.utils.data.TensorDataset(torch.zeros(50, 3)))
+    assert "making an item takes" in found.refusal
+
+
+def test_a_dataset_that_hangs_is_left_alone(root, monkeypatch):
+    monkeypatch.setattr(cache_probe, "MOST_S", 0.3)
+
+    class Hangs(cases.Files):
+        def __getitem__(self, index):
+            time.sleep(60)
+
+    began = time.monotonic()
+    assert "longer than" in look(Hangs(root)).refusal
+    assert time.monotonic() - began < 5
+
+
+def test_the_training_sees_nothing_of_it(root):
+    """No draws, no open handles, no counts, no children."""
+    dataset = cases.Counting(root)
+    children = Path("/proc/self/task", str(os.getpid()), "children")
+    alive = children.read_text()
+    before = cache_probe.comparable(cache_probe.states())
+    look(dataset)
+    look(cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomShift()])))
+    assert cache_probe.comparable(cache_probe.states()) == before
+    assert (dataset.handle, dataset.count) == (None, 0)
+    assert children.read_text() == alive
+
+
+def test_cutting_shares_the_data_and_changes_nothing(root):
+    transform = cases.Compose([cases.Scale(), cases.RandomFlip()])
+    inner = cases.Folder(root, transform)
+    outer = torch.utils.data.Subset(inner, [1, 2])
+    twin, prefix, rest = cache_probe.cut(outer, 1)
+    assert twin.dataset.inner is inner.inner and twin.dataset.transform is prefix and rest == transform.transforms[1:]
+    assert outer.dataset is inner and inner.transform is transform and type(twin) is type(outer)
+
+
+def test_places():
+    wanted = object()
+    assert cache_probe.find_place((1, [wanted, 2]), wanted) == (1, 0)
+    assert cache_probe.find_place({"a": wanted}, wanted) == ("a",)
+    assert cache_probe.find_place(wanted, wanted) == ()
+    assert cache_probe.find_place((wanted, wanted), wanted) is None and cache_probe.find_place((1,), wanted) is None
+    assert cache_probe.replaced((1, [2, {"a": 3}]), (1, 1, "a"), lambda x: x + 1) == (1, [2, {"a": 4}])

@@ -1,0 +1,327 @@
+"""`saturate drill` on trainings that resume rightly, and on ones with a single fault each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from drill_kit import SCRIPT, changed, drill
+from tune_kit import Folder, no_traceback_of_ours
+
+from saturate.cli.main import main
+
+_RESTARTS = "def order(step): return Order(step // 8, 0)"
+_FORGETS = """
+class Forgets:
+    def __init__(self, then=lambda: None): self.then = then
+    def state_dict(self): return {}
+    def load_state_dict(self, state): self.then()
+"""
+_NEW_RATE = "lambda: [group.update(lr=0.05) for group in optimizer.param_groups]"
+_IN_PLACE = """
+def save(step, path="checkpoint.pt"):
+    import io
+    buffer = io.BytesIO()
+    torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step, "random": torch.get_rng_state()}, buffer)
+    with open(path, "wb") as file:
+        for k in range(0, buffer.tell(), 500):
+            file.write(buffer.getvalue()[k:k + 500]); file.flush(); time.sleep(0.005)
+"""
+_BY_EPOCH = """
+def order(step): return torch.randperm(64).reshape(8, 8).tolist()
+atomic, torch.set_rng_state = save, lambda state: None
+def save(step): step % 24 or atomic(step)
+"""
+
+#: name -> (changes to the script, outcome of the first kill, of the last one, words of a reason)
+FAULTS = {
+    "does not resume": ("load = lambda: 0", "starts_over", "starts_over", "opened no file"),
+    "loader restarts": (_RESTARTS, "repeats_data", "repeats_data", "the loader began anew"),
+    "loader with workers restarts": (_RESTARTS + "\nmake = DataLoader\nDataLoader = lambda *a, **k: make(*a, num_workers=1, **k)",
+                                     "repeats_data", "repeats_data", "the loader began anew"),
+    "skips a batch": ("def order(step): return Order((step + (begun > 0)) // 8, (step + (begun > 0)) % 8)",
+                      "skips_data", "resumes_exactly", "data of 1 updates"),
+    "momentum": (_FORGETS + "parts['optimizer'] = Forgets(); parts['scheduler'] = Forgets("
+                 "lambda: [group.update(lr=0.05 * 0.95 ** torch.load('checkpoint.pt')['step']) for group in optimizer.param_groups])",
+                 "state_not_restored", "state_not_restored", "state of the optimizer"),
+    "scheduler": (_FORGETS + f"parts['scheduler'] = Forgets({_NEW_RATE})", "state_not_restored", "state_not_restored", "learning rate is 0.05"),
+    "writes in place": (_IN_PLACE, "resumes_exactly", "cannot_load", "EOFError"),
+    "second resume": ("right = save\ndef save(step): right(step - begun)", "resumes_exactly", "repeats_data", "came again"),
+    "seeds itself by epoch": (_BY_EPOCH, "resumes_reordered", "resumes_reordered", "seeds itself anew"),
+    "ends at once": ("LAST, right = 60, load\ndef load(): return LAST if right() else 0", "ends_early", "ends_early", "without an update"),
+    "ends too early": ("LAST, right = 60, load\ndef load():\n    global LAST\n    done = right()\n    LAST = 12 if done else LAST\n    return done",
+                       "ends_early", "ends_early", "the uninterrupted run did not"),
+}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and ".saturate" not in path.parts}
+
+
+@pytest.mark.parametrize("mode", ["", pytest.param("intercept", marks=pytest.mark.slow)])
+def test_a_right_training_resumes_exactly_and_nothing_is_left(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    before = {**tree(tmp_path), "train.py": SCRIPT.encode()}
+    found = drill(tmp_path, SCRIPT, "--kills", "1", environment={"SATURATE_ISOLATION": mode})
+    assert found["verdict"] == "resumes_exactly", found
+    assert [(one["moment"], one["outcome"]) for one in found["drills"]] == [("update", "resumes_exactly"), ("save", "resumes_exactly")]
+    first, last = found["drills"]
+    assert first["resumed_at_update"] == 6 < first["killed_at_update"] and first["lost_updates"] == first["killed_at_update"] - 6
+    assert first["compared_updates"] >= 6 and 0.0 < first["recovery_s"] < 120.0
+    assert last["interrupted_files"] == [str(tmp_path / "checkpoint.pt.new")] and last["killed_at_update"] == 12
+    assert found["first_save_at_update"] == 6 and found["saves_seen"][0]["files"] == [str(tmp_path / "checkpoint.pt.new")]
+    assert found["repeatable"] is True and found["step_s"] > 0.004 and found["schema"] == 1
+    assert found["next_command"].startswith("saturate tune --") and found["command"] == found["resume_command"]
+    assert Path(found["record"]).is_file() and Path(first["log"]).is_file()
+    if mode:
+        assert found["isolation"].startswith("intercept")
+    assert tree(tmp_path) == before
+    run = Path(found["record"]).parent
+    assert not [path for name in ("layers", "shadow", "tmp") for path in run.rglob(name)], "what the processes wrote"
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    here = Folder(tmp_path)
+    here.write("train.py", SCRIPT)
+    words = [sys.executable, "-m", "saturate.cli.main", "drill", "--json", "--", sys.executable, "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=here.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while "first process runs" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and '"verdict":"inconclusive","reason":"interrupted"' in stdout
+    assert no_traceback_of_ours(stderr), stderr
+    assert not here.wait_until_nothing_lives(10.0)
+    assert list(tree(tmp_path)) == ["train.py"] and not list((tmp_path / ".saturate").rglob("layers"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_single_fault_is_named(name: str, tmp_path: Path) -> None:
+    changes, first, last, words = FAULTS[name]
+    found = drill(tmp_path, changed(changes))
+    outcomes = [one["outcome"] for one in found["drills"]]
+    assert (outcomes[0], outcomes[-1]) == (first, last), found
+    assert any(words in one["reason"] for one in found["drills"]), found["drills"]
+    assert found["verdict"] in (first, last) and found["remedy"] and found["next_command"].startswith("saturate drill")
+    if last == "cannot_load":
+        assert "EOFError" in found["drills"][-1]["traceback"]
+
+
+@pytest.mark.slow
+def test_a_script_that_resumes_by_an_argument(tmp_path: Path) -> None:
+    source = changed("right, load = load, lambda: right() if '--resume' in sys.argv else 0")
+    found = drill(tmp_path, source, "--kills", "1")
+    assert found["verdict"] == "starts_over" and "--resume-args" in found["remedy"] and "--resume-args" in found["next_command"]
+    found = drill(tmp_path, source, "--kills", "1", "--resume-args=--resume")
+    assert found["verdict"] == "resumes_exactly" and found["resume_command"][-1] == "--resume"
+
+
+@pytest.mark.slow
+def test_no_checkpoint_in_time(tmp_path: Path) -> None:
+    found = drill(tmp_path, changed("save = lambda step: None"), "--steps", "30")
+    assert found["verdict"] == "no_checkpoint" and "nothing was saved" in found["reason"]
+    assert found["first_save_at_update"] is None and found["reference_updates"] >= 30
+    at_the_end = changed("LAST, right = 30, save\nsave = lambda step: None") + "\nright(step)\n"
+    found = drill(tmp_path, at_the_end)
+    assert found["verdict"] == "no_checkpoint" and found["saves_seen"] == []
+
+
+@pytest.mark.slow
+def test_what_two_runs_do_not_share_is_compared_by_its_structure(tmp_path: Path) -> None:
+    """Seeded by the clock: no two runs are the same, but samples that come again are seen."""
+    source = changed("torch.manual_seed(time.time_ns() % 2**31)\ntorch.set_rng_state = lambda state: None\n"
+                     "def order(step): return torch.randperm(64).reshape(8, 8).tolist()")
+    found = drill(tmp_path, source)
+    assert found["repeatable"] is False and found["verdict"] == "repeats_data" and "other data" in found["notes"][0]
+
+
+_RANKS = """
+import os, time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(128, 8)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+inner = torch.nn.Linear(8, 1)
+model = torch.nn.parallel.DistributedDataParallel(inner)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+step = 0
+if os.path.exists("c.pt"):
+    state = torch.load("c.pt")
+    inner.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
+begun = step
+while True:
+    sampler = DistributedSampler(data)
+    sampler.set_epoch(step // 8)
+    for number, (inputs, targets) in enumerate(DataLoader(data, batch_size=8, sampler=sampler)):
+        if SKIPS and number < begun % 8 and step // 8 == begun // 8:
+            continue
+        optimizer.zero_grad(); ((model(inputs) - targets) ** 2).mean().backward(); optimizer.step()
+        step += 1
+        time.sleep(0.01)
+        if step % 6 == 0:
+            if dist.get_rank() == 0:
+                torch.save({"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "c.new")
+                os.replace("c.new", "c.pt")
+            dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("skips", "verdict"), [(True, "resumes_exactly"), (False, "repeats_data")])
+def test_two_ranks(skips: bool, verdict: str, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+    found = drill(tmp_path, _RANKS.replace("SKIPS", str(skips)), "--kills", "1", command=command)
+    assert found["verdict"] == verdict, found["drills"]
+    assert [one["resumed_at_update"] for one in found["drills"]] == [6, 6]
+
+
+_BY_HAND = """
+import os, time, torch
+torch.manual_seed(0)
+x = torch.randn(512, 8)
+net = torch.nn.Linear(8, 1)
+step = 0
+if os.path.exists("m.pt"):
+    state = torch.load("m.pt")
+    net.load_state_dict(state["model"]); step = state["step"]
+    RESTORES and torch.set_rng_state(state["random"])
+while True:
+    chosen = torch.randint(0, 512, (16,))
+    net.zero_grad(); ((net(x[chosen]) - x[chosen].sum(1, keepdim=True)) ** 2).mean().backward()
+    for p in net.parameters():
+        p.data.add_(p.grad, alpha=-0.05)
+    step += 1
+    time.sleep(0.01)
+    if step % 7 == 0:
+        torch.save({"model": net.state_dict(), "step": step, "random": torch.get_rng_state()}, "m.new"); os.replace("m.new", "m.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("restores", "verdict"), [(True, "resumes_exactly"), (False, "repeats_data")])
+def test_without_a_loader_and_without_an_optimizer(restores: bool, verdict: str, tmp_path: Path) -> None:
+    """Data are seen where the model is given them. Seeded anew, it draws the batches of the first updates again."""
+    found = drill(tmp_path, _BY_HAND.replace("RESTORES", str(restores)), "--kills", "1")
+    assert found["verdict"] == verdict, found["drills"]
+
+
+_LBFGS = """
+import os, time, torch
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3)
+if os.path.exists("m.pt"):
+    state = torch.load("m.pt")
+    net.load_state_dict(state["model"])
+    RESTORES and optimizer.load_state_dict(state["optimizer"])
+def closure():
+    optimizer.zero_grad()
+    loss = ((net(x) - torch.sin(x.sum(1, keepdim=True))) ** 2).mean()
+    loss.backward()
+    return loss
+for step in range(1, 10**9):
+    optimizer.step(closure)
+    time.sleep(0.01)
+    if step % 7 == 0:
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "m.new"); os.replace("m.new", "m.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("restores", "verdict"), [(True, "resumes_exactly"), (False, "state_not_restored")])
+def test_a_closure_on_the_same_data_in_each_update(restores: bool, verdict: str, tmp_path: Path) -> None:
+    found = drill(tmp_path, _LBFGS.replace("RESTORES", str(restores)), "--kills", "1")
+    assert found["verdict"] == verdict, found["drills"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled = torch.compile(model, backend='aot_eager')\nmodel = compiled", "model.compile(backend='aot_eager')"])
+def test_a_compiled_model(how: str, tmp_path: Path) -> None:
+    found = drill(tmp_path, changed(how), "--kills", "1")
+    assert found["verdict"] == "resumes_exactly", found["drills"]
+
+
+_TRAINER = """
+import os, sys, torch
+from torch.utils.data import TensorDataset
+from transformers import Trainer, TrainingArguments, GPT2Config, GPT2LMHeadModel, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+set_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+tokens = torch.randint(0, 64, (96, 16), generator=torch.Generator().manual_seed(0))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+arguments = TrainingArguments("out", max_steps=400, per_device_train_batch_size=4, save_steps=6, save_total_limit=3, report_to=[],
+                              logging_steps=1000, use_cpu=True, disable_tqdm=True, EXTRA)
+last = get_last_checkpoint("out") if os.path.isdir("out") else None
+Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=last)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
+                    reason="transformers and accelerate are not installed")
+@pytest.mark.parametrize(("extra", "first"), [("ignore_data_skip=False", "resumes_exactly"), ("ignore_data_skip=True", "repeats_data")])
+def test_a_trainer_of_transformers(extra: str, first: str, tmp_path: Path) -> None:
+    found = drill(tmp_path, _TRAINER.replace("EXTRA", extra), "--kills", "1")
+    assert found["drills"][0]["outcome"] == first, found["drills"]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--kills", "0", "--", "x"], "not a number of kills"), (["--steps", "1", "--", "x"], "not a number of updates"),
+                        (["--resume-args", "'", "--", "x"], "cannot be split"), (["--", "no-such-command"], "no command"),
+                        ([], "needs the command")):
+        assert main(["drill", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_by_itself(tmp_path: Path) -> None:
+    found = drill(tmp_path, "raise SystemExit('no data here')", code=4)
+    assert found["verdict"] == "inconclusive" and "no data here" in found["stderr"]
+    found = drill(tmp_path, "print('nothing to train')")
+    assert found["verdict"] == "inconclusive" and "training step" in found["reason"]
+
+
+@pytest.mark.slow
+def test_a_study_that_is_in_use_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    from saturate.study.store import StudyLock
+
+    lock = StudyLock(tmp_path / ".saturate")
+    try:
+        found = drill(tmp_path, SCRIPT, code=3)
+    finally:
+        lock.release()
+    assert "another saturate" in found["reason"]
+    assert "cannot write" in drill(tmp_path, SCRIPT, "--dir", "/proc/nowhere", code=3)["reason"]
+
+
+@pytest.mark.slow
+def test_a_kill_of_saturate_itself_leaves_nothing(tmp_path: Path) -> None:
+    here = Folder(tmp_path)
+    here.write("train.py", SCRIPT)
+    words = [sys.executable, "-m", "saturate.cli.main", "drill", "--", sys.executable, "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=here.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".saturate/*/reference/p1/events/*.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+    assert not here.wait_until_nothing_lives(20.0)
+    assert drill(tmp_path, SCRIPT, "--kills", "1")["verdict"] == "resumes_exactly", "and the next one works"

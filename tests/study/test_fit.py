@@ -1,0 +1,341 @@
+"""`saturate fit` as a user runs it: what it answers, that the answer runs, and that nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fit_kit import TRAINING, FitFolder
+from tune_kit import no_traceback_of_ours, untouched
+
+from saturate.study.fit_knob import knob_value, with_knob
+from saturate.trial import meter
+
+MIB = 2**20
+
+PLAIN = TRAINING + """
+SIZE = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+train, test = DataLoader(Rows(), SIZE, shuffle=True), DataLoader(Rows(), 8)
+for epoch in range(int(sys.argv[2]) if len(sys.argv) > 2 else 10**6):
+    model.train()
+    for count, rows in enumerate(train):
+        step(rows)
+        if len(sys.argv) > 2 and count > 20: break
+    model.eval()
+    with torch.no_grad():
+        for rows, _ in zip(test, range(3)): model(rows)
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    folder = FitFolder(tmp_path)
+    yield folder
+    left = folder.wait_until_nothing_lives(10)
+    assert not left, left
+
+
+def peak_of(argv, cwd):
+    """The peak of a command, bytes, and its exit code."""
+    process = subprocess.Popen([sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))", *argv], cwd=cwd)
+    watch = meter.Meter(process.pid, float("inf"))
+    code = process.wait()
+    watch.close()
+    return watch.peak_bytes(), code
+
+
+def test_the_answer_fits_and_really_runs(home):
+    home.write("train.py", PLAIN)
+    with untouched(home.path):
+        ended = home.fit("--memory", "640MiB")
+    assert ended.code == 0, ended.stderr
+    found = ended.found
+    assert found.verdict == "fits" and found.script_batch == 8 and found.counted and found.schema == 1
+    assert found.trial_count <= 4 and found.trial_count == max(one.trial for one in found.trials)
+    assert found.peak_bytes <= found.limit_bytes - found.margin_bytes and found.limit_bytes == 640 * MIB
+    assert found.proved_steps >= 8 and found.proved_with == ["an evaluation", "a checkpoint"] and found.not_seen == []
+    assert any(one.micro_batch == found.micro_batch and one.purpose == "prove" and one.outcome == "fits" for one in found.trials)
+    assert found.largest_tried == max(one.micro_batch for one in found.trials)
+    room = 640 * MIB - found.fixed_bytes
+    assert found.sample_bytes * found.micro_batch > 0.75 * room, "too little of the memory is used"
+    assert 2 * MIB < found.sample_bytes < 16 * MIB, "the input, eight results of 256 KiB, and what is in work or kept by the C library"
+    assert [one.micro_batch for one in found.throughput] == sorted({one.micro_batch for one in found.throughput})
+    assert found.knee in [one.micro_batch for one in found.throughput]
+    assert all(one.ci[0] <= one.samples_per_s <= one.ci[1] for one in found.throughput)
+    assert 0 < found.utilisation <= 1
+    assert "convergence" in found.advice[0] and f"{found.micro_batch}" in found.advice[0]
+    report = Path(found.report).read_text(encoding="utf-8")
+    assert "<script src" not in report and "http" not in re.sub(r"http-equiv|http://www\.w3\.org", "", report)
+    lines = ended.stderr.strip().splitlines()
+    summary = lines[next(i for i, line in enumerate(lines) if line.startswith("a batch of")):]
+    assert len(summary) <= 12 and summary[-1].startswith("next") and "saturate tune" in summary[-1]
+    peak, code = peak_of([sys.executable, "train.py", str(found.micro_batch), "1"], home.path)
+    assert code == 0 and peak < 640 * MIB, "the unmodified script with this size does not fit"
+
+
+@pytest.mark.parametrize(("body", "reason"), [
+    ("while True: step(torch.ones(8, KIB * 256))", "its training does not read from a DataLoader"),
+    pytest.param("""
+class Batches(IterableDataset):
+    def __iter__(self):
+        while True: yield torch.ones(8, KIB * 256)
+for rows in DataLoader(Batches(), batch_size=None): step(rows)
+""", "its DataLoader does no batching: the dataset Batches makes the batches itself", marks=pytest.mark.slow),
+    pytest.param("""
+class Odd:
+    def __iter__(self): return iter([[i] * (1 + i % 7) for i in range(4096)])
+    def __len__(self): return 4096
+for rows in DataLoader(Rows(), batch_sampler=Odd()): step(rows)
+""", r"its batch sampler has no batch size \(it made batches of 1, ", marks=pytest.mark.slow),
+    pytest.param("for rows in DataLoader(Rows(), 8): step(rows.view(8, KIB * 256))",
+                 "it does not work with a batch of .* instead of 8: .*invalid for input of size", marks=pytest.mark.slow),
+    pytest.param("rows = next(iter(DataLoader(Rows(), 8)))\nwhile True: step(rows)",
+                 "its training does not read a batch for every step", marks=pytest.mark.slow),
+])
+def test_what_cannot_be_searched_is_refused_by_name(home, body, reason):
+    home.write("train.py", TRAINING + body)
+    ended = home.fit("--memory", "700MiB")
+    found = ended.found
+    assert ended.code == 0 and found.verdict == "refused" and re.match(reason, found.reason), found.reason
+    assert found.micro_batch is None and "--knob=--batch-size" in found.next_command
+    assert "cannot search its batch" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_batch_of_one_that_does_not_fit(home):
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 131072") + "for rows in DataLoader(Rows(), 8): step(rows)")
+    ended = home.fit("--memory", "700MiB")
+    found = ended.found
+    assert ended.code == 0 and found.verdict == "nothing_fits" and "a batch of 1 does not fit 700 MiB" in found.reason
+    assert found.micro_batch is None and found.trial_count <= 4
+    assert {one.outcome for one in found.trials} == {"out_of_memory"} and found.trials[-1].micro_batch == 1
+    assert "nothing fits 700 MiB" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_scripts_own_batch_that_does_not_fit(home):
+    home.write("train.py", TRAINING + "while True:\n    for rows in DataLoader(Rows(), 400): step(rows)")
+    found = home.fit("--memory", "640MiB").found
+    assert found.verdict == "fits" and found.script_batch == 400 and found.micro_batch < 100
+    assert found.trials[0].micro_batch == 400 and found.trials[0].outcome == "out_of_memory"
+    assert "more micro-steps" in found.advice[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_largest_samples_are_part_of_the_proof(home, workers):
+    """One text in a thousand is sixteen times as long as the others: a batch of those is what must fit."""
+    home.write("train.py", TRAINING + f"""
+class Texts(Rows):
+    def __getitem__(self, index): return torch.ones(256 * (16 + 240 * (index % 1000 == 7)))
+def collate(samples): return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+while True:
+    for rows in DataLoader(Texts(), 4, shuffle=True, collate_fn=collate, num_workers={workers}): step(rows)
+""")
+    found = home.fit("--memory", "900MiB").found
+    assert found.verdict == "fits" and found.proved_with[0].startswith("a batch of the largest samples")
+    assert found.sample_bytes > 1.5 * MIB, "the peak is that of short texts"
+
+
+@pytest.mark.slow
+def test_a_short_script_is_proved_to_its_end(home):
+    home.write("train.py", TRAINING + """
+for rows, _ in zip(DataLoader(Rows(), 8), range(70)): step(rows)
+torch.save(model.state_dict(), "model.pt")
+""")
+    found = home.fit("--memory", "640MiB", "--max", "16").found
+    assert found.verdict == "fits" and found.micro_batch <= 16
+
+
+@pytest.mark.slow
+def test_too_short_a_script_is_no_error(home):
+    home.write("train.py", TRAINING + "for rows, _ in zip(DataLoader(Rows(), 8), range(3)): step(rows)")
+    ended = home.fit("--memory", "640MiB")
+    assert ended.code == 0 and ended.found.verdict == "inconclusive" and "give it more steps" in ended.found.reason
+
+
+@pytest.mark.slow
+def test_the_dataset_bounds_the_batch(home):
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 1").replace("4096", "40") + """
+while True:
+    for rows in DataLoader(Rows(), 8): step(rows)
+""")
+    found = home.fit("--memory", "900MiB").found
+    assert found.micro_batch == 40 and found.largest_tried == 40
+
+
+@pytest.mark.slow
+def test_a_loop_that_counts_its_batches(home):
+    """`next` in a loop over `range(len(loader))` is not prepared for an epoch that ends early: the answer stands, and the
+    report says what was not seen."""
+    home.write("train.py", TRAINING + """
+loader = DataLoader(Rows(), 8, shuffle=True)
+while True:
+    batches = iter(loader)
+    for _ in range(len(loader)): step(next(batches))
+    torch.save(model.state_dict(), "model.pt")
+""")
+    found = home.fit("--memory", "640MiB").found
+    assert found.verdict == "fits" and found.proved_steps >= 8
+    assert any("epoch that ends early" in note for note in found.notes) and any("a checkpoint" in one for one in found.not_seen)
+
+
+@pytest.mark.slow
+def test_the_scripts_own_argument(home):
+    home.write("train.py", TRAINING + """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+size = parser.parse_args().batch_size
+while True: step(torch.ones(size, KIB * 256))
+""")
+    ended = home.fit("--memory", "640MiB", "--knob=--batch-size", argv=(sys.executable, "train.py", "--batch-size", "8"))
+    found = ended.found
+    assert found.verdict == "fits" and found.knob == "--batch-size" and 16 < found.micro_batch < 100, ended.stderr
+    assert found.trial_count <= 4 and found.next_command.endswith(f"train.py --batch-size {found.micro_batch}")
+    assert len({one.trial for one in found.trials}) == len(found.trials), "one process per size"
+    nameless = home.fit("--memory", "640MiB", "--knob=--batch-size").found
+    assert nameless.verdict == "refused" and "add --batch-size N to the command" in nameless.reason
+
+
+@pytest.mark.slow
+def test_an_argument_that_changes_nothing(home):
+    home.write("train.py", TRAINING + "while True:\n    for rows in DataLoader(Rows(), 8): step(rows)")
+    found = home.fit("--memory", "640MiB", "--knob=--batch-size", argv=(sys.executable, "train.py", "--batch-size", "8")).found
+    assert found.verdict == "refused" and "changed nothing" in found.reason
+
+
+@pytest.mark.slow
+def test_all_ranks_get_the_same_batch(home):
+    home.write("train.py", TRAINING + """
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+sampler = DistributedSampler(Rows())
+loader = DataLoader(Rows(), 4, sampler=sampler)
+for epoch in range(10**6):
+    sampler.set_epoch(epoch)
+    for rows in loader:
+        sizes = [None, None]
+        dist.all_gather_object(sizes, len(rows))
+        assert sizes[0] == sizes[1], sizes
+        step(rows)
+""")
+    argv = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    ended = home.fit("--memory", "1400MiB", argv=argv)
+    found = ended.found
+    assert found.verdict == "fits" and found.world_size == 2 and found.micro_batch > 8, ended.stderr
+    assert "on each of 2 ranks" in ended.stderr
+
+
+@pytest.mark.slow
+def test_lightning_is_not_resized_twice(home):
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    home.write("train.py", TRAINING + """
+import lightning as L
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def training_step(self, batch, index): return self.net(batch)
+    def validation_step(self, batch, index): self.net(batch)
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.01)
+trainer = L.Trainer(max_epochs=1000, accelerator="cpu", logger=False, enable_progress_bar=False, limit_val_batches=2)
+trainer.fit(Module(), DataLoader(Rows(), 8, shuffle=True), DataLoader(Rows(), 8))
+""")
+    ended = home.fit("--memory", "900MiB")
+    found = ended.found
+    assert found.verdict == "fits" and found.micro_batch > 8, ended.stderr
+    assert {"an evaluation", "a checkpoint"} <= set(found.proved_with), found
+
+
+@pytest.mark.slow
+def test_the_trainer_is_not_resized_twice(home):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    home.write("train.py", TRAINING + """
+from transformers import Trainer, TrainingArguments
+class Dicts(Rows):
+    def __getitem__(self, index): return {"rows": super().__getitem__(index), "labels": 0}
+class WithLoss(Net):
+    def forward(self, rows, labels=None): return {"loss": super().forward(rows)}
+arguments = TrainingArguments("out", per_device_train_batch_size=8, num_train_epochs=1000, use_cpu=True, report_to="none",
+                              eval_strategy="epoch", save_strategy="epoch", disable_tqdm=True)
+Trainer(WithLoss(), arguments, train_dataset=Dicts(), eval_dataset=torch.utils.data.Subset(Dicts(), range(16))).train()
+""")
+    ended = home.fit("--memory", "1100MiB")
+    found = ended.found
+    assert found.verdict == "fits" and found.micro_batch > 8, ended.stderr
+    assert {"an evaluation", "a checkpoint"} <= set(found.proved_with), found
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_and_tells_the_best_so_far(home):
+    home.write("train.py", PLAIN)
+    with untouched(home.path):
+        process = home.begin("--memory", "640MiB")
+        seen = ""
+        while "prove a batch of" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and no_traceback_of_ours(stderr), stderr
+    assert '"verdict":"fits"' in stdout and "interrupted: the best so far" in stdout and "best so far: a batch of" in stderr
+
+
+@pytest.mark.slow
+def test_a_budget_that_ends_early(home):
+    home.write("train.py", PLAIN)
+    began = time.monotonic()
+    ended = home.fit("--memory", "640MiB", "--budget", "1s")
+    assert ended.code == 0 and ended.found.verdict == "inconclusive" and "budget" in ended.found.reason
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_by_itself(home):
+    home.write("train.py", "raise SystemExit('no data')")
+    ended = home.fit("--memory", "640MiB")
+    assert ended.code == 4 and "no data" in ended.stderr and ended.found.verdict == "inconclusive"
+
+
+def test_bad_requests_are_refused_before_anything_runs(home):
+    home.write("train.py", "open('ran', 'w')")
+    for options, words in [(("--memory", "lots"), "is not an amount of memory"), (("--max", "0"), "is not a batch size"),
+                           (("--knob=size",), "is not an argument"), (("--target", "speed"), "not one of")]:
+        ended = home.fit(*options)
+        assert ended.code == 2 and words in ended.stderr, ended.stderr
+    ended = home.fit("--memory", "1000TiB")
+    if not os.path.exists("/dev/nvidiactl"):
+        assert ended.code == 3 and "to give now" in ended.stderr
+    ended = home.fit("--memory", "1GiB", "--knob=--batch", argv=(sys.executable, "train.py", "--batch", "many"))
+    assert ended.code == 2 and "'many'" in ended.stderr
+    assert not (home.path / "ran").exists()
+
+
+@pytest.mark.slow
+def test_on_a_cpu_the_limit_must_be_given(home):
+    home.write("train.py", PLAIN)
+    ended = home.fit()
+    assert ended.code == 2 and "--memory 4GiB" in ended.stderr
+
+
+@pytest.mark.parametrize(("argv", "value"), [
+    (["t.py", "--batch-size", "8"], 8), (["t.py", "--batch-size=8", "-x"], 8), (["t.py"], None), (["t.py", "--batch-size-eval", "3"], None),
+    (["t.py", "--batch-size", "8", "--batch-size", "9"], 9)])
+def test_the_value_of_an_argument(argv, value):
+    assert knob_value(argv, "--batch-size") == value
+    changed = with_knob(argv, "--batch-size", 64)
+    assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))

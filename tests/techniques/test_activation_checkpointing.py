@@ -1,0 +1,493 @@
+"""Activation checkpointing: the same training, bit by bit; less memory; and whatever cannot run twice is left alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import pickle
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from checkpoint_models import (  # noqa: E402 - after the import that decides whether to run at all
+    AddingStack,
+    Cached,
+    CacheStack,
+    Clamped,
+    Counter,
+    Hooked,
+    InPlaceArgument,
+    InPlaceProduct,
+    KeywordStack,
+    Logger,
+    MaskStack,
+    Normed,
+    OwnGenerator,
+    PowerIteration,
+    PythonRandom,
+    Recomputing,
+    RichStack,
+    Run,
+    Stack,
+    Wild,
+    engine_of,
+)
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.records.facts import Evidence, Facts, ModuleFacts  # noqa: E402
+from saturate.techniques import _activations, _checkpointing, _inputs, _registry, bf16_autocast  # noqa: E402
+from saturate.techniques import activation_checkpointing as technique  # noqa: E402
+from saturate.techniques._api import NotApplied  # noqa: E402
+
+Options = technique.Options
+ALL = [Options(mode="blocks"), Options(mode="blocks", every=2), Options(mode="operators"), Options(share=0.5)]
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """The count of living activations that the benchmark uses; it knows nothing of the technique."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    return importlib.import_module("_alive").Alive
+
+
+def proof(run, options):
+    return technique.active(Evidence(notes=dict(run.context.notes)), options)
+
+
+# -- the same training -------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "dropout": Stack, "running statistics": lambda: Stack(Normed), "a buffer that is read": lambda: Stack(PowerIteration),
+    "random numbers of Python": lambda: Stack(PythonRandom), "rich arguments": RichStack, "keywords only": KeywordStack,
+    "in place on a product": lambda: Stack(InPlaceProduct), "in place on a returned product": AddingStack,
+}
+
+
+@pytest.mark.parametrize("options", ALL, ids=lambda options: f"{options.mode}-{options.every}")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_training_bit_by_bit(name, options):
+    plain, ours = Run(MODELS[name]), Run(MODELS[name], options)
+    assert not ours.differs_from(plain)
+    if name.startswith("in place") and options.mode == "operators":
+        assert not proof(ours, options).active and "in place" in proof(ours, options).evidence
+    else:
+        assert proof(ours, options).active, proof(ours, options).evidence
+        assert ours.engine.recomputed > 6       # not only in the step that measures
+    assert not any(block.refusal for block in ours.engine.blocks)
+
+
+REFUSED = {
+    "in place on an argument": (lambda: Stack(InPlaceArgument), "modifies an argument in place"),
+    "a counter": (lambda: Stack(Counter), "changes Counter.calls"),
+    "a parameter": (lambda: Stack(Clamped), "changes a parameter"), "a list": (lambda: Stack(Logger), "changes Logger.seen"),
+    "hooks": (lambda: Stack(Hooked), "forward hooks"),
+    "a generator": (lambda: Stack(OwnGenerator), "random generator of its own"),
+    "a cache": (CacheStack, "a object is passed to it"),
+    "in place on an argument, later": (MaskStack, "modified in place after its forward"),
+    "recomputed already": (lambda: Stack(Recomputing), "recomputes inside of it already"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_twice_is_left_alone(name):
+    make, reason = REFUSED[name]
+    plain, ours = Run(make), Run(make, Options(mode="blocks"))
+    assert not ours.differs_from(plain)
+    found = proof(ours, Options(mode="blocks"))
+    assert not found.active
+    assert reason in found.evidence or name == "recomputed already" and "itself" in found.evidence, found.evidence
+    assert reason in ours.engine.blocks[0].refusal
+
+
+def test_a_forward_that_differs_from_run_to_run_is_left_alone():
+    ours = Run(lambda: Stack(Wild), Options(mode="blocks"))
+    assert "gives other values" in proof(ours, Options(mode="blocks")).evidence
+
+
+def test_one_bad_block_does_not_spoil_the_others():
+    def make():
+        model = Stack()
+        model.blocks[2], model.blocks[3] = Counter(), Counter()
+        return model
+
+    plain, ours = Run(make), Run(make, Options(mode="blocks"))
+    assert not ours.differs_from(plain)
+    assert proof(ours, Options(mode="blocks")).active
+    assert list(ours.engine.modes) == ["whole", "whole", "keep", "keep", "whole", "whole"]
+
+
+def test_several_backward_passes_through_one_graph():
+    def gradients(options):
+        torch.manual_seed(0)
+        model = Stack(PowerIteration).train()
+        engine = engine_of(Context(torch), model, options) if options else None
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(torch.randn(3, 7, 4)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    plain, _ = gradients(None)
+    ours, engine = gradients(Options(mode="blocks"))
+    assert all(map(torch.equal, plain, ours)) and engine.phase == "following"
+    ours, engine = gradients(Options(mode="operators"))     # products are kept for one backward only
+    assert all(map(torch.equal, plain, ours)) and engine.phase == "off"
+
+
+def test_evaluation_before_the_backward_pass():
+    """A script may switch the model's mode while a graph is waiting."""
+    def gradients(options):
+        torch.manual_seed(0)
+        model = Stack().train()
+        engine = engine_of(Context(torch), model, options) if options else None
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            loss = model.train()(torch.randn(3, 7, 4)).square().mean()
+            model.eval()
+            loss.backward()
+            assert not any(part.training for part in model.modules())
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    ours, engine = gradients(Options(mode="blocks"))
+    assert all(map(torch.equal, ours, gradients(None)[0])) and engine.phase == "following"
+
+
+def test_a_call_with_an_object_runs_plainly():
+    ours = Run(CacheStack, Options(mode="blocks"))
+    model = Stack(Cached)
+    model.call = lambda block, x: block(x, None)
+    engine = engine_of(Context(torch), model.train(), Options(mode="blocks"))
+    for _ in range(2):
+        model(torch.randn(3, 7, 4)).square().mean().backward()
+    recomputed = engine.recomputed
+    assert engine.phase == "following" and ours.engine.phase == "off"
+    model.call = lambda block, x: block(x, object())
+    model(torch.randn(3, 7, 4)).square().mean().backward()
+    assert engine.recomputed == recomputed
+
+
+def test_loops_of_every_kind():
+    """No optimizer, accumulation, two optimizers over two models, LBFGS; each exactly as without."""
+    def manual(model, options, context):
+        engine = engine_of(context, model, options) if options else None
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(3, 7, 4)).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        return engine
+
+    def accumulating(model, options, context):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = engine_of(context, model, options, optimizer) if options else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randn(3, 7, 4)).square().mean().backward()
+            optimizer.step()
+        return engine
+
+    def lbfgs(model, options, context):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        engine = engine_of(context, model, options, optimizer) if options else None
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            inputs = torch.randn(3, 7, 4)
+            optimizer.step(closure)
+        return engine
+
+    def two(model, options, context):
+        optimizers = (torch.optim.SGD(model.blocks.parameters(), lr=0.1), torch.optim.Adam(model.head.parameters()))
+        engine = engine_of(context, model, options, *optimizers) if options else None
+        for _ in range(4):
+            for optimizer in optimizers:
+                loss = model(torch.randn(3, 7, 4)).square().mean() + model(torch.randn(2, 7, 4)).square().mean()
+                model.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return engine
+
+    for loop in (manual, accumulating, lbfgs, two):
+        states = []
+        for options in (None, Options(share=0.5)):
+            torch.manual_seed(0)
+            model, context = Stack().train(), Context(torch)
+            engine = loop(model, options, context)
+            states.append(model.state_dict())
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), loop.__name__
+        assert engine.phase == "following" and technique.TECHNIQUE.id in context.notes, loop.__name__
+
+
+@pytest.mark.parametrize("cast_first", [True, False])
+def test_under_autocast(cast_first):
+    """The order of the two is that of their places in the forward, not that of their application."""
+    def losses(checkpointed):
+        torch.manual_seed(0)
+        model, context = Stack().train(), Context(torch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        context.modules, context.optimizers, context.device = (model,), (optimizer,), "cpu"
+        apply = [lambda: bf16_autocast.apply(context, bf16_autocast.Options())]
+        if checkpointed:
+            apply.append(lambda: technique.apply(context, Options(share=0.5)))
+        for one in apply if cast_first else reversed(apply):
+            one()
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 7, 4)).square().mean()
+            loss.backward()
+            found += [loss.item(), *(p.grad.sum().item() for p in model.parameters())]
+            optimizer.step()
+        evidence = Evidence(notes=dict(context.notes))
+        assert bf16_autocast.active(evidence, bf16_autocast.Options()).active
+        assert technique.active(evidence, Options()).active is checkpointed
+        return found
+
+    assert losses(False) == losses(True)
+
+
+@pytest.mark.parametrize("name, args, kwargs, expected", [
+    ("mm", (1, 2), {}, True), ("convolution", (), {}, True), ("add.Tensor", (1, 2), {}, False), ("native_dropout", (1, 0.1, True), {}, False),
+    ("_scaled_dot_product_flash_attention", (1, 2, 3), {}, True),
+    ("_scaled_dot_product_flash_attention", (1, 2, 3, 0.1), {}, False),
+    ("_scaled_dot_product_flash_attention", (1, 2, 3), {"dropout_p": 0.1}, False),
+    ("_scaled_dot_product_efficient_attention", (1, 2, 3, None, True, 0.0), {}, True),
+    ("_scaled_dot_product_efficient_attention", (1, 2, 3, None, True, 0.1), {}, False),
+    ("_scaled_dot_product_flash_attention_for_cpu", (1, 2, 3, 0.1), {}, False),
+])
+def test_what_draws_random_numbers_is_not_kept(name, args, kwargs, expected):
+    """It would not be drawn again, and what is drawn after it would get its numbers. Kernels of a device the machine lacks."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    assert _activations.is_product(operator, args, kwargs) is expected
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def peak(run, alive, rows=3, width=7):
+    """Bytes alive in one more step."""
+    inputs = torch.randn(rows, width, 4)
+    with alive(run.model) as count:
+        loss = run.model(inputs).square().mean()
+        run.optimizer.zero_grad()
+        loss.backward()
+    return count.peak
+
+
+@pytest.mark.parametrize("make", [Stack, lambda: Stack(Normed), RichStack], ids=["dropout", "running statistics", "rich"])
+@pytest.mark.parametrize("share", [0.85, 0.7, 0.55])
+def test_never_above_the_budget_and_within_one_block_of_it(make, share, alive):
+    plain = peak(Run(make), alive)
+    profile = Run(make, Options(mode="blocks")).engine.profile
+    largest = max(visit.inner_bytes + sum(profile.sizes[key] for key in visit.read | visit.results)
+                  for visit in profile.passes[0] if visit.block is not None)
+    budget = int(share * plain)
+    ours = Run(make, Options(budget_bytes=budget))
+    assert ours.engine.phase == "following"
+    assert budget - largest <= peak(ours, alive) <= budget
+
+
+def test_the_step_that_measures_stays_small_itself(alive):
+    torch.manual_seed(0)
+    everything = peak(Run(Stack), alive)
+    torch.manual_seed(0)
+    model = Stack().train()
+    engine_of(Context(torch), model, Options(share=0.9))
+    with alive(model) as count:
+        model(torch.randn(3, 7, 4)).square().mean().backward()
+    assert count.peak < 0.6 * everything
+
+
+@pytest.mark.parametrize("rows, width", [(6, 7), (3, 14), (2, 7)])
+def test_larger_inputs_recompute_more(rows, width, alive):
+    budget = int(0.9 * peak(Run(Stack), alive))
+    ours = Run(Stack, Options(budget_bytes=budget))
+    few = list(ours.engine.modes).count("keep")
+    needed = peak(ours, alive, rows, width)
+    least = peak(Run(Stack, Options(mode="blocks")), alive, rows, width)
+    assert needed <= max(budget, least)
+    assert (list(ours.engine.modes).count("keep") < few) is (rows * width > 21)
+
+
+def test_a_budget_that_cannot_be_met_or_needs_nothing_is_said():
+    for options, words in ((Options(budget_bytes=1000), "remain"), (Options(budget_bytes=1 << 40), "nothing has to")):
+        ours = Run(Stack, options)
+        assert not ours.differs_from(Run(Stack))
+        assert words in proof(ours, options).evidence and not proof(ours, options).active
+        assert ours.engine.phase == "off"
+
+
+# -- the user's objects ------------------------------------------------------------------------------------------------
+
+
+def test_copies_pickles_and_evaluation():
+    ours = Run(Stack, Options(mode="blocks"))
+    twin = copy.deepcopy(ours.model)
+    with torch.no_grad():
+        for p in ours.model.parameters():
+            p.add_(1.0)
+    recomputed = ours.engine.recomputed
+    x = torch.randn(3, 7, 4)
+    twin.train()
+    torch.manual_seed(1)
+    loss = twin(x).square().mean()
+    loss.backward()
+    assert ours.engine.recomputed == recomputed + 6
+    loaded = pickle.loads(pickle.dumps(twin))
+    loaded.zero_grad()
+    torch.manual_seed(1)
+    again = loaded(x).square().mean()
+    again.backward()
+    assert again.item() == loss.item() and all(
+        torch.equal(a.grad, b.grad) for a, b in zip(twin.parameters(), loaded.parameters()))
+    assert ours.engine.recomputed == recomputed + 6     # what was loaded is a plain model
+    ours.model.eval()(x).sum().backward()
+    with torch.no_grad():
+        ours.model.train()(x)
+    assert ours.engine.recomputed == recomputed + 6
+    ours.context.undo()
+    assert not any("forward" in vars(module) for module in ours.model.modules())
+
+
+def test_a_nested_argument_that_is_changed_afterwards_is_an_error():
+    ours = Run(RichStack, Options(mode="blocks"))
+    block = ours.model.blocks[0]
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    pair = (x.cos(), {"more": x.sin()})
+    y = block(x, scale=x.sigmoid(), pair=pair)[0]
+    pair[1]["more"].add_(1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.sum().backward()
+
+
+def test_a_script_that_recomputes_around_the_blocks_is_left_alone():
+    from torch.utils.checkpoint import checkpoint
+
+    class Theirs(Stack):
+        def call(self, block, x):
+            return checkpoint(block, x, use_reentrant=False)
+
+    for reentrant in (False, True):
+        plain, ours = Run(Theirs), Run(Theirs, Options(mode="blocks"))
+        assert not ours.differs_from(plain), reentrant
+        assert "itself" in proof(ours, Options(mode="blocks")).evidence
+
+
+def test_a_flag_of_hugging_face_is_seen_at_once():
+    model = Stack()
+    model.gradient_checkpointing = True
+    with pytest.raises(NotApplied, match="itself"):
+        engine_of(Context(torch), model, Options())
+
+
+def test_sharded_parameters_are_refused():
+    model = Stack()
+    model.blocks[1] = type("FSDPBlock", (type(model.blocks[1]),), {})()
+    with pytest.raises(NotApplied, match="sharded"):
+        engine_of(Context(torch), model, Options())
+
+
+def test_a_failure_of_ours_is_not_the_scripts(monkeypatch):
+    def broken(*_):
+        raise KeyError("planted")
+
+    for owner, name in ((_activations, "saved_after"), (_checkpointing, "_cost")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            ours = Run(Stack, Options())
+        assert not ours.differs_from(Run(Stack))
+        assert "could not be measured: KeyError" in proof(ours, Options()).evidence
+
+
+def test_no_cache_of_keys_and_values_in_training():
+    class Model(Stack):
+        config = type("Config", (), {"use_cache": True})()
+
+        def forward(self, x, mask=None, use_cache=None):
+            use_cache = self.config.use_cache if use_cache is None else use_cache
+            self.asked = use_cache
+            return super().forward(x)
+
+    ours = Run(Model, Options(mode="blocks"))
+    assert ours.model.asked is False and proof(ours, Options(mode="blocks")).active
+    ours.model(torch.randn(3, 7, 4), use_cache=True)
+    assert ours.model.asked is True
+    ours.model.eval()(torch.randn(3, 7, 4))
+    assert ours.model.asked is True
+
+
+def test_without_a_backward_it_gives_up():
+    model, context = Stack().train(), Context(torch)
+    engine = engine_of(context, model, Options())
+    for _ in range(70):
+        model(torch.randn(1, 2, 4))
+    assert engine.phase == "off" and "no backward pass" in technique.active(Evidence(notes=dict(context.notes)), Options()).evidence
+
+
+def test_an_optimizer_that_never_steps_does_not_hold_it_up():
+    torch.manual_seed(0)
+    model, context = Stack().train(), Context(torch)
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.SGD(model.head.parameters(), lr=0.01)
+    engine = engine_of(context, model, Options(mode="blocks"), *optimizers)
+    for _ in range(66):
+        optimizers[0].zero_grad()
+        model(torch.randn(1, 2, 4)).square().mean().backward()
+        optimizers[0].step()
+    assert engine.phase == "following" and technique.TECHNIQUE.id in context.notes
+
+
+@pytest.mark.parametrize("then, now, factor", [
+    (((2, 8),), ((2, 8),), 1.0), (((2, 8),), ((2, 16),), 4.0), (((2, 8),), ((1, 16),), 2.0), (((2, 8),), ((1, 4),), 1.0),
+    (((2, 8), (2, 8)), ((2, 16), (2, 16)), 4.0), (None, ((2, 8),), 1.0), (((2, 8),), ((32,),), 4.0), (((0,),), ((4,),), 16.0),
+])
+def test_how_much_larger_inputs_are(then, now, factor):
+    assert _inputs.growth(then, now) == factor
+
+
+def test_models_without_blocks_are_refused():
+    with pytest.raises(NotApplied, match="no blocks"):
+        engine_of(Context(torch), torch.nn.Linear(2, 2), Options())
+    with pytest.raises(NotApplied, match="no trained module"):
+        technique.apply(Context(torch), Options())
+
+
+# -- deciding ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_where_memory_is_short():
+    usual = Facts(modules=(ModuleFacts(kind="Net"),), device="cuda", device_memory_bytes=100, device_reserved_bytes=50)
+    assert not technique.eligible(usual)
+    assert technique.eligible(dataclasses.replace(usual, memory_limit_bytes=1 << 30))
+    assert technique.eligible(dataclasses.replace(usual, device_reserved_bytes=95))
+    limited = dataclasses.replace(usual, memory_limit_bytes=1 << 30)
+    for changes in ({"checkpointed": True}, {"modules": (ModuleFacts(compiled=True),)}, {"modules": ()},
+                    {"modules": (ModuleFacts(forward_overridden=True),)}):
+        assert not technique.eligible(dataclasses.replace(limited, **changes))
+
+
+def test_a_compiler_decides_for_itself():
+    registry = _registry.load()
+    assert _registry.conflicts([registry["compile"], technique])
+    assert not _registry.conflicts([registry["bf16-autocast"], technique])
+
+
+@pytest.mark.parametrize("bad", [{"mode": "some"}, {"every": 0}, {"budget_bytes": -1}, {"share": 0.0}, {"share": 1.5}])
+def test_options_are_checked(bad):
+    with pytest.raises(ValueError):
+        Options(**bad)

@@ -1,0 +1,283 @@
+"""The technique `async-checkpoint` in the house: facts, options, frameworks, ranks, `saturate run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from saturate.agent.context import Context
+from saturate.records.facts import Evidence, Facts
+from saturate.techniques import async_checkpoint
+from saturate.techniques._api import NotApplied
+from saturate.testing import conformance
+
+RECIPE = '[[technique]]\nid = "async-checkpoint"\noptions = { mode = "thread" }\n'
+
+
+def test_conformance():
+    conformance.require(async_checkpoint)
+
+
+def test_eligibility_needs_a_save():
+    assert "no checkpoint was saved" in async_checkpoint.eligible(Facts()).reason
+    found = async_checkpoint.eligible(Facts(saves=2, save_bytes=20_000_000, save_s=0.5))
+    assert found and found.reason == "2 save(s) of 10.0 MB took 0.250 s each"
+    assert not async_checkpoint.active(Evidence(), async_checkpoint.Options()).active
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(NotApplied, match="there is no mode 'fast'"):
+        async_checkpoint.apply(Context(torch), async_checkpoint.Options("fast"))
+
+
+TRAIN = """
+    import sys, torch
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(8):
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "model.pt")
+            open("latest", "w").write(str(step))
+    print("done", torch.load("model.pt")["step"])
+    sys.exit(4)
+"""
+
+
+def test_under_run(tmp_path, script, clean_environment):
+    """Standard output and exit code are the command's own; one line on standard error says what was saved."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, script(TRAIN)],
+                          cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("done 7\n", 4), done.stderr
+    assert "saturate: async-checkpoint: 4 checkpoint(s) in 4 file(s)" in done.stderr
+    assert torch.load(tmp_path / "model.pt")["step"] == 7 and (tmp_path / "latest").read_text() == "7"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "model.pt", "recipe.toml", "train.py"]
+
+
+def test_facts_of_a_trial(start, script):
+    """Saves are seen in the unchanged workload, and the technique proves itself in a trial."""
+    endless = TRAIN.replace("range(8)", "range(10**9)")
+    trial = start(str(script(endless)))
+    trial.wait_ready()
+    trial.run_block(1, 20)
+    facts = trial.ask("facts")
+    known = {field.name for field in dataclasses.fields(Facts)}
+    assert facts["saves"] >= 10 and facts["save_bytes"] > facts["saves"] * 1_000_000 and facts["save_s"] > 0
+    assert set(facts) <= known
+    trial.stop()
+    from saturate.trial import launch
+
+    chosen = launch.Chosen("async-checkpoint", async_checkpoint.__name__, async_checkpoint.__file__, {"mode": "auto"}, {})
+    trial = start(str(script(endless)), techniques=[chosen])
+    trial.wait_ready()
+    for _ in range(3):
+        trial.run_block(1, 10)
+        trial.freeze()
+        trial.thaw()
+    proof = async_checkpoint.active(Evidence(notes=trial.ask("evidence")["notes"]), async_checkpoint.Options())
+    assert proof.active and "checkpoint(s)" in proof.evidence
+
+
+RANKS = """
+    import os, sys, time, torch, torch.distributed as dist
+    from saturate.agent.context import Context
+    from saturate.checkpoints import persist
+    from saturate.techniques import async_checkpoint
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    write = persist.write
+    def slowly(descriptor, buffers):
+        time.sleep(1.0 if rank else 0.0)
+        return write(descriptor, buffers)
+    persist.write = slowly
+    if "--guarded" in sys.argv:
+        async_checkpoint.apply(Context(torch), async_checkpoint.Options("thread"))
+    else:
+        from saturate.techniques import async_checkpoint as bare
+        bare._BARRIERS = ()
+        bare.apply(Context(torch), bare.Options("thread"))
+    torch.save({"rank": rank, "x": torch.ones(1000)}, f"shard{rank}.pt")
+    dist.barrier()
+    if not rank:
+        os.symlink("shard1.pt", "latest")
+        print(int(os.path.exists("shard1.pt")), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_barrier_means_durable_on_every_rank(tmp_path, script, clean_environment, guarded):
+    """Rank 1's disk is slow. Without the guard on barriers, rank 0 moves `latest` too early, and that is seen."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone",
+               str(script(RANKS)), *(["--guarded"] if guarded else [])]
+    done = subprocess.run(command, cwd=tmp_path, env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(int(guarded))
+    assert torch.load(tmp_path / "latest")["rank"] == 1
+
+
+SHARDS = """
+    import os, sys, time, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch.nn.parallel import DistributedDataParallel
+    from saturate.agent.context import Context
+    from saturate.techniques import async_checkpoint
+
+    if "--ranks" in sys.argv:
+        dist.init_process_group("gloo")
+    ranks = dist.is_initialized()
+    rank = dist.get_rank() if ranks else 0
+    context = Context(torch)
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))
+    torch.manual_seed(0)
+    bare = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 300))
+    model = DistributedDataParallel(bare) if ranks else bare
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept, results, blocked = {}, {}, []
+    for step in range(9):
+        model(torch.randn(8, 300)).square().mean().backward()       # all-reduces of its own, meanwhile
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            kept[step] = {name: value.clone() for name, value in bare.state_dict().items()}
+            extra = {"step": step, "list": [step]}
+            results[step] = dcp.save({"model": bare.state_dict(), "extra": extra}, checkpoint_id=f"step{step}")
+            extra["list"].append("late")
+            for parameter in bare.parameters():
+                parameter.data.mul_(1.5)
+            if not rank and step == 5:
+                os.symlink("step5", "latest")
+                assert os.path.exists("step5/.metadata")
+    names = set(results[8].state_dict_metadata)
+    assert "model.0.weight" in names, names
+    if ranks:
+        dist.barrier()
+    for step, wanted in kept.items():
+        found = {"model": {name: torch.zeros_like(value) for name, value in wanted.items()}, "extra": {"step": 0, "list": []}}
+        dcp.load(found, checkpoint_id=f"step{step}")
+        assert all(torch.equal(value, wanted[name]) for name, value in found["model"].items()), step
+        assert found["extra"] == {"step": step, "list": [step]}, found["extra"]
+    if ranks:
+        dist.barrier()
+    dcp.save({"model": bare.state_dict()}, checkpoint_id="step8")    # over an old one: torch's own way
+    if ranks:
+        dist.destroy_process_group()
+    print(context.notes)
+"""
+
+
+@pytest.mark.parametrize("ranks", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_distributed_checkpoints(tmp_path, script, clean_environment, ranks):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if ranks else []
+    done = subprocess.run([sys.executable, *launcher, str(script(SHARDS)), *(["--ranks"] if ranks else [])], cwd=tmp_path,
+                          env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("3 checkpoint(s) in 3 file(s)") == 1 + ranks       # ranks may write into one line
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")
+def test_safetensors(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    opened = sys.modules["safetensors"].safe_open
+    wanted = {"a": torch.randn(100, 100), "b": torch.arange(7)}
+    save_file(wanted, tmp_path / "plain.safetensors", metadata={"format": "pt"})
+    context = Context(torch)
+    for mode in ("thread", "process", "sync"):
+        async_checkpoint.apply(context, async_checkpoint.Options(mode))
+        save_file(wanted, tmp_path / "a.safetensors", metadata={"format": "pt"})
+        before = wanted["a"].clone()
+        wanted["a"].add_(1)
+        found = load_file(tmp_path / "a.safetensors")
+        assert torch.equal(found["a"], before) and torch.equal(found["b"], wanted["b"])
+        context.undo()
+        assert sys.modules["safetensors.torch"].safe_open is opened
+    save_file(found, tmp_path / "plain.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+
+
+FRAMEWORKS = {
+    "lightning": """
+        import torch, lightning as L
+        class Net(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(32, 32)
+            def training_step(self, batch, index):
+                return self.layer(batch[0]).square().mean()
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters())
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 32)), batch_size=8)
+        trainer = L.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+                            callbacks=[L.pytorch.callbacks.ModelCheckpoint(dirpath="out", save_last=True)])
+        trainer.fit(Net(), data)
+        found = torch.load("out/last.ckpt", weights_only=False)
+        assert found["epoch"] == 2, found["epoch"]
+        L.Trainer(max_epochs=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+                  enable_checkpointing=False).fit(Net(), data, ckpt_path="out/last.ckpt", weights_only=False)
+        print("ok")
+    """,
+    "transformers": """
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+        data = [{"input_ids": torch.arange(16) % 64, "labels": torch.arange(16) % 64} for _ in range(32)]
+        arguments = TrainingArguments("out", max_steps=8, save_steps=2, save_total_limit=2, per_device_train_batch_size=4,
+                                      report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=100)
+        Trainer(model, arguments, train_dataset=data).train()
+        Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=True)
+        import os
+        assert sorted(os.listdir("out")) == ["checkpoint-6", "checkpoint-8"], os.listdir("out")
+        GPT2LMHeadModel.from_pretrained("out/checkpoint-8")
+        print("ok")
+    """,
+    "accelerate": """
+        import torch
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(6):
+            accelerator.backward(model(torch.randn(4, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                accelerator.save_state("out")
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            model.weight.zero_()
+        accelerator.load_state("out")
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        print("ok")
+    """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks(name, tmp_path, clean_environment):
+    """Where the frameworks are installed: they save, rotate, resume, and the technique was at work."""
+    if subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode:
+        pytest.skip(f"needs {name}")
+    (tmp_path / "train.py").write_text(textwrap.dedent(FRAMEWORKS[name]))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, "train.py"],
+                          cwd=tmp_path, env={**clean_environment, **{k: v for k, v in os.environ.items() if k == "PYTHONPATH"}},
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("ok"), done.stderr[-3000:]
+    assert "saturate: async-checkpoint: " in done.stderr, done.stderr[-3000:]
+    assert json.dumps(done.stderr).count("saved plainly") == 0

@@ -1,0 +1,107 @@
+"""batch-assembly: the same batches, bit by bit and stride by stride, and left alone where that is not certain."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: E402
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.data import rows  # noqa: E402
+from saturate.records.facts import Evidence, Facts, LoaderFacts  # noqa: E402
+from saturate.techniques import batch_assembly  # noqa: E402
+
+
+@pytest.fixture
+def on():
+    context = Context(torch)
+    yield lambda: batch_assembly.apply(context, batch_assembly.Options()) and context
+    context.undo()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.rand(23, 3, 4, 5, generator=generator), torch.arange(23), torch.rand(23, 2, generator=generator) > 0.5,
+                         torch.rand(23, 0), torch.rand(23, 3, generator=generator).bfloat16())
+
+
+def epochs(dataset, **arguments):
+    torch.manual_seed(3)
+    loader = DataLoader(dataset, **{"batch_size": 4, "shuffle": True, **arguments})
+    found = [batch for _ in range(2) for batch in loader]
+    return found, torch.rand(1).item()
+
+
+def same(first, second):
+    return (first[1] == second[1] and len(first[0]) == len(second[0]) and all(
+        type(a) is type(b) and all(x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y) for x, y in zip(a, b))
+        for a, b in zip(first[0], second[0])))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [data, lambda: Subset(data(), range(3, 20)), lambda: Subset(Subset(data(), [5, -1, 2, 2]), [0, 3, 1])])
+def test_the_same_batches(on, make, workers, monkeypatch):
+    plain = epochs(make(), num_workers=workers)
+    context = on()
+    calls = []
+    real = rows.Rows.__getitems__
+    monkeypatch.setattr(rows.Rows, "__getitems__", lambda self, indices: calls.append(1) or real(self, indices))
+    dataset = make()
+    assert same(epochs(dataset, num_workers=workers), plain)
+    assert workers or calls
+    assert batch_assembly.active(Evidence(notes=context.notes), batch_assembly.Options()).active
+    loader = DataLoader(dataset)
+    assert loader.dataset is dataset and iter(loader)._dataset.dataset is dataset and pickle.loads(pickle.dumps(rows.Rows(dataset)))
+
+
+class Own(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+@pytest.mark.parametrize("dataset, arguments", [
+    (Own(torch.arange(8.0)), {}),
+    (TensorDataset(torch.arange(8.0)), {"collate_fn": lambda items: len(items)}),
+    (TensorDataset(torch.arange(8.0)), {"batch_size": None, "shuffle": False}),
+    (TensorDataset(torch.arange(24.0).reshape(3, 8).t()), {}),
+    (TensorDataset(torch.zeros(8, requires_grad=True)), {}),
+    (list(range(8)), {}),
+])
+def test_others_are_left_alone(on, dataset, arguments):
+    context = on()
+    loader = DataLoader(dataset, **{"batch_size": 2, **arguments})
+    assert rows.refusal(torch, loader) and iter(loader)._dataset is dataset
+    assert not batch_assembly.active(Evidence(notes=context.notes), batch_assembly.Options()).active
+
+
+def test_data_that_is_written_to_or_replaced_is_seen(on):
+    on()
+    dataset = TensorDataset(torch.zeros(4))
+    loader = DataLoader(dataset, batch_size=2)
+    iterator = iter(loader)
+    next(iterator)
+    dataset.tensors[0][3] = 7
+    assert next(iterator)[0].tolist() == [0, 7]
+    dataset.tensors = (torch.ones(4),)
+    assert [batch[0].tolist() for batch in loader] == [[1, 1], [1, 1]]
+
+
+def test_a_batch_is_no_view_and_an_index_out_of_bounds_raises(on):
+    on()
+    dataset = TensorDataset(torch.zeros(4))
+    for (batch,) in DataLoader(dataset, batch_size=4):
+        batch += 1
+    assert dataset.tensors[0].sum() == 0
+    with pytest.raises(IndexError):
+        list(DataLoader(dataset, batch_size=2, sampler=[0, 4]))
+
+
+def test_eligibility():
+    usual = Facts(loaders=(LoaderFacts(tensor_rows=True),), step_ms=10.0, input_wait_ms=5.0)
+    assert batch_assembly.eligible(usual) and batch_assembly.bound(usual) == 0.5
+    for bad in (Facts(), Facts(loaders=(LoaderFacts(),)), Facts(loaders=(LoaderFacts(tensor_rows=True),), step_ms=10.0, input_wait_ms=0.1)):
+        assert not batch_assembly.eligible(bad)

@@ -1,0 +1,365 @@
+"""The optimizer in the backward pass: the same training and the same checkpoint, and an error instead of a wrong number."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - after the import that decides whether to run at all
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.records.facts import Evidence, Facts, OptimizerFacts  # noqa: E402
+from saturate.techniques import _registry, _updates  # noqa: E402
+from saturate.techniques import optimizer_in_backward as technique  # noqa: E402
+from saturate.techniques._api import NotApplied  # noqa: E402
+
+OPTIONS = technique.Options()
+
+
+class Model(nn.Module):
+    """A tied weight, dropout, and a part that only some steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.rare = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, rare=False):
+        x = nn.functional.dropout(torch.tanh(self.hidden(self.embedding(tokens))), 0.1, self.training)
+        return self.head(self.rare(x) if rare else x)
+
+
+class Training:
+    def __init__(self, kind="AdamW", on=True, **arguments):
+        torch.manual_seed(0)
+        self.model = Model().train()
+        parameters = list(self.model.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}]
+        self.optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **arguments)
+        self.context = Context(torch)
+        self.context.modules, self.context.optimizers, self.context.device = (self.model,), (self.optimizer,), "cpu"
+        self.losses = []
+        if on:
+            technique.apply(self.context, OPTIONS)
+
+    def loss(self, rare=False):
+        tokens = torch.randint(11, (4, 6))
+        found = nn.functional.cross_entropy(self.model(tokens, rare).flatten(0, 1), tokens.flatten())
+        self.losses.append(found.item())
+        return found
+
+    def steps(self, count, to_none=True, rare=lambda number: False):
+        for number in range(count):
+            loss = self.loss(rare(number))
+            self.optimizer.zero_grad(set_to_none=to_none)
+            loss.backward()
+            self.optimizer.step()
+        return self
+
+    def proof(self):
+        return technique.active(Evidence(notes=dict(self.context.notes)), OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def undone(monkeypatch):
+    """The guard sits on the Parameter class: whatever a test leaves is taken back."""
+    applied = []
+    apply = technique.apply
+
+    def noted(context, options):
+        applied.append(context)
+        return apply(context, options)
+
+    monkeypatch.setattr(technique, "apply", noted)
+    yield
+    for context in reversed(applied):
+        context.undo()
+    assert "grad" not in vars(nn.Parameter)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+def alike(ours, plain):
+    return (ours.losses == plain.losses and same(ours.model.state_dict(), plain.model.state_dict())
+            and same(ours.optimizer.state_dict(), plain.optimizer.state_dict()))
+
+
+KINDS = [*((kind, {}) for kind in _updates.KINDS if hasattr(torch.optim, kind)), ("SGD", {"momentum": 0.9, "nesterov": True}),
+         ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("Adam", {"amsgrad": True, "weight_decay": 0.1})]
+
+
+@pytest.mark.parametrize("kind, arguments", KINDS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+def test_the_same_training_and_the_same_checkpoint(kind, arguments):
+    plain, ours = Training(kind, False, **arguments).steps(6), Training(kind, **arguments).steps(6)
+    assert alike(ours, plain)
+    assert ours.proof().active and "parameters updated in backward" in ours.proof().evidence
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_parameters_without_a_gradient(to_none):
+    """With gradients that are zeroed, the momentum of an unused parameter goes on; with dropped ones it rests."""
+    def rare(number):
+        return number in (1, 2, 5)
+
+    for kind in ("AdamW", "SGD"):
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        plain = Training(kind, False, **more).steps(8, to_none, rare)
+        ours = Training(kind, **more).steps(8, to_none, rare)
+        assert alike(ours, plain) and ours.proof().active
+
+
+def test_gradients_are_gone_before_the_backward_ends():
+    ours = Training().steps(3)
+    living = []
+    handle = ours.model.embedding.weight.register_post_accumulate_grad_hook(
+        lambda p: living.append([q._grad is not None for q in ours.model.parameters()]))
+    ours.steps(1)
+    handle.remove()
+    assert living and not any(living[0][1:])
+
+
+def test_schedulers_hooks_checkpoints_and_new_groups():
+    def run(on):
+        training = Training(on=on)
+        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, 0.5)
+        called = []
+        training.optimizer.register_step_post_hook(lambda *_: called.append(1))
+        for _ in range(4):
+            training.steps(1)
+            scheduler.step()
+        training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        training.steps(2)
+        extra = nn.Parameter(torch.ones(()))
+        training.optimizer.add_param_group({"params": [extra], "lr": 0.5})
+        for _ in range(2):
+            training.optimizer.zero_grad()
+            (training.loss() * extra).backward()
+            training.optimizer.step()
+        return training, called, extra
+
+    (ours, called, extra), (plain, others, theirs) = run(True), run(False)
+    assert alike(ours, plain) and ours.proof().active
+    assert len(called) == len(others) == 8 and extra.item() == theirs.item() != 1.0
+
+
+def test_step_with_a_closure():
+    def run(on):
+        training = Training(on=on)
+
+        def closure():
+            training.optimizer.zero_grad()
+            loss = training.loss()
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            training.optimizer.step(closure)
+        return training
+
+    ours, plain = run(True), run(False)
+    assert alike(ours, plain) and ours.proof().active
+
+
+def test_two_optimizers_with_losses_of_their_own():
+    def run(on):
+        torch.manual_seed(0)
+        parts = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        optimizers = tuple(torch.optim.Adam(part.parameters()) for part in parts)
+        context = Context(torch)
+        context.optimizers = optimizers
+        if on:
+            technique.apply(context, OPTIONS)
+        for _ in range(5):
+            for part, optimizer in zip(parts, optimizers):
+                optimizer.zero_grad()
+                part(torch.randn(2, 3)).square().sum().backward()
+                optimizer.step()
+        return [part.state_dict() for part in parts], context
+
+    ours, context = run(True)
+    assert same(ours, run(False)[0])
+    assert technique.TECHNIQUE.id in context.notes
+
+
+def test_an_optimizer_that_never_steps_is_left_out():
+    unused = nn.Linear(2, 2)
+    ours = Training(on=False)
+    ours.context.optimizers = ours.optimizer, torch.optim.SGD(unused.parameters(), lr=1.0)
+    technique.apply(ours.context, OPTIONS)
+    ours.steps(10)
+    assert alike(ours, Training(on=False).steps(10)) and ours.proof().active
+    before = unused.weight.detach().clone()
+    unused(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(unused.weight, before) and unused.weight.grad is not None
+
+
+def test_copies_and_pickles():
+    ours = Training().steps(4)
+    twin = copy.deepcopy(ours.model)
+    loaded = pickle.loads(pickle.dumps(ours.model))
+    for model in (twin, loaded):
+        before = model.hidden.weight.detach().clone()
+        model(torch.randint(11, (2, 3))).sum().backward()
+        assert model.hidden.weight.grad is not None and torch.equal(model.hidden.weight, before)
+    ours.context.undo()
+    ours.optimizer.zero_grad()
+    ours.loss().backward()
+    assert ours.model.hidden.weight.grad is not None
+
+
+# -- what it must not serve --------------------------------------------------------------------------------------------
+
+
+def clipping(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    training.optimizer.step()
+
+
+def accumulating(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def never_zeroed(training):
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def late_rate(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.param_groups[1]["lr"] *= 0.5
+    training.optimizer.step()
+
+
+def logging_after_the_step(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.step()
+    sum(p.grad.norm() for p in training.model.parameters() if p.grad is not None)
+
+
+def noisy(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    for p in training.model.parameters():
+        p.grad = torch.full_like(p, 0.01)
+    training.optimizer.step()
+
+
+def adversarial(training):
+    """The second backward pass of each step also reaches what the first updated."""
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.step()
+    training.loss().backward()
+
+
+LOOPS = {clipping: "reads gradients", accumulating: "added up", never_zeroed: "added to those of earlier", late_rate: "setting",
+         logging_after_the_step: "reads gradients", noisy: "sets gradients|are changed", adversarial: "added up|earlier"}
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_that_need_their_gradients_are_left_alone(loop):
+    import re
+
+    plain = Training(on=False)
+    for _ in range(5):
+        loop(plain)
+    ours = Training()
+    for _ in range(5):
+        loop(ours)
+    assert alike(ours, plain)
+    assert not ours.proof().active and re.search(LOOPS[loop], ours.proof().evidence), ours.proof()
+
+
+@pytest.mark.parametrize("loop", [clipping, accumulating, late_rate, logging_after_the_step, noisy], ids=lambda loop: loop.__name__)
+def test_a_loop_that_changes_its_mind_gets_an_error(loop):
+    ours = Training().steps(4)
+    with pytest.raises(RuntimeError, match="optimizer-in-backward"):
+        loop(ours)
+
+
+def test_reading_zeros_after_zero_grad():
+    """What a script finds between `zero_grad(set_to_none=False)` and the backward pass is what it always found."""
+    ours = Training().steps(4, to_none=False)
+    ours.optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in (ours.model.embedding.weight, ours.model.hidden.weight))
+    ours.optimizer.zero_grad()
+    assert ours.model.hidden.weight.grad is None
+
+
+def test_optimizers_that_are_refused():
+    weight = nn.Parameter(torch.ones(2))
+    hooked = nn.Parameter(torch.ones(2))
+    hooked.register_post_accumulate_grad_hook(lambda p: None)
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    for optimizer, reason in (
+        (torch.optim.LBFGS([weight]), "LBFGS"), (Mine([weight]), "Mine"), (torch.optim.SGD([hooked]), "hooks of its own"),
+        (torch.optim.SGD([torch.ones(1, requires_grad=True)]), "no Parameters"),
+    ):
+        context = Context(torch)
+        context.optimizers = (optimizer,)
+        with pytest.raises(NotApplied, match=reason):
+            technique.apply(context, OPTIONS)
+    with pytest.raises(NotApplied):
+        technique.apply(Context(torch), OPTIONS)
+
+
+def test_norms_for_verification_are_those_of_the_baseline():
+    def norms(on):
+        training = Training(on=on).steps(4)
+        training.context.gradient_norms = {}
+        training.steps(1)
+        names = {id(p): name for name, p in training.model.named_parameters()}
+        if on:
+            return {names[key]: norm.item() for key, norm in training.context.gradient_norms.items()}
+        return {name: torch.linalg.vector_norm(p.grad).item() for name, p in training.model.named_parameters() if p.grad is not None}
+
+    assert norms(True) == norms(False)
+
+
+# -- deciding ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_where_memory_is_short_and_gradients_are_nobody_elses():
+    adam = OptimizerFacts(kind="AdamW", module="torch.optim.adamw")
+    limited = Facts(optimizers=(adam,), memory_limit_bytes=1 << 30)
+    assert technique.eligible(limited)
+    assert not technique.eligible(dataclasses.replace(limited, memory_limit_bytes=None))
+    full = dataclasses.replace(limited, memory_limit_bytes=None, device_memory_bytes=100, device_reserved_bytes=95)
+    assert technique.eligible(full)
+    for changes in ({"gradients_read": True}, {"micro_steps": 2}, {"world_size": 2}, {"grad_scaler": True}, {"optimizers": ()},
+                    {"optimizers": (adam, OptimizerFacts(kind="LBFGS", module="torch.optim.lbfgs"))},
+                    {"optimizers": (dataclasses.replace(adam, sparse=True),)},
+                    {"optimizers": (dataclasses.replace(adam, module="apex.optimizers"),)}):
+        assert not technique.eligible(dataclasses.replace(limited, **changes))
+
+
+def test_nobody_else_may_touch_the_backward_pass():
+    registry = _registry.load()
+    for other in ("fp16-autocast", "zero-grad-none"):
+        assert _registry.conflicts([registry[other], technique]), other
+    for other in ("fused-optimizer", "bf16-autocast", "activation-checkpointing"):
+        assert not _registry.conflicts([registry[other], technique]), other

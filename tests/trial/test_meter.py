@@ -1,0 +1,145 @@
+"""The peak of a process tree, and a limit that it does not survive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from saturate.trial import meter, tree
+
+MIB = 2**20
+
+
+@pytest.fixture
+def child():
+    """Start Python code below this process; ended with everything below it."""
+    started = []
+
+    def begin(code: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        for pid in [*tree.descendants(process.pid), process.pid]:
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                pass
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def ask(process: subprocess.Popen[str], line: str = "") -> str:
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+SPIKES = """
+import sys
+keep = []
+for line in sys.stdin:
+    size = int(line)
+    block = bytearray(abs(size) << 20)
+    if size > 0: keep.append(block)
+    del block
+    print("done", flush=True)
+"""
+
+
+def below(pid: int) -> meter.Meter:
+    """A meter for what descends from this process: only the one child, as far as memory goes."""
+    return meter.Meter(pid, float("inf"))
+
+
+def test_a_short_spike_is_not_missed(child):
+    process = child(SPIKES)
+    ask(process, "1")
+    watch = below(os.getpid())
+    try:
+        watch.begin()
+        before = watch.idle_bytes()
+        ask(process, "-200")            # taken and given back between two looks
+        assert 195 * MIB < watch.peak_bytes() - before < 215 * MIB
+        watch.begin()
+        ask(process, "-50")
+        assert watch.peak_bytes() - before < 70 * MIB, "the peak began anew"
+    finally:
+        watch.close()
+
+
+def test_what_forked_processes_share_counts_once(child):
+    """A parent with 100 MiB and three children that touch nothing of their own."""
+    process = child("""
+import os, sys
+block = bytearray(100 << 20)
+for _ in range(3):
+    if os.fork() == 0:
+        sys.stdin.readline()
+        os._exit(0)
+print("done", flush=True)
+sys.stdin.readline()
+""")
+    assert process.stdout.readline() == "done\n"
+    found = meter.resident(os.getpid())
+    assert found.exact
+    assert 100 * MIB < found.total_bytes < 190 * MIB
+    assert found.overlap_bytes > 280 * MIB, "three times the parent"
+
+
+def test_a_tree_above_the_limit_is_killed_at_once(child):
+    process = child("""
+import time
+blocks = []
+while True:
+    blocks.append(bytearray(8 << 20))
+    time.sleep(0.002)
+""")
+    watch = meter.Meter(os.getpid(), 300 * MIB)
+    try:
+        process.wait(timeout=30)
+        assert process.returncode == -9
+        assert watch.exceeded_bytes is not None and 300 * MIB < watch.exceeded_bytes < 420 * MIB
+        assert watch.peak_bytes() >= watch.exceeded_bytes and not watch.late
+    finally:
+        watch.close()
+
+
+def test_a_limit_can_be_lowered(child):
+    process = child(SPIKES)
+    watch = below(os.getpid())
+    try:
+        ask(process, "200")
+        assert process.poll() is None
+        watch.limit_bytes = 100 * MIB
+        process.wait(timeout=10)
+        assert watch.exceeded_bytes is not None
+    finally:
+        watch.close()
+
+
+def test_nothing_outlives_its_deadline(child):
+    process = child("import time; time.sleep(60)")
+    watch = meter.Meter(os.getpid(), float("inf"), time.monotonic() + 0.3)
+    try:
+        process.wait(timeout=10)
+        assert watch.late and watch.exceeded_bytes is None
+    finally:
+        watch.close()
+
+
+def test_processor_time_of_a_tree(child):
+    process = child("print('go', flush=True)\nwhile True: pass")
+    process.stdout.readline()
+    before = meter.cpu_seconds(os.getpid())
+    deadline = time.monotonic() + 20
+    while meter.cpu_seconds(os.getpid()) - before < 0.2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert meter.cpu_seconds(os.getpid()) - before >= 0.2
