@@ -16,7 +16,7 @@ test: $(VENV)/.tested             ## lint, and all tests but the slow ones
 test-all: $(VENV)/.tested         ## the slow tests as well
 	$(BIN)/python -m pytest -m "not gpu"
 
-bench: $(VENV)/.tested            ## every benchmark in full: some two and a half hours; read bench/README.md first
+bench: $(VENV)/.tested            ## every benchmark in full: some four hours; read bench/README.md first
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/flops.py
 	$(BIN)/python bench/step_split.py
@@ -26,6 +26,11 @@ bench: $(VENV)/.tested            ## every benchmark in full: some two and a hal
 	$(BIN)/python bench/aa.py --real 40
 	$(BIN)/python bench/expert.py
 	$(BIN)/python bench/regret.py
+	$(BIN)/python bench/activation_memory.py
+	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/incremental.py
+	$(BIN)/python bench/loader.py
+	$(BIN)/python bench/fit.py
 
 docs: $(VENV)/.installed          ## the pages of techniques and findings, from their docstrings
 	$(BIN)/python docs/generate.py

@@ -83,6 +83,7 @@ class Search:
     screened: dict[str, Result] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
+    verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
     on_kept: Any = None
     _variants: list[list[Candidate]] | None = None
 
@@ -155,6 +156,7 @@ class Search:
             if time.monotonic() > self.deadline and not certain:
                 break
             self._try_to_add(candidate)
+        self._look_again()
         self._ablate()
 
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
@@ -191,15 +193,29 @@ class Search:
             self.screened[candidate.id] = result
         return result.gain
 
-    def _try_to_add(self, candidate: Candidate) -> None:
-        """Keep `candidate` if the kept set is faster with it and the two together still verify."""
+    def _look_again(self) -> None:
+        """Race what is undecided once more, and for longer, what could give most first: time that is left is for this."""
+        undecided = [(fate.gain_ci[1], fate.candidate) for fate in self.fates.values()
+                     if fate.fate == "inconclusive" and fate.candidate is not None and fate.candidate.id not in self.verified
+                     and fate.gain_ci is not None and fate.gain_ci[1] > self.racer.threshold]
+        for _, candidate in sorted(undecided, key=lambda entry: -entry[0]):
+            if time.monotonic() > self.deadline:
+                return
+            self._try_to_add(candidate, again=True)
+
+    def _try_to_add(self, candidate: Candidate, again: bool = False) -> None:
+        """Keep `candidate` if the kept set is faster with it and the two together still verify. `again`: one noisy race
+        left it undecided, and does not count."""
         clash = conflict(self.kept, candidate)
         if clash:
             self.settle(candidate, "not_applicable", clash)
             return
         together = ordered((*self.kept, candidate))
         names = " + ".join(c.id for c in self.kept) or "baseline"
-        result = self._race_to_add(f"add {candidate.label()} to {names}", together, candidate)
+        if again:
+            result = self.race(f"look again at {candidate.label()} with {names}", self.kept, together, ADD, candidate)
+        else:
+            result = self._race_to_add(f"add {candidate.label()} to {names}", together, candidate)
         if result is None:
             return
         self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
@@ -207,6 +223,7 @@ class Search:
         if fate != "kept":
             self.settle(candidate, fate, reason + (f" on top of {names}" if self.kept else ""))
             return
+        self.verified.add(candidate.id)
         verified = self.verify(together, candidate)
         if verified is None:
             return
