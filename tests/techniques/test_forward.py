@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import io
 import dataclasses
 import pickle
 import subprocess
@@ -446,3 +447,19 @@ def test_a_step_that_the_user_compiles_around_the_model_still_runs(fresh_dynamo)
 
     torch.compile(step, None, None)(torch.rand(2, 4)).backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_whole_model_that_was_saved_loads_with_weights_only():
+    """Public scripts do that: their list of safe classes holds the model's, and no `getattr`."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).train()
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([torch.nn.Sequential, torch.nn.Linear, set]):
+        loaded = torch.load(file, weights_only=True)
+    assert "forward" not in vars(loaded) and torch.equal(loaded[0].weight, model[0].weight)
+    assert "forward" in vars(copy.deepcopy(model)), "a copy that trains keeps the technique"
+    context.undo()
+    assert not {"forward", "__getstate__", "__deepcopy__"} & set(vars(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from typing import Any
@@ -44,7 +45,8 @@ class Context:
 
     def _unwrap(self, module: Any) -> None:
         self._stacks.pop(id(module), None)
-        vars(module).pop("forward", None)
+        for name in _BOUND:
+            vars(module).pop(name, None)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         # Read what is stored on this very object: an inherited value must be inherited again after the undo.
@@ -102,12 +104,17 @@ def forward_overridden(module: Any) -> bool:
     return own is not None and getattr(own, "__func__", own) is not type(module).forward
 
 
+#: What `_bind_forward` leaves on an instance.
+_BOUND = ("forward", "__getstate__", "__deepcopy__")
+
+
 def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     """Bind the wrapped forward to the instance so that it follows the instance through deepcopy, and vanishes when the
-    instance is pickled (pickle stores a bound method as its owner and name, and finds the plain method again).
+    instance is pickled.
 
     A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
-    compilation or the type.
+    compilation or the type. A bound method alone is pickled as a call of `getattr`, which `torch.load(weights_only=True)`
+    refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11).
     """
     original = type(module).forward
     inner = original
@@ -118,7 +125,28 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (inner if self.training else original)(self, *args, **kwargs)
 
-    module.forward = types.MethodType(forward, module)
+    def state(self: Any) -> Any:
+        found = type(self).__getstate__(self)
+        if not isinstance(found, dict):
+            return found                # a class with a state of its own kind
+        return {name: value for name, value in found.items()
+                if name not in ours or getattr(value, "__func__", None) is not ours[name]}
+
+    def deepcopied(self: Any, memo: dict[int, Any]) -> Any:
+        bound = vars(self).pop("__deepcopy__")
+        try:
+            twin = copy.deepcopy(self, memo)
+        finally:
+            vars(self)["__deepcopy__"] = bound
+        bind(twin)
+        return twin
+
+    def bind(instance: Any) -> None:
+        for name, function in ours.items():
+            setattr(instance, name, types.MethodType(function, instance))
+
+    ours = dict(zip(_BOUND, (forward, state, deepcopied)))
+    bind(module)
 
 
 def _name(owner: Any) -> str:

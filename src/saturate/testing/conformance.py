@@ -279,7 +279,8 @@ def _copies(module: ModuleType, plain: Any, tuned: Any) -> Iterator[str]:
             yield f"{label} of the model fails: {type(error).__name__}: {error}"
             continue
         if label == "pickle":
-            needed = sorted(name for name in _globals(stored) if name.startswith((module.__name__, "saturate.agent")))
+            # Also what torch.load(weights_only=True) refuses, and what a plain model does not need: a call of `getattr`.
+            needed = sorted(_globals(stored) - _globals(dump(plain.model)))
             if needed:
                 yield f"a pickled model needs {', '.join(needed)} to load"
         loaded = pickle.loads(stored) if label == "pickle" else torch.load(io.BytesIO(stored), weights_only=False)
