@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
-import io
 import dataclasses
+import io
 import pickle
 import subprocess
 import sys
