@@ -30,7 +30,7 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
-    early.install(session)
+    early.install(session, apply_stage)
     if session.plan.get("fit") is not None:
         from saturate.agent import batching
 

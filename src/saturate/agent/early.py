@@ -20,13 +20,13 @@ from saturate.agent import memory, observe
 MOST_CALLS = 2000
 
 
-def install(session: Any) -> None:
+def install(session: Any, apply_stage: Any) -> None:
     """Look out for the first training forward, if the plan has any use for it: a technique, what is known by then, or a limit
-    for the device's allocator."""
+    for the device's allocator. `apply_stage`: of `agent.application`."""
     plan = session.plan
     wanted = any(_is_early(entry) for entry in plan["techniques"]) and (plan["mode"] != "verify" or plan.get("early"))
     if wanted or plan.get("early_facts") or plan.get("device_limit_bytes"):
-        FirstForward(session, apply=wanted)
+        FirstForward(session, apply_stage if wanted else None)
 
 
 def _is_early(entry: dict[str, Any]) -> bool:
@@ -42,11 +42,11 @@ def _is_early(entry: dict[str, Any]) -> bool:
 class FirstForward:
     """Listens to every call of a module until the first one that counts."""
 
-    def __init__(self, session: Any, apply: bool):
+    def __init__(self, session: Any, apply_stage: Any):
         from saturate.agent import seams
 
         self.session = session
-        self.apply = apply
+        self.apply_stage = apply_stage
         self.calls = 0
         torch, owner = session.torch, session.torch.nn.Module
         original = vars(owner)["__call__"]
@@ -74,7 +74,6 @@ class FirstForward:
             self._begin(module, tuple(optimizers), list(trained.values()))
 
     def _begin(self, module: Any, optimizers: tuple[Any, ...], trained: list[Any]) -> None:
-        from saturate.agent import application
 
         session = self.session
         owners = front(observe.all_modules(session.torch), {id(p) for p in trained}, module)
@@ -86,11 +85,11 @@ class FirstForward:
         session.context.device = trained[0].device.type
         if session.plan.get("device_limit_bytes"):
             memory.DeviceMemory(session).limit(session.plan["device_limit_bytes"])
-        if self.apply:
+        if self.apply_stage is not None:
             context = session.context
             context.modules, context.optimizers = modules, optimizers
             context.early = True
-            application.apply_stage(session, "model", before_training=True)
+            self.apply_stage(session, "model", before_training=True)
             context.early = False
 
 

@@ -7,7 +7,6 @@ an interrupted pack left: the same command goes on. Hugging Face `datasets` read
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from saturate.errors import EnvironmentProblem, UsageError
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """
-    >>> size("256MiB"), size("1.5 GB")
-    (268435456, 1500000000)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]) * _UNITS[match[2].upper()] >= 1:
-        raise UsageError(f"{text!r} is not a size", remedy="write 256MiB, 1GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    from saturate.records import sizes
+
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise UsageError(f"saturate pack: {error}") from error
 
 
 def execute(arguments: argparse.Namespace) -> int:
