@@ -6,7 +6,7 @@ import math
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from parties import WORKLOAD, tune
@@ -78,7 +78,9 @@ class Options:
 
 
 def candidate(identity: str, numerics: str, **more: object) -> Candidate:
-    return Candidate(SimpleNamespace(TECHNIQUE=SimpleNamespace(id=identity, numerics=numerics), **more), Options())
+    module = ModuleType(identity)
+    vars(module).update(TECHNIQUE=SimpleNamespace(id=identity, numerics=numerics, stage="model", touches=()), **more)
+    return Candidate(module, Options())
 
 
 def training(error: float = 0.0, updates: int = UPDATES) -> Series:
