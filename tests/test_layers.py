@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "agent": {"techniques", "checkpoints", "data", "records.facts"},
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": set(),
-    "data": set(),
+    "data": {"checkpoints.durable"},
     "measure": set(),
     "verify": {"records"},
     "findings": {"records"},

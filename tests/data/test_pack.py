@@ -18,6 +18,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed here (the e
 
 from pyarrow import parquet  # noqa: E402
 
+from saturate.checkpoints import durable  # noqa: E402
 from saturate.data import pack as packing  # noqa: E402
 from saturate.data import pack_sources  # noqa: E402
 from saturate.data.pack_sources import open_source  # noqa: E402
@@ -150,6 +151,14 @@ def test_a_full_disk_is_named_and_the_pack_goes_on(text: Path, tmp_path: Path) -
         signal.signal(signal.SIGXFSZ, before)
     assert "same command" in caught.value.remedy
     packing.pack(open_source(text), tmp_path / "out", 50_000)
+    assert read_back(tmp_path / "out") == expected_lines()
+
+
+def test_killed_before_its_first_manifest(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in (packing.LOCK, f"{durable.TEMPORARY}0123"):
+        (tmp_path / "out" / name).touch()
+    packing.pack(open_source(text), tmp_path / "out", 8000)
     assert read_back(tmp_path / "out") == expected_lines()
 
 

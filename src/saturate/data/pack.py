@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saturate.checkpoints import durable
 from saturate.data.pack_sources import Source
 from saturate.errors import EnvironmentProblem, UsageError
 
@@ -96,8 +97,10 @@ def _alone(destination: Path) -> Iterator[None]:
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination} is a file", remedy="name a folder that is new or holds an unfinished pack")
     destination.mkdir(parents=True, exist_ok=True)
-    foreign = [path.name for path in destination.iterdir()] if not (destination / MANIFEST).exists() else []
-    if foreign and set(foreign) != {LOCK}:
+    # A pack that was killed before its first manifest leaves no more than its lock and a temporary file.
+    foreign = [] if (destination / MANIFEST).exists() else [
+        path.name for path in destination.iterdir() if path.name != LOCK and not path.name.startswith(durable.TEMPORARY)]
+    if foreign:
         raise UsageError(f"{destination} is not empty", cause=f"it holds {', '.join(sorted(foreign)[:3])}",
                          remedy="name a folder that is new or holds an unfinished pack")
     with open(destination / LOCK, "wb") as lock:
@@ -110,6 +113,8 @@ def _alone(destination: Path) -> Iterator[None]:
 
 def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard]:
     """The shards of an earlier call, and the plan of this one on disk."""
+    for left in (*destination.glob("*.part"), *destination.glob(f"{durable.TEMPORARY}*")):
+        left.unlink()
     path = destination / MANIFEST
     if not path.exists():
         _put(path, _manifest(source, shard_bytes, []))
@@ -128,8 +133,6 @@ def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard
         if Path(shard.name).name != shard.name or not (destination / shard.name).is_file() \
                 or (destination / shard.name).stat().st_size != shard.bytes:
             raise UsageError(f"{destination / shard.name} is missing or was changed", remedy="pack into another folder")
-    for left in destination.glob("*.part"):
-        left.unlink()
     return shards
 
 
@@ -159,7 +162,7 @@ def _write(source: Source, destination: Path, shard_bytes: int, done: list[Shard
             os.fsync(file.fileno())
             size = file.tell()
         os.rename(part, destination / name)
-        _durable(destination)
+        durable.sync_folder(destination)
         before, number = before + read, number + 1
         yield Shard(name, rows, size, read)
 
@@ -178,19 +181,4 @@ def _state(source: Source, shards: list[Shard]) -> dict[str, Any]:
 
 def _put(path: Path, content: dict[str, Any]) -> None:
     """Replace a small file, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    _durable(path.parent)
-
-
-def _durable(folder: Path) -> None:
-    """Make renames in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    durable.replace(path, lambda stream: stream.write(json.dumps(content, indent=1).encode()))
