@@ -13,7 +13,9 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,21 @@ def ends(folder: Path) -> dict[str, Any]:
     return found
 
 
+def hold_disk() -> threading.Event:
+    """Nothing is written in the background, by the thread or by the helper, while the event is cleared."""
+    free = threading.Event()
+    free.set()
+
+    def held(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*arguments: Any) -> Any:
+            free.wait(60)
+            return original(*arguments)
+        return write
+
+    persist.write, persist.Helper.write = held(persist.write), held(persist.Helper.write)
+    return free
+
+
 def full(mode: str, folder: Path) -> dict[str, Any]:
     """`folder` has room for two checkpoints and a half. The third looks as if it fitted, while the second is not written."""
     path, other = folder / "model.pt", folder / "other.pt"
@@ -139,12 +156,14 @@ def full(mode: str, folder: Path) -> dict[str, Any]:
     for name in ("next save", "end", "handled"):
         child = os.fork()
         if not child:
-            slow_disk()
+            free = hold_disk()
             apply(mode)
             torch.save(state(1, SIZE // 2), path)
             os.stat(path)
+            free.clear()
             torch.save(state(2, SIZE // 2), other)
             torch.save(state(2, SIZE // 2), path)
+            free.set()
             if name != "end":
                 os.stat(path)
                 try:
