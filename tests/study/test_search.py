@@ -54,3 +54,18 @@ def test_what_does_not_verify_is_not_tried_twice() -> None:
     walk.run()
     assert walk.kept == () and walk.fates["fast"].fate == "rejected_numerics"
     assert sum("fast" in started for started in world.started) == 2      # screened, and looked at once more
+
+
+def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:
+    world = World({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
+    walk = search(world, FAST, SLOW)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast", "slow"]
+    assert world.started.index("fast + slow") < world.started.index("slow"), "only the ablation runs it alone"
+
+
+def test_a_certain_one_that_does_not_verify_is_not_stood_on() -> None:
+    world = World({"fast": (0.6, 0.0), "slow": (0.8, 0.0)}, None, wrong=frozenset({"fast"}))
+    walk = search(world, FAST, SLOW)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["slow"] and walk.fates["fast"].fate == "rejected_numerics"

@@ -1,7 +1,8 @@
-"""The search: screen every eligible technique alone, add greedily, drop what does not earn its place, confirm.
+"""The search: screen every eligible technique, add greedily, drop what does not earn its place, confirm.
 
 A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
-measured and verified.
+measured and verified. What is large and beyond doubt joins while the others are still screened, and they are screened on
+top of it: a faster optimizer is not seen behind a loader that starves it.
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -43,6 +44,9 @@ FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_diffe
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
 
+#: A technique that gains this much beyond doubt joins at once.
+LARGE = 0.10
+
 
 @dataclass
 class Fate:
@@ -81,6 +85,7 @@ class Search:
     kept: Set = ()
     stairs: list[tuple[Candidate, Result]] = field(default_factory=list)    # in the order in which they were added
     screened: dict[str, Result] = field(default_factory=dict)
+    against: dict[str, Set] = field(default_factory=dict)       # what was kept when it was screened
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
@@ -152,15 +157,18 @@ class Search:
         self.racer.drop_base()
         for candidate in promising:
             # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
-            certain = self.kept == self.base and self.screened[candidate.id].decision.verdict == "faster"
-            if time.monotonic() > self.deadline and not certain:
+            if time.monotonic() > self.deadline and not self._certain(candidate):
                 break
             self._try_to_add(candidate)
         self._look_again()
         self._ablate()
 
+    def _certain(self, candidate: Candidate) -> bool:
+        """Whether its screening says all: against what is kept now, and without doubt."""
+        return self.against[candidate.id] == self.kept and self.screened[candidate.id].decision.verdict == "faster"
+
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
-        """Race each technique alone; the candidates to combine, best first."""
+        """Race each technique against what is kept; the candidates that remain to be combined, best first."""
         scored: list[tuple[float, Candidate]] = []
         for variants in eligible:
             if variants[0].id in {member.id for member in self.base}:
@@ -172,26 +180,37 @@ class Search:
                 gain = self._screen_one(candidate, better_than=best[0] if best else -math.inf)
                 if gain is not None and (best is None or gain > best[0]):
                     best = gain, candidate
-            if best is not None and best[0] > HOPELESS:
+            if best is None or best[0] <= HOPELESS:
+                continue
+            if self._certain(best[1]) and (self.screened[best[1].id].gain_ci or (0.0,))[0] >= LARGE:
+                self._try_to_add(best[1])
+            else:
                 scored.append(best)
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
 
     def _screen_one(self, candidate: Candidate, better_than: float) -> float | None:
-        """The gain of one candidate alone, or None when it does not run."""
-        clash = conflict(self.base, candidate)
+        """The gain of one candidate on what is kept, or None when it does not run."""
+        clash = conflict(self.kept, candidate)
         if clash:
             self.settle(candidate, "not_applicable", clash)
             return None
-        together = ordered((*self.base, candidate))
-        result = self.race(f"screen {candidate.label()}", self.base, together, SCREEN, candidate, share_base=True)
+        together = ordered((*self.kept, candidate))
+        question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
+        result = self.race(question, self.kept, together, SCREEN, candidate, share_base=True)
         if result is None:
             return None
         if result.gain > better_than:
             fate, reason = _in_words(result)
             fate = "inconclusive" if fate == "kept" else fate       # until it is added and verified
-            self.fates[candidate.id] = Fate(fate, reason, candidate, result.gain, result.gain_ci)
-            self.screened[candidate.id] = result
+            self.fates[candidate.id] = Fate(fate, reason + self._on_top(), candidate, result.gain, result.gain_ci)
+            self.screened[candidate.id], self.against[candidate.id] = result, self.kept
         return result.gain
+
+    def _kept_names(self) -> str:
+        return " + ".join(c.id for c in self.kept) or "baseline"
+
+    def _on_top(self) -> str:
+        return f" on top of {self._kept_names()}" if self.kept else ""
 
     def _look_again(self) -> None:
         """Race what is undecided once more, and for longer, what could give most first: time that is left is for this."""
@@ -211,17 +230,16 @@ class Search:
             self.settle(candidate, "not_applicable", clash)
             return
         together = ordered((*self.kept, candidate))
-        names = " + ".join(c.id for c in self.kept) or "baseline"
         if again:
-            result = self.race(f"look again at {candidate.label()} with {names}", self.kept, together, ADD, candidate)
+            result = self.race(f"look again at {candidate.label()} with {self._kept_names()}", self.kept, together, ADD, candidate)
         else:
-            result = self._race_to_add(f"add {candidate.label()} to {names}", together, candidate)
+            result = self._race_to_add(f"add {candidate.label()} to {self._kept_names()}", together, candidate)
         if result is None:
             return
         self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
         fate, reason = _in_words(result)
         if fate != "kept":
-            self.settle(candidate, fate, reason + (f" on top of {names}" if self.kept else ""))
+            self.settle(candidate, fate, reason + self._on_top())
             return
         self.verified.add(candidate.id)
         verified = self.verify(together, candidate)
@@ -240,13 +258,12 @@ class Search:
             self.tell_kept()
 
     def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
-        alone = self.screened[candidate.id]
-        first = self.kept == self.base
-        if first and alone.decision.verdict == "faster":
-            return alone            # the same two sets were just raced, and left no doubt
-        if first and alone.gain < self.racer.threshold:
-            return alone            # nothing to combine it with
-        if alone.gain < self.racer.threshold:
+        screened = self.screened[candidate.id]
+        if self._certain(candidate):
+            return screened         # the same two sets were just raced, and left no doubt
+        if self.against[candidate.id] == self.kept and screened.gain < self.racer.threshold:
+            return screened         # nothing new to combine it with
+        if screened.gain < self.racer.threshold:
             retried = self.race(question, self.kept, together, RETRY, candidate)
             if retried is None or retried.gain < self.racer.threshold:
                 return retried
