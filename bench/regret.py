@@ -171,7 +171,7 @@ def names(techniques: Set) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="one of the four (default: all)")
-    parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help="tune's (default: 240)")
+    parser.add_argument("--budget", type=float, default=400.0, metavar="SECONDS", help="tune's (default: 400)")
     parser.add_argument("--only", metavar="IDS", help="these techniques only (comma-separated), on both sides")
     parser.add_argument("--smoke", action="store_true", help="as little as runs: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE")

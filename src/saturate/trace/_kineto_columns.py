@@ -126,8 +126,9 @@ def _blank(rows: int, dtype: Any) -> Column:
 _DTYPES = {name: column.dtype for kind in (HostEvents, GpuEvents) for name, column in vars(kind()).items()}
 _DTYPES |= {"collective": np.dtype("i4"), "allocated": np.dtype("i8"), "reserved": np.dtype("i8")}
 
-#: Ids, kept in half the space as long as every one in the file fits, which is nearly always. Nobody adds ids up.
-_SMALL = dict.fromkeys(("tid", "correlation", "external", "stream"), np.dtype("i4"))
+#: Ids and sizes, kept in half the space as long as every one in the file fits, which is nearly always. Nobody adds ids
+#: up; who calculates with sizes widens them first (sums do by themselves).
+_SMALL = dict.fromkeys(("tid", "correlation", "external", "stream", "bytes", "blocks", "shared_bytes"), np.dtype("i4"))
 
 
 def _fits(values: Column, dtype: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Times are integer nanoseconds since `Trace.origin_ns`; nothing was rounded. Names are interned: a column of `name` holds
 indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start. Ids
-(tid, correlation, external, stream) may be 32 bits wide where all of them fit.
+and sizes (tid, correlation, external, stream; bytes, blocks, shared_bytes) may be 32 bits wide where all of them fit.
 
 A reader is a function `read(path, progress=None) -> Trace`. It raises errors.TraceError with the file, the byte offset where
 one is known, the cause and what to do. A file that ends too early is read as far as it goes, and `Trace.problems` says so.

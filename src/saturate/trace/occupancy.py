@@ -120,7 +120,7 @@ def resident_blocks(trace: Trace, rows: Column, device: DeviceInfo | None) -> Co
     warps = np.ceil(gpu.threads[rows] / WARP)
     registers = np.ceil(gpu.registers[rows] * WARP / REGISTERS_PER_ALLOCATION) * REGISTERS_PER_ALLOCATION
     reserved = RESERVED_SHARED_BYTES if device.capability >= (8, 0) else 0
-    shared = gpu.shared_bytes[rows] + reserved
+    shared = gpu.shared_bytes[rows].astype("f8") + reserved
     known = (gpu.threads[rows] > 0) & (gpu.registers[rows] >= 0) & (gpu.shared_bytes[rows] >= 0)
     with np.errstate(divide="ignore", invalid="ignore"):        # a kernel of no shared memory is not limited by it
         fits = np.minimum.reduce([
