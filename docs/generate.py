@@ -1,4 +1,5 @@
-"""Write docs/techniques/*.md and docs/findings/*.md, with a table in each README.md, from the modules' docstrings.
+"""Write docs/techniques/*.md, docs/inference/*.md and docs/findings/*.md, with a table in each README.md, from the modules'
+docstrings.
 
     python docs/generate.py            write
     python docs/generate.py --check    exit 1 when a page is not what the docstrings say
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 from saturate.findings import _registry as rules
+from saturate.inference.techniques import _registry as inference
 from saturate.techniques import _registry as techniques
 from saturate.techniques._api import HEADINGS
 
@@ -21,23 +24,24 @@ NOTE = "<!-- Made by docs/generate.py from the {}'s docstring. -->\n"
 
 def pages() -> dict[str, str]:
     """Path below docs/ -> text, for every built-in technique and rule, and the two overviews."""
-    return {**_of_techniques(), **_of_rules()}
+    return {**_of_techniques("techniques", "Techniques", techniques.load()),
+            **_of_techniques("inference", "Inference techniques", inference.load()), **_of_rules()}
 
 
-def _of_techniques() -> dict[str, str]:
+def _of_techniques(folder: str, title: str, modules: Mapping[str, ModuleType]) -> dict[str, str]:
     found = {}
     rows = ["| technique | what it does | numerics | applied at |", "|---|---|---|---|"]
     note = NOTE.format("technique")
-    for identity, module in techniques.load().items():
-        if not module.__name__.startswith("saturate.techniques."):
+    for identity, module in modules.items():
+        if not module.__name__.startswith("saturate."):
             continue
         technique = module.TECHNIQUE
         sections = techniques.documentation(module)
         body = "\n\n".join(f"## {heading}\n\n{sections[heading]}" for heading in HEADINGS)
         facts = f"Numerics class `{technique.numerics}`, stage `{technique.stage}`, since {technique.since}, {technique.status}."
-        found[f"techniques/{identity}.md"] = f"{note}# {identity}\n\n{technique.title}. {facts}\n\n{body}\n"
+        found[f"{folder}/{identity}.md"] = f"{note}# {identity}\n\n{technique.title}. {facts}\n\n{body}\n"
         rows.append(f"| [{identity}]({identity}.md) | {technique.title} | `{technique.numerics}` | {technique.stage} |")
-    found["techniques/README.md"] = f"{note}# Techniques\n\n" + "\n".join(rows) + "\n"
+    found[f"{folder}/README.md"] = f"{note}# {title}\n\n" + "\n".join(rows) + "\n"
     return found
 
 

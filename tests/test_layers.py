@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": set(),
     "data": {"checkpoints.durable"},
+    "inference": {"trial", "techniques._api", "techniques._registry", "techniques._trees", "measure", "machine", "records", "report", "checkpoints.durable"},
     "measure": set(),
     "verify": {"records"},
     "findings": {"records"},
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "machine": {"records"},
     "report": {"records"},
     "records": set(),
-    "testing": {"techniques", "findings", "records", "agent.context"},
+    "testing": {"techniques", "findings", "inference", "machine", "records", "agent.context"},
 }
 
 #: Packages from elsewhere, besides the standard library. `torch` is the user's, and never imported at the top.
@@ -40,6 +41,8 @@ MAY_USE = {
     "techniques": {"torch", "torchao"},
     "checkpoints": {"torch"},
     "data": {"torch", "numpy", "pyarrow", "PIL"},
+    "inference": {"torch", "torchao", "numpy", "cloudpickle", "msgspec", "onnx", "onnxruntime", "onnxscript", "tensorrt",
+                  "torch_tensorrt", "transformers"},
     "measure": set(),
     "verify": set(),
     "findings": set(),

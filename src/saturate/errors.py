@@ -10,8 +10,11 @@
     │   ├── StudyLocked           another process works in the same study folder
     │   ├── StudyDamaged          the study file is not one, or is of another version
     │   ├── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
-    │   └── CheckpointDamaged     a checkpoint, or a piece that it needs, is damaged or missing
+    │   ├── CheckpointDamaged     a checkpoint, or a piece that it needs, is damaged or missing
+    │   ├── ArtifactDamaged       an artifact is damaged, foreign, or not one
+    │   └── NothingFaster         a search found nothing to hand out
     ├── WorkloadFailed        4   the user's own command fails without saturate's help
+    │   └── CheckUnusable         the user's check fails, or cannot tell good answers from bad ones
     ├── VerificationFailed    5   no final set of techniques verifies
     └── TooNoisy              6   the machine is too noisy to decide
 
@@ -136,6 +139,31 @@ class WorkloadFailed(SaturateError):
 
     code = "E400"
     exit_code = 4
+
+
+class ArtifactDamaged(EnvironmentProblem):
+    """An artifact of `saturate optimize` is damaged, incomplete, of another version, or holds what no artifact may hold.
+
+    Every file of an artifact is named in its manifest with its size and SHA-256; nothing is loaded that does not match.
+    """
+
+    code = "E350"
+
+
+class NothingFaster(EnvironmentProblem):
+    """A search found nothing that is faster within the budget, so there is no artifact. That is an answer, too."""
+
+    code = "E360"
+
+
+class CheckUnusable(WorkloadFailed):
+    """The check raises, returns what is no score, saw calibration data, or does not tell the model's answers from noise.
+
+    A check takes `run`, which has the model's signature, and returns a float, a dict of them, or (best) one value per
+    sample. Higher is better unless the budget says otherwise.
+    """
+
+    code = "E410"
 
 
 class VerificationFailed(SaturateError):

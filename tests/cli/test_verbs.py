@@ -154,7 +154,7 @@ def test_a_broken_third_party_technique_is_named_and_hides_nothing(capsys, monke
 
 def test_a_third_party_technique_says_where_it_comes_from(capsys, monkeypatch):
     item = techniques.Found("x.y", "fast-stuff 2.0", types.SimpleNamespace(TECHNIQUE=_api.Technique("y", "Y", "exact", "model", ())), None)
-    monkeypatch.setattr(techniques, "installed", lambda: [item])
+    monkeypatch.setattr(techniques, "installed", lambda inference: [item])
     assert "Y  [from fast-stuff 2.0]" in call(capsys, "techniques")[1]
 
 

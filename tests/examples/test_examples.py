@@ -24,6 +24,9 @@ SHORT = {                                         # a handful of steps, on littl
     "hf_trainer": ["--steps", "2", "--characters", "100000", "--batch", "2", "--vocabulary", "500"],
     "accelerate_lm": ["--steps", "2", "--words", "20000", "--batch", "4"],
     "ddp_digits": ["--epochs", "2", "--width", "16"],
+    "digits_cnn": ["--epochs", "1", "--width", "8"],
+    "text_transformer": ["--epochs", "1", "--steps", "2", "--layers", "1", "--width", "16"],
+    "speculative_toy": [*TINY_GPT, "--steps", "4", "--draft-width", "32"],
 }
 NEEDS = {
     "char_gpt": ["torch"],
@@ -32,6 +35,9 @@ NEEDS = {
     "hf_trainer": ["torch", "transformers", "tokenizers", "accelerate"],
     "accelerate_lm": ["torch", "accelerate"],
     "ddp_digits": ["torch", "sklearn"],
+    "digits_cnn": ["torch", "sklearn"],
+    "text_transformer": ["torch"],
+    "speculative_toy": ["torch"],
 }
 
 # An audit hook sees what Python code of any library asks of a socket. It refuses, and leaves a trace that a library
@@ -154,6 +160,37 @@ def test_photo_resnet_goes_on_from_its_checkpoint(place):
     assert not torch.equal(before["model"]["0.weight"], after["model"]["0.weight"])
 
 
+GIVES = """
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("example", sys.argv[1])
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+model, batches, seen = example.build(), example.loader(), []
+
+def run(*inputs):
+    seen.append(inputs[0])
+    return model(*inputs)
+
+with torch.no_grad():
+    right = example.score(run)
+    answer = model(*batches[0])
+rows = lambda tensors: {row.numpy().tobytes() for tensor in tensors for row in tensor}
+used, calibration = rows(seen), rows(batch[0] for batch in batches)
+shared = len(used & calibration) > 0.01 * len(calibration)         # lines may differ in words that nobody knows
+print(len(right), set(map(type, right)) == {bool}, model.training, shared, len(answer) == len(batches[0][0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, count", [("digits_cnn", 1024), ("text_transformer", 2048)])
+def test_a_trained_example_gives_its_model_batches_and_score(place, name, count):
+    """Of data that is apart: what calibrates is not what scores."""
+    place.run(name, *SHORT[name])
+    done = place.python("-c", GIVES, str(EXAMPLES / f"{name}.py"))
+    assert done.stdout.split() == [str(count), "True", "False", "False", "True"], done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, arguments, drop", [
     ("char_gpt", ["--steps", "60"], 1.5),
@@ -162,6 +199,8 @@ def test_photo_resnet_goes_on_from_its_checkpoint(place):
     ("ddp_digits", ["--epochs", "4"], None),
     ("hf_trainer", ["--steps", "30"], None),
     ("accelerate_lm", ["--steps", "30"], 1.0),
+    ("digits_cnn", ["--epochs", "8"], None),
+    ("text_transformer", ["--epochs", "1"], None),
 ])
 def test_learns_at_its_default_size(place, name, arguments, drop):
     """Up to a minute each on one core. Where one batch's loss says little, the score on held-out data counts."""

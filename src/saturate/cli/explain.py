@@ -57,6 +57,9 @@ LIMITS = {
 _GROUPS = (("verdict", VERDICTS), ("fate", FATES), ("numerics class", NUMERICS), ("limit", LIMITS))
 
 
+_PLURALS = {"numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates"}
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", help="for example: compile, input-bound, inconclusive, stream, E210")
 
@@ -71,11 +74,11 @@ def explanation(word: str) -> str:
     key = _key(word)
     parts = [
         f"{paint(name, 'bold')} ({kind})\n{text}"
-        for kind, group in _GROUPS for name, text in group.items() if _key(name) == key
+        for kind, group in _groups() for name, text in group.items() if _key(name) == key
     ]
     parts += [_of_error(code, cls) for code, cls in errors.catalogue().items() if key in (_key(code), cls.__name__.lower())]
     documented: list[str] = []
-    for kind, registry in (("technique", _techniques), ("finding", _rules)):
+    for kind, registry in (("technique", _techniques), ("inference technique", _inference), ("finding", _rules)):
         try:
             modules = registry()
         except errors.UsageError:
@@ -89,7 +92,7 @@ def explanation(word: str) -> str:
         return "\n\n".join(parts)
     from saturate.records.spelling import suggestion
 
-    known = [*(name for _, group in _GROUPS for name in group), *errors.catalogue(), *documented]
+    known = [*(name for _, group in _groups() for name in group), *errors.catalogue(), *documented]
     raise errors.UsageError(f"nothing here is called '{word[:60]}'", remedy=suggestion(word, known) or "saturate explain lists everything")
 
 
@@ -97,10 +100,11 @@ def contents() -> str:
     """Everything that can be explained."""
     sections = [
         ("techniques", [(name, module.TECHNIQUE.title) for name, module in _techniques().items()]),
+        ("inference techniques", [(name, module.TECHNIQUE.title) for name, module in _inference().items()]),
         ("findings", [(name, module.RULE.title) for name, module in _rules().items()]),
     ]
-    sections += [(f"{kind}s" if kind != "numerics class" else "numerics classes",
-                  [(name, text.partition(". ")[0].rstrip(".")) for name, text in group.items()]) for kind, group in _GROUPS]
+    sections += [(_PLURALS.get(kind, f"{kind}s"), [(name, text.partition(". ")[0].rstrip(".")) for name, text in group.items()])
+                 for kind, group in _groups()]
     sections.append(("errors", [(code, _first_line(cls)) for code, cls in errors.catalogue().items()]))
     return "\n\n".join(f"{paint(title, 'bold')}\n{table(rows, indent='  ')}" for title, rows in sections)
 
@@ -109,6 +113,18 @@ def _techniques() -> dict[str, ModuleType]:
     from saturate.techniques import _registry as registry
 
     return registry.load()
+
+
+def _inference() -> dict[str, ModuleType]:
+    from saturate.inference.techniques import _registry as registry
+
+    return registry.load()
+
+
+def _groups() -> tuple[tuple[str, dict[str, str]], ...]:
+    from saturate.report.inference import MEANINGS
+
+    return *_GROUPS, ("fate of an inference candidate", MEANINGS)
 
 
 def _rules() -> dict[str, ModuleType]:
@@ -123,7 +139,7 @@ def _of_error(code: str, cls: type[errors.SaturateError]) -> str:
 
 def _of_module(kind: str, module: ModuleType) -> str:
     """A technique's or a rule's own documentation."""
-    if kind == "technique":
+    if kind != "finding":
         from saturate.techniques import _registry as registry
 
         about = module.TECHNIQUE

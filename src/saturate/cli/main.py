@@ -26,6 +26,8 @@ VERBS = (
     ("tune", "saturate.cli.tune", "find what makes a training command faster, prove it, write a recipe"),
     ("run", "saturate.cli.run", "run a training command with a recipe"),
     ("fit", "saturate.cli.fit", "find the largest batch that really trains within a limit of memory"),
+    ("optimize", "saturate.cli.optimize", "find the fastest way to run a model within an accuracy budget, and prove it"),
+    ("bench", "saturate.cli.bench", "measure what optimize stored: latency, throughput and memory at several batch sizes"),
     ("profile", "saturate.cli.profile", "say where the time of a training command goes, and what would help"),
     ("analyze", "saturate.cli.analyze", "say the same of recorded traces: Kineto JSON or Nsight Systems SQLite"),
     ("pack", "saturate.cli.pack", "pack a dataset of many small files, text or tables into a few that load fast"),

@@ -1,15 +1,16 @@
-"""List the techniques: built-in ones and those that other packages registered."""
+"""List the techniques of `tune`, or with --inference those of `optimize`: built-in ones and those that other packages
+registered."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import pkgutil
 from types import ModuleType
 from typing import NamedTuple
 
-import saturate.techniques
 from saturate.cli._output import paint, table
 from saturate.errors import TechniqueError
 from saturate.techniques import _registry
@@ -25,12 +26,13 @@ class Found(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--inference", action="store_true", help="those of `saturate optimize`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Exit code 2 when one is broken: `tune` would refuse to start for the same reason."""
-    everything = installed()
+    everything = installed(arguments.inference)
     working = sorted((item for item in everything if item.module is not None), key=lambda item: item.module.TECHNIQUE.id)
     broken = [item for item in everything if item.error is not None]
     if arguments.json:
@@ -49,20 +51,21 @@ def execute(arguments: argparse.Namespace) -> int:
     return TechniqueError.exit_code if broken else 0
 
 
-def installed() -> list[Found]:
+def installed(inference: bool = False) -> list[Found]:
     """Every technique that is installed, one broken one not hiding the others."""
-    folder = saturate.techniques
-    names = [(f"{folder.__name__}.{info.name}", "saturate") for info in pkgutil.iter_modules(folder.__path__)
+    registry = importlib.import_module("saturate.inference.techniques._registry") if inference else _registry
+    package = importlib.import_module(registry.__name__.rpartition(".")[0])
+    names = [(f"{package.__name__}.{info.name}", "saturate") for info in pkgutil.iter_modules(package.__path__)
              if not info.name.startswith("_")]
-    for entry in importlib.metadata.entry_points(group=_registry.GROUP):
-        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
-        names.append((entry.value, package))
-    return [_load(name, source) for name, source in names]
+    for entry in importlib.metadata.entry_points(group=registry.GROUP):
+        origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+        names.append((entry.value, origin))
+    return [_load(registry, name, source) for name, source in names]
 
 
-def _load(name: str, source: str) -> Found:
+def _load(registry: ModuleType, name: str, source: str) -> Found:
     try:
-        return Found(name, source, _registry.load_one(name), None)
+        return Found(name, source, registry.load_one(name), None)
     except TechniqueError as error:
         return Found(name, source, None, error)
 

@@ -83,8 +83,8 @@ def _page(shown: Analysis, data: Markup, cuts: list[str]) -> str:
     return shell(say.title(shown), sections.verdict(shown), body, data)
 
 
-def shell(title: str, top: Markup, body: list[tuple[str, str, Markup]], data: Markup) -> str:
-    """A whole page: head, band at the top, navigation, sections, the record."""
+def shell(title: str, top: Markup, body: list[tuple[str, str, Markup]], data: Markup, *, rules: str = "") -> str:
+    """A whole page: head, band at the top, navigation, sections, the record. `rules` are added to the style sheet."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -93,7 +93,7 @@ def shell(title: str, top: Markup, body: list[tuple[str, str, Markup]], data: Ma
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
         tag("title", f"saturate: {title}"),
-        tag("style", Markup(analysis_style.sheet())),
+        tag("style", Markup(analysis_style.sheet() + rules.replace("\n", ""))),
     )
     links = tag("ul", *(tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name, _ in body))
     foot = (

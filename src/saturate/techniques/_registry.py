@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,11 @@ def load() -> dict[str, ModuleType]:
 def load_one(name: str, path: str | None = None) -> ModuleType:
     """Import one technique by module name and check it. Where the name cannot be imported (the agent may live in an
     environment that lacks the third party's package), the file at `path` is loaded under that name instead."""
+    return load_checked(name, path, check, "saturate.testing.conformance")
+
+
+def load_checked(name: str, path: str | None, check: Callable[[ModuleType], list[str]], kit: str) -> ModuleType:
+    """`load_one` for any contract: `check` lists what breaks it, `kit` is the module that checks one while it is written."""
     try:
         module = _import(name, path)
     except Exception as error:  # third-party code may raise anything; it is named and raised again
@@ -54,7 +60,7 @@ def load_one(name: str, path: str | None = None) -> ModuleType:
             f"the technique {name} breaks the contract",
             cause="; ".join(problems),
             evidence=origin(module)[1],
-            remedy="saturate.testing.conformance checks a technique while you write it",
+            remedy=f"{kit} checks a technique while you write it",
         )
     return module
 
@@ -81,11 +87,17 @@ def _import(name: str, path: str | None) -> ModuleType:
 
 def check(module: ModuleType) -> list[str]:
     """Everything about the module's shape that breaks the contract; empty when it is well formed."""
-    problems = [f"its docstring has no heading {name!r}" for name in HEADINGS if not documentation(module).get(name)]
-    return problems + _metadata_problems(module) + _options_problems(module) + _function_problems(module)
+    environment = getattr(getattr(module, "TECHNIQUE", None), "stage", None) == "environment"
+    names = (*FUNCTIONS, *(("environment",) if environment else ()))
+    return [*documentation_problems(module), *metadata_problems(module, STAGES), *options_problems(module),
+            *function_problems(module, {name: _PARAMETERS[name] for name in names})]
 
 
-def _metadata_problems(module: ModuleType) -> list[str]:
+def documentation_problems(module: ModuleType) -> list[str]:
+    return [f"its docstring has no heading {name!r}" for name in HEADINGS if not documentation(module).get(name)]
+
+
+def metadata_problems(module: ModuleType, stages: Collection[str]) -> list[str]:
     technique = getattr(module, "TECHNIQUE", None)
     if not isinstance(technique, Technique):
         return ["TECHNIQUE is missing or is not a Technique"]
@@ -95,7 +107,7 @@ def _metadata_problems(module: ModuleType) -> list[str]:
         problems.append(f"TECHNIQUE.id is {technique.id!r}, the file says {expected!r}")
     for label, value, allowed in (
         ("numerics", technique.numerics, NUMERICS),
-        ("stage", technique.stage, STAGES),
+        ("stage", technique.stage, stages),
         ("status", technique.status, ("stable", "experimental")),
     ):
         if value not in allowed:
@@ -107,7 +119,7 @@ def _metadata_problems(module: ModuleType) -> list[str]:
     return problems
 
 
-def _options_problems(module: ModuleType) -> list[str]:
+def options_problems(module: ModuleType) -> list[str]:
     options = getattr(module, "Options", None)
     if not (inspect.isclass(options) and dataclasses.is_dataclass(options)):
         return ["Options is missing or is not a dataclass"]
@@ -122,18 +134,18 @@ def _options_problems(module: ModuleType) -> list[str]:
     return problems
 
 
-def _function_problems(module: ModuleType) -> list[str]:
-    environment = getattr(getattr(module, "TECHNIQUE", None), "stage", None) == "environment"
+def function_problems(module: ModuleType, parameters: Mapping[str, int]) -> list[str]:
+    """`parameters`: how many positional arguments each required function takes."""
     problems = []
-    for name in (*FUNCTIONS, *(("environment",) if environment else ())):
+    for name, count in parameters.items():
         function = getattr(module, name, None)
         if not callable(function):
             problems.append(f"the function {name} is missing")
             continue
         try:
-            inspect.signature(function).bind(*range(_PARAMETERS[name]))
+            inspect.signature(function).bind(*range(count))
         except TypeError:
-            problems.append(f"{name} must take {_PARAMETERS[name]} positional argument(s)")
+            problems.append(f"{name} must take {count} positional argument(s)")
     return problems
 
 

@@ -44,7 +44,7 @@ def check(module: ModuleType, options: Any = None) -> list[str]:
     shape = _registry.check(module)
     if shape:
         return shape        # nothing below can be trusted to run
-    found = [*_import_effects(module), *_decisions(module), *_option_values(module), *_baseline_proofs(module)]
+    found = [*import_effects(module), *_decisions(module), *option_values(module, _all_options(module)), *_baseline_proofs(module)]
     if module.TECHNIQUE.stage == "environment":
         return found + list(_environment(module))
     try:
@@ -132,13 +132,14 @@ def _all_options(module: ModuleType) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _option_values(module: ModuleType) -> Iterator[str]:
+def option_values(module: ModuleType, every: list[Any]) -> Iterator[str]:
+    """Whether the options can be stored in a recipe and written as code."""
     try:
         module.Options(**{"no_such_option_": 1})
         yield "Options accepts unknown keys"
     except TypeError:
         pass        # what is wanted
-    for options in _all_options(module):
+    for options in every:
         stored = json.loads(json.dumps(dataclasses.asdict(options)))
         if module.Options(**stored) != options:
             yield f"{options} does not survive storing and reading back"
@@ -171,9 +172,9 @@ def _environment(module: ModuleType) -> Iterator[str]:
 
 
 _PROBE = """
-import gc, json, os, sys
+import gc, importlib, json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
-from saturate.techniques import _registry
+_registry = importlib.import_module(sys.argv[4])
 before = dict(os.environ), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
 _registry.load_one(sys.argv[2], sys.argv[3])
 after = dict(os.environ), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
@@ -181,9 +182,10 @@ print(json.dumps(["torch" in sys.modules, before != after]))
 """
 
 
-def _import_effects(module: ModuleType) -> Iterator[str]:
-    name, path = _registry.origin(module)
-    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), name, path]
+def import_effects(module: ModuleType, registry: ModuleType = _registry) -> Iterator[str]:
+    """What importing it does beside defining it, in a fresh process."""
+    name, path = registry.origin(module)
+    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), name, path, registry.__name__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         yield f"importing it in a fresh process failed: {done.stderr.strip().splitlines()[-1]}"

@@ -1,0 +1,230 @@
+"""What a user sets by hand: the same models through ONNX Runtime, Inductor, PT2E and torchao, without saturate.
+
+Each is a dozen lines of the library's own calls, with the settings that its documentation recommends or that are known
+to be fastest. A peer runs in a process of its own (`Peer`), which the races of `saturate.inference.racing` stop and go on with.
+
+    python bench/_inference_peers.py NAME MODEL small|full THREADS      one peer, answering on standard output
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+#: Which peers compute what the model computes, up to the order of additions.
+LOSSLESS = ("eager", "inductor", "onnx-runtime")
+
+
+class Failed(Exception):
+    """A peer that does not work for a model; the message is its last line of error."""
+
+
+class Peer:
+    """One peer in a process of its own, or an artifact ("saturate:FOLDER"). `prepare_s`: until its first answer;
+    `agreement`: the share of held-out samples with float32's top-1."""
+
+    def __init__(self, name: str, model: str, small: bool, threads: int, log: Path):
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        command = [sys.executable, str(HERE / "_inference_peers.py"), name, model, "small" if small else "full", str(threads)]
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                             env=environment, start_new_session=True)
+        self._log = log
+        ready = self._answer()
+        self.prepare_s, self.agreement = ready["prepare_s"], ready["agreement"]
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline()
+        if not line:
+            self.close()
+            lines = [line for line in self._log.read_text().splitlines() if line.strip()]
+            raise Failed(lines[-1][:200] if lines else f"ended with {self._process.returncode}")
+        return json.loads(line)
+
+    def block(self, count: int) -> list[int]:
+        """Nanoseconds of each of `count` calls."""
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def freeze(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def eager(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return model
+
+
+def inductor(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    import torch
+    import torch._inductor.config
+
+    torch._inductor.config.freezing = True
+    return torch.compile(model)
+
+
+def inductor_bfloat16(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    import torch
+
+    run = inductor(model.to(torch.bfloat16), inputs, threads)
+    return lambda *args: run(*(arg.to(torch.bfloat16) if arg.is_floating_point() else arg for arg in args)).float()
+
+
+def _onnx(model: Any, inputs: list[tuple[Any, ...]]) -> str:
+    import onnx
+    import torch
+
+    path = tempfile.mkdtemp() + "/model.onnx"
+    torch.onnx.export(model, inputs[0], dynamo=True, verbose=False).save(path)
+    stored = onnx.load(path)
+    del stored.graph.value_info[:]      # onnx 1.23 contradicts the exporter's
+    onnx.save(stored, path)
+    return path
+
+
+def _session(path: str, threads: int) -> Callable[..., Any]:
+    import onnxruntime
+    import torch
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [item.name for item in session.get_inputs()]
+    return lambda *args: torch.from_numpy(session.run(None, {name: arg.numpy() for name, arg in zip(names, args)})[0])
+
+
+def onnx_runtime(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _session(_onnx(model, inputs), threads)
+
+
+def onnx_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    path = _onnx(model, inputs)
+    quantize_dynamic(path, path + ".int8", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8)
+    return _session(path + ".int8", threads)
+
+
+def onnx_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    from onnxruntime.quantization import (
+        CalibrationDataReader,
+        QuantFormat,
+        QuantType,
+        quant_pre_process,
+        quantize_static,
+    )
+
+    path = _onnx(model, inputs)
+    quant_pre_process(path, path + ".pre", skip_symbolic_shape=True)
+    import onnx
+
+    names = [item.name for item in onnx.load(path).graph.input]
+
+    class Reader(CalibrationDataReader):
+        left = iter([{name: tensor.numpy() for name, tensor in zip(names, batch)} for batch in inputs])
+
+        def get_next(self) -> Any:
+            return next(self.left, None)
+
+    quantize_static(path + ".pre", path + ".int8", Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
+                    activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
+    return _session(path + ".int8", threads)
+
+
+def torchao_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    return inductor(model, inputs, threads)
+
+
+def _pt2e(model: Any, inputs: list[tuple[Any, ...]], dynamic: bool) -> Callable[..., Any]:
+    import torch
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=dynamic))
+    prepared = prepare_pt2e(torch.export.export(model, inputs[0]).module(), quantizer)
+    for batch in inputs:
+        prepared(*batch)
+    converted = convert_pt2e(prepared)
+    move_exported_model_to_eval(converted)
+    return inductor(converted, inputs, 1)
+
+
+def pt2e_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _pt2e(model, inputs, dynamic=False)
+
+
+def pt2e_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _pt2e(model, inputs, dynamic=True)
+
+
+PEERS: dict[str, Callable[..., Any]] = {
+    "eager": eager, "inductor": inductor, "inductor-bf16": inductor_bfloat16, "onnx-runtime": onnx_runtime,
+    "onnx-int8-dynamic": onnx_int8_dynamic, "onnx-int8-static": onnx_int8_static, "torchao-int8-dynamic": torchao_int8_dynamic,
+    "pt2e-int8-static": pt2e_int8_static, "pt2e-int8-dynamic": pt2e_int8_dynamic,
+}
+
+
+def _loaded(name: str) -> Callable[..., Any]:
+    """The program in an artifact, hosted like the peers."""
+    import saturate
+
+    return saturate.load(name.partition(":")[2])
+
+
+def serve(name: str, model: str, small: bool, threads: int) -> None:
+    """Prepare one peer, then answer numbers of calls on standard input with their times."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)           # what libraries print belongs into the log
+    import torch
+    from _inference_models import build
+
+    torch.set_num_threads(threads)
+    subject = build(model, small)
+    with torch.no_grad():
+        expected = [subject.model(*batch).argmax(1).tolist() for batch in subject.held_out]
+        began = time.perf_counter()
+        run = _loaded(name) if name.startswith("saturate:") else PEERS[name](subject.model, subject.inputs, threads)
+        run(*subject.inputs[0])
+        prepare_s = time.perf_counter() - began
+        found = [run(*batch).argmax(1).tolist() for batch in subject.held_out]
+        agreement = sum(a == b for a, b in zip(found, expected)) / len(expected)
+        print(json.dumps({"prepare_s": prepare_s, "agreement": agreement}), file=answers, flush=True)
+        for line in sys.stdin:
+            times = []
+            for index in range(int(line)):
+                batch = subject.inputs[index % len(subject.inputs)]
+                start = time.perf_counter_ns()
+                run(*batch)
+                times.append(time.perf_counter_ns() - start)
+            print(json.dumps(times), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], sys.argv[3] == "small", int(sys.argv[4]))

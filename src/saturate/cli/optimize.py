@@ -1,0 +1,293 @@
+"""Find the fastest way to run a model that stays within an accuracy budget, and prove it.
+
+    saturate optimize mypkg.model:build --inputs mypkg.data:loader
+    saturate optimize mypkg.model:build --inputs mypkg.data:loader --check mypkg.eval:score --max-drop 1% --budget 20m
+
+The names are of functions, package.module:function or path/file.py:function. build() returns the module; loader()
+gives an iterable of tuples of positional inputs; score(run) calls run(*inputs) as it would the model, and returns a
+float, a dict or, best, one value per sample. Without --check, only what does not change the answers is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from saturate.cli._output import coloured, encoded
+from saturate.cli.bench import threads
+from saturate.cli.tune import Progress, duration, ids, one_signal_interrupts
+from saturate.errors import SaturateError, UsageError
+from saturate.records.inference import CandidateRecord, OptimizeRecord
+
+#: What --limit takes, and what it is of.
+LIMITS = {"p50_ms": "per call", "p90_ms": "per call", "p99_ms": "per call", "peak_memory_gb": "10^9 bytes"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a function that returns the module: mypkg.model:build")
+    parser.add_argument(
+        "--inputs", required=True, metavar="NAME", help="a function that returns an iterable of tuples of inputs"
+    )
+    parser.add_argument(
+        "--check", metavar="NAME", help="a function that scores run(*inputs): float, dict, or a value per sample"
+    )
+    parser.add_argument(
+        "--max-drop", type=share, metavar="DROP", help="what the score may lose, in its own points: 1%% or 0.01"
+    )
+    parser.add_argument("--relative", action="store_true", help="--max-drop is a share of the model's own score")
+    parser.add_argument("--lower-is-better", action="store_true", help="of the score")
+    parser.add_argument(
+        "--metric", metavar="KEY", help="which entry counts, where the check returns a dict of several"
+    )
+    parser.add_argument(
+        "--confidence",
+        type=confidence,
+        default=0.95,
+        metavar="SHARE",
+        help="how surely the loss is within --max-drop; `none` for point estimates (default: 95%%)",
+    )
+    parser.add_argument(
+        "--train",
+        metavar="NAME",
+        help="a function that returns saturate.Train, or (loader, loss): unlocks recovery, QAT, distillation",
+    )
+    parser.add_argument(
+        "--budget",
+        type=duration,
+        default=1200.0,
+        metavar="TIME",
+        help="how long to search: 90s, 20m, 2h (default: 20m)",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=["latency", "throughput", "memory"],
+        default="latency",
+        help="what to improve (default: latency)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=limit,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"a limit to keep, repeatable: {', '.join(f'{name} ({unit})' for name, unit in LIMITS.items())}",
+    )
+    parser.add_argument(
+        "--threads", type=threads, metavar="N", help="CPU threads of the model (default: as torch has it)"
+    )
+    parser.add_argument(
+        "--only", type=ids, default=frozenset(), metavar="IDS", help="try these techniques only (comma-separated)"
+    )
+    parser.add_argument("--skip", type=ids, default=frozenset(), metavar="IDS", help="do not try these techniques")
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        default=Path(".saturate/optimize"),
+        metavar="DIR",
+        help="the study folder; the same command goes on in it (default: .saturate/optimize)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if (arguments.check is None) != (arguments.max_drop is None):
+        raise UsageError(
+            "--check and --max-drop belong together: one scores, the other says what may be lost",
+            remedy="give both, or neither for a search that does not change the answers",
+        )
+    if len(limits := dict(arguments.limit)) < len(arguments.limit):
+        raise UsageError("a --limit is given twice", remedy="give each name once")
+    answer = sys.stdout  # before the user's code gets it
+    with _answer_alone():
+        code, record, problem = _searched(arguments, limits)
+    if arguments.json and record is not None:
+        print(encoded(record), file=answer, flush=True)
+    if problem is not None:
+        raise problem
+    if record is not None:
+        _show(record, sys.stderr if arguments.json else sys.stdout)
+    return code
+
+
+def _searched(
+    arguments: argparse.Namespace, limits: dict[str, float]
+) -> tuple[int, OptimizeRecord | None, BaseException | None]:
+    """Exit code, what to print, and what to raise after it."""
+    try:
+        with one_signal_interrupts():
+            return 0, _search(arguments, limits), None
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        return problem.exit_code, nothing(arguments, problem.message, problem.cause), problem
+    except KeyboardInterrupt as interruption:
+        found = getattr(interruption, "record", None)  # what the search had found until then, if it had begun
+        record = _interrupted(found) if found is not None else nothing(arguments, "interrupted", "")
+        if found is not None:
+            _show(record, sys.stderr)
+        return 130, record, interruption
+
+
+def _interrupted(record: OptimizeRecord) -> OptimizeRecord:
+    """What was not tried may help: without a winner there is no answer."""
+    return msgspec.structs.replace(
+        record,
+        verdict=record.verdict if record.best is not None else "inconclusive",
+        notes=["interrupted: the same command goes on from here", *record.notes],
+    )
+
+
+def _search(arguments: argparse.Namespace, limits: dict[str, float]) -> OptimizeRecord:
+    from saturate.cli._callables import call, resolve
+
+    named = {
+        "model": arguments.model,
+        "--inputs": arguments.inputs,
+        "--check": arguments.check,
+        "--train": arguments.train,
+    }
+    # All names before any is called: a typo must not cost a minute of building.
+    found = {option: resolve(text, option) for option, text in named.items() if text is not None}
+
+    from saturate.inference import api
+    from saturate.inference.accuracy import Budget
+
+    budget = None
+    if arguments.max_drop is not None:
+        budget = Budget(
+            max_drop=arguments.max_drop,
+            relative=arguments.relative,
+            higher_is_better=not arguments.lower_is_better,
+            confidence=arguments.confidence,
+            metric=arguments.metric,
+        )
+    model = call(found["model"], f"{arguments.model}()")
+    inputs = call(found["--inputs"], f"{arguments.inputs}()")
+    train = _train(call(found["--train"], f"{arguments.train}()"), arguments.train) if "--train" in found else None
+    result = api.optimize(
+        model,
+        inputs=inputs,
+        check=found.get("--check"),
+        budget=budget,
+        objective=arguments.objective,
+        limits=limits,
+        time=arguments.budget,
+        train=train,
+        workdir=arguments.workdir,
+        threads=arguments.threads,
+        only=arguments.only,
+        skip=arguments.skip,
+        progress=Progress(sys.stderr),
+    )
+    return result.record
+
+
+def _train(given: Any, name: str) -> Any:
+    from saturate.inference.techniques._api import Train
+
+    if isinstance(given, tuple) and len(given) == 2:
+        return Train(*given)
+    if isinstance(given, Train):
+        return given
+    raise UsageError(
+        f"--train: {name}() returned a {type(given).__name__}",
+        remedy="return saturate.Train(loader, loss), or (loader, loss)",
+    )
+
+
+def _show(record: OptimizeRecord, stream: Any) -> None:
+    from saturate.report import inference as report
+
+    width = min(120, shutil.get_terminal_size((80, 24)).columns)
+    print(report.summary(record, width=width, color=coloured(stream)), file=stream)
+
+
+@contextmanager
+def _answer_alone() -> Iterator[None]:
+    """What is written to standard output in here goes to standard error: what the user's code prints, and what
+    libraries write below Python."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def nothing(arguments: argparse.Namespace, message: str, cause: str) -> OptimizeRecord:
+    """The object for a search that found nothing, or could not begin."""
+    reason = f"{message}: {cause}" if cause else message
+    baseline = CandidateRecord(id="baseline", techniques=[], fate="failed", reason=reason)
+    return OptimizeRecord(
+        run="",
+        model=arguments.model,
+        device="",
+        machine="",
+        torch="",
+        objective=arguments.objective,
+        batch_size=None,
+        max_drop=arguments.max_drop,
+        confidence=arguments.confidence,
+        limits=dict(arguments.limit),
+        verdict="inconclusive",
+        baseline=baseline,
+        best_lossless=None,
+        best=None,
+        candidates=[],
+        notes=[reason],
+    )
+
+
+def share(text: str) -> float:
+    """Points of a score in "1%" or "0.01".
+
+    >>> share("1%"), share("0.5")
+    (0.01, 0.5)
+    """
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a drop such as 1% or 0.01")
+    return value
+
+
+def confidence(text: str) -> float | None:
+    """A share in "95%" or "0.95"; None for "none"."""
+    if text == "none":
+        return None
+    value = share(text)
+    if not 0.5 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a confidence between 50% and 100%")
+    return value
+
+
+def limit(text: str) -> tuple[str, float]:
+    """A name and a number in "p99_ms=15"."""
+    from saturate.records.spelling import suggestion
+
+    name, _, number = text.partition("=")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is none of {', '.join(LIMITS)}; {suggestion(name, LIMITS)}".rstrip("; ")
+        )
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a limit such as p99_ms=15")
+    return name, value

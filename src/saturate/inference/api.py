@@ -1,0 +1,253 @@
+"""`saturate.optimize` and `saturate.load`: what a user calls.
+
+    best = saturate.optimize(model, inputs=loader)                          # lossless search only
+    r = saturate.optimize(model, inputs=loader, check=per_sample_correct, budget=saturate.Budget(max_drop=0.01))
+    r.best(x); r.best.save("artifact/"); saturate.load("artifact/"); r.table(); r.pick(max_drop=0.002)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import secrets
+import sys
+import time as clock
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
+from saturate.inference import checking, confirm, guards, plan, samples
+from saturate.inference.accuracy import Budget, split
+from saturate.inference.artifact import Artifact, load
+from saturate.inference.checking import CheckFailed
+from saturate.inference.journal import Journal
+from saturate.inference.lab import Lab
+from saturate.inference.process import WorkerFailed
+from saturate.inference.result import Result, record_of
+from saturate.inference.search import Search
+from saturate.inference.source import Source
+from saturate.inference.techniques import _registry
+from saturate.inference.techniques._api import Train
+from saturate.machine import facts as machine
+from saturate.records.inference import OptimizeRecord
+
+#: Limits that a user may set, with their units in the names.
+LIMITS = ("peak_memory_gb", "p50_ms", "p90_ms", "p99_ms")
+OBJECTIVES = ("latency", "throughput", "memory")
+
+#: Of the time, this share is kept for storing, confirming and racing the winner.
+CONFIRM_SHARE = 0.3
+
+#: A candidate that takes more than this share of the machine's memory is ended.
+MOST_MEMORY = 0.8
+
+#: Batch sizes and processes are searched for at least so long, where throughput is the objective.
+LEAST_SERVING_S = 20.0
+
+#: So many batches of the training data are looked for among the data of the check.
+MOST_TRAINING_BATCHES = 256
+
+#: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
+FEWEST_TO_SPLIT = 20
+
+
+def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None, budget: Budget | None = None,
+             objective: str = "latency", limits: Mapping[str, float] | None = None, time: str | float = "20m",
+             train: Train | tuple[Any, Any] | None = None, calibration: Any = None, workdir: str | os.PathLike[str] | None = None,
+             threads: int | None = None, only: Collection[str] = (), skip: Collection[str] = (), resume: bool = True,
+             progress: Callable[[str], None] | None = None) -> Result:
+    """Find the fastest deployable variant of `model` whose accuracy loss is within the budget, and prove it.
+
+    model: an nn.Module, a method of one, or functools.partial of either. inputs: an iterable of tuples of positional
+    inputs, real ones; they define shapes and batch size, and a part of them calibrates quantisation. check(run): the
+    user's own score of `run`, which has the model's signature; per-sample values are best (`accuracy`). Without a check
+    only candidates are tried that compute the same up to the order of sums. time: "20m", "90s" or seconds; what is best
+    so far is returned then. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware training
+    and distillation. threads: CPU threads that a candidate may use (default: torch's). workdir: where the search
+    keeps what it found; the same call goes on there after an interruption.
+
+    Raises UsageError for bad arguments, WorkloadFailed where the model does not run on its inputs, CheckUnusable where
+    the check cannot judge. A candidate that fails costs a row in the table, never the search.
+    """
+    import torch
+
+    began = clock.monotonic()
+    seconds = seconds_of(time)
+    budget = checked(check, budget, objective, limits)
+    trainer = Train(*train) if isinstance(train, tuple) else train
+    folder = Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4)
+    say = progress or _to_stderr
+    source = Source.write(folder / "source", model, inputs, calibration, trainer)
+    for note in source.notes:
+        say(note)
+    lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
+              memory_bytes=memory_limit(source.device))
+    try:
+        worker = lab.baseline()
+    except WorkerFailed as error:
+        raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
+                             remedy="model(*batch) must work for each batch of inputs") from error
+    try:
+        notes = [*source.notes, *observe_baseline(lab, worker, threads)]
+        if check is not None:
+            notes += control(lab, worker, source, trainer, say)
+        assert lab.facts is not None
+        found = plan.pool(_registry.load(), lab.facts, check=check is not None, only=only, skip=skip)
+        journal = Journal(folder, key_of(source, lab), resume)
+        search = Search(lab, found, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
+                        budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal)
+        try:
+            search.run(worker)
+        except KeyboardInterrupt as interruption:
+            # What is known is on disk, and goes with the interruption: nothing was confirmed, so nothing is claimed.
+            found = record_of(search, lab, notes=notes, began=began, complete=False) if search.baseline else None
+            interruption.record = found     # type: ignore[attr-defined]
+            raise
+    finally:
+        worker.close()
+    search.deadline_s = lab.deadline_s
+    return conclude(search, lab, notes, began, say)
+
+
+def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[str, float] | None) -> Budget | None:
+    """The budget to use. Raises UsageError for arguments that do not go together."""
+    if check is None and budget is not None:
+        raise UsageError("a budget needs a check", cause="without a check nothing says what a candidate loses",
+                         remedy="pass check=lambda run: ..., or leave the budget out: the search is lossless then")
+    if check is not None and not callable(check):
+        raise UsageError("check is not callable", cause=f"it is a {type(check).__name__}", remedy="check takes run, and returns the score")
+    if objective not in OBJECTIVES:
+        raise UsageError(f"there is no objective {objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
+    for name, most in (limits or {}).items():
+        if name not in LIMITS:
+            raise UsageError(f"there is no limit {name!r}", remedy=f"one of {', '.join(LIMITS)}")
+        if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
+            raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number")
+    return budget or (Budget(max_drop=0.01) if check is not None else None)
+
+
+def seconds_of(time: str | float) -> float:
+    """"20m", "90s", "1h" or seconds. Raises UsageError."""
+    text = str(time).strip().lower()
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        found = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 30 * 86400:
+        raise UsageError(f"time is {time!r}", remedy='a duration such as "20m", "90s" or "1h"')
+    return found
+
+
+def memory_limit(device: str) -> int | None:
+    """Bytes that a candidate may take on a CPU: it must end before the machine runs out. A GPU's allocator has its own end."""
+    total = machine.memory_bytes() if device == "cpu" else None
+    return None if total is None else int(MOST_MEMORY * total)
+
+
+def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
+    """The baseline's facts and outputs; what a user must know about them."""
+    facts = worker.ready.facts
+    if threads is not None:
+        facts = dataclasses.replace(facts, threads=threads, cores=threads)
+    lab.facts = facts
+    lab.observe(worker)
+    notes = []
+    if facts.training_mode:
+        notes.append("the model came in training mode: it is measured in evaluation mode")
+    import torch
+
+    repeated = guards.repeats(torch, lab.reference, lab.again or lab.reference)
+    if facts.random or not repeated.passed:
+        lab.facts = dataclasses.replace(facts, random=True)
+        notes.append("the model is random at inference: two calls on the same input differ, so no candidate can be shown to be "
+                     "lossless, and scores scatter more")
+    if facts.export_problem:
+        notes.append(f"the model cannot be exported: {facts.export_problem}")
+    return notes
+
+
+def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Callable[[str], None]) -> list[str]:
+    """Whether the check can judge; its scores of the baseline, split in two. Raises CheckUnusable."""
+    import torch
+
+    assert lab.check is not None and lab.budget is not None
+    say("check: twice on the baseline, once on noise")
+    found = checking.controls(lab.check, worker.run, lab.budget)
+    if found.problem is not None:
+        raise CheckUnusable(f"the check cannot be used: {found.problem.what}", evidence=found.baseline.output[-2000:],
+                            remedy=found.problem.remedy)
+    shared = samples.overlap(source.calibration(torch), found.baseline.samples)
+    if shared.refused:
+        raise CheckUnusable("calibration data is among the data of the check", cause=shared.words(),
+                            remedy="give inputs (or calibration) that the check does not score: training data, for one")
+    if train is not None:
+        shared = samples.overlap((batch[:-1] for batch in itertools.islice(train.loader, MOST_TRAINING_BATCHES)), found.baseline.samples)
+        if shared.refused:
+            raise CheckUnusable("training data is among the data of the check", cause=shared.words("training"),
+                                remedy="train on samples that the check does not score")
+    lab.scores, lab.answers = found.baseline.scores, found.baseline.answers
+    notes = list(found.notes)
+    values = lab.scores.values if lab.scores else None
+    if values is None:
+        notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
+    elif len(values) >= FEWEST_TO_SPLIT:
+        lab.selection, lab.confirmation = split(len(values))
+    return notes
+
+
+def key_of(source: Source, lab: Lab) -> str:
+    """What a search's results depend on."""
+    scores = "" if lab.scores is None else repr((lab.scores.mean, lab.scores.values))
+    text = "|".join([source.model_hash, source.inputs_hash, str(lab.threads), source.device, scores])
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Callable[[str], None]) -> Result:
+    """Store, confirm and race the best; the result, whatever came of it."""
+    say("confirm: store the best, load it in a fresh process, score and race it")
+    won = confirm.winner(search, lab, WorkerFailed, CheckFailed)
+    lossless = won if won is not None and won.found.candidate.lossless else _best_lossless(search, lab)
+    final = versus = None
+    if won is not None:
+        final = confirm.against(lab, won.artifact, None, lab.deadline_s)
+        if lossless is not None and lossless is not won:
+            versus = confirm.against(lab, won.artifact, lossless.artifact, lab.deadline_s)
+    record = record_of(search, lab, won, lossless, final, versus, notes=notes, began=began)
+    if search.objective == "throughput" and won is not None:
+        record = with_throughput(record, lab, won.artifact, say)
+    return Result.of(record, search, lab)
+
+
+def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Callable[[str], None]) -> OptimizeRecord:
+    """The record with the batch sizes and processes that serve most samples per second."""
+    import torch
+
+    from saturate.inference.serving import Serving
+
+    rows, race = Serving(lab, torch).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
+    return msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
+                                   throughput_ratio_ci=race.speedup_ci if race else None)
+
+
+def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:
+    """The second baseline, stored and loaded like the winner."""
+    for found in search.ranked(lossless=True)[:2]:
+        if search.value(found) <= 1.0:
+            return None
+        survived = confirm.survive(found, lab, WorkerFailed, CheckFailed, search.progress)
+        if survived is not None:
+            return survived
+    return None
+
+
+def _to_stderr(text: str) -> None:
+    print(f"saturate: {text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["LIMITS", "OBJECTIVES", "Artifact", "Result", "load", "optimize"]

@@ -1,0 +1,159 @@
+"""The user's inputs as batches: taking a few of them, and splitting them into those that are measured and those that
+quantization is calibrated with.
+
+A batch is a tuple of positional inputs. Its samples lie along the first dimension of its tensors, where these agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from saturate.errors import UsageError
+from saturate.techniques._trees import copied, taken_apart
+
+#: No more than so many batches, and after the first no more than so many bytes, are taken of an iterable.
+MOST = 64
+MOST_BYTES = 256 * 2**20
+
+#: Inputs beside tensors that are the same for every sample; inside of containers a number may belong to one of them.
+_SHARED = (type(None), bool, int, float, str)
+_NESTED = (type(None), bool)
+
+
+def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
+    """The first batches of an iterable, copied to the CPU; an endless one is not exhausted. One tensor is one batch.
+
+    Raises UsageError, which calls the iterable `what`, where it holds nothing or anything else than batches.
+    """
+    batches: list[tuple[Any, ...]] = []
+    size_bytes = 0
+    for item in _items(torch, given, what):
+        batch = _batch(torch, item, what)
+        size_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(torch, batch))
+        if batches and size_bytes > MOST_BYTES:
+            break
+        # A copy, because a batch may be a view of a data set, all of which would be written with it.
+        batches.append(copied(batch, lambda path, leaf: _own(torch, leaf)))
+        if len(batches) == MOST:
+            break
+    if not batches:
+        raise UsageError(f"`{what}` holds no batch",
+                         remedy="give an iterable of tuples of positional inputs; an iterator can be used up")
+    return batches
+
+
+def _items(torch: Any, given: Any, what: str) -> Iterable[Any]:
+    if isinstance(given, torch.Tensor):
+        yield given             # iterating over it would take the batch apart
+        return
+    if isinstance(given, (Mapping, str, bytes)):
+        raise UsageError(f"`{what}` is a {type(given).__name__}",
+                         remedy=f"{what}=[(first, second, ...)], one tuple for each batch")
+    try:
+        yield from given
+    except Exception as error:  # the user's own loader may raise anything; it is named and raised again
+        raise UsageError(f"`{what}` cannot be read", cause=f"{type(error).__name__}: {error}",
+                         remedy="give an iterable of tuples of positional inputs: a DataLoader, a list") from error
+
+
+def _batch(torch: Any, item: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(item, torch.Tensor):
+        return (item,)
+    if isinstance(item, (list, tuple)):
+        return tuple(item)
+    remedy = f"{what}=[(item,) for item in ...], one tuple of positional inputs for each batch"
+    if isinstance(item, Mapping):
+        remedy = f"{what}=[(batch['input_ids'], batch['attention_mask']) for batch in loader], in the forward's order"
+    raise UsageError(f"`{what}` yields {type(item).__name__}, not tuples of positional inputs", remedy=remedy)
+
+
+def _own(torch: Any, leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
+
+
+def check_call(call: Callable[..., Any], batch: tuple[Any, ...], what: str = "inputs") -> None:
+    """Raises UsageError where `call` cannot take that many positional inputs: a loader's batch often holds the target
+    too."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return                  # compiled code without one: the first call will tell
+    try:
+        signature.bind(*batch)
+    except TypeError as error:
+        raise UsageError(f"the model does not take a batch of `{what}`: {len(batch)} positional inputs",
+                         cause=str(error),
+                         remedy=f"leave the targets out: {what}=[batch[:-1] for batch in loader]") from None
+
+
+def split(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]],
+                                                               list[str]]:
+    """(measured, for calibration, what the user should know). No sample is in both, unless a sentence says so.
+
+    Batches alternate, so that both see the same range of shapes. A single batch is cut in two, and the measured half
+    is repeated to the size that the user gave: a call costs what the user's call costs.
+    """
+    full, rest = without_last(torch, batches)
+    if len(batches) > 1:
+        calibration = full[1::2] + rest
+        return full[0::2], calibration, []
+    batch = batches[0]
+    rows = samples(torch, batch)
+    if rows is None or rows < 2 or not _divisible(torch, batch):
+        return batches, batches, ["inputs is a single batch that cannot be divided: quantization is calibrated with "
+                                  "the very inputs that are measured; give calibration= or more batches"]
+    half = (rows + 1) // 2
+    repeated = torch.arange(rows) % half
+    return [_rows(torch, batch, repeated)], [_rows(torch, batch, torch.arange(half, rows))], [
+        f"inputs is a single batch: {rows - half} of its {rows} samples are kept for calibration, and the others are "
+        "repeated to fill the measured batch"]
+
+
+def without_last(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """(batches, the last one where it is only the smaller rest of a data set): measured calls are all of one size
+    then."""
+    if len(batches) > 1:
+        sizes = [samples(torch, batch) for batch in batches[-2:]]
+        if None not in sizes and sizes[1] < sizes[0]:
+            return batches[:-1], batches[-1:]
+    return batches, []
+
+
+def samples(torch: Any, batch: tuple[Any, ...]) -> int | None:
+    """Samples in a batch; None where its tensors do not agree on a first dimension."""
+    sizes = {tensor.shape[0] for tensor in tensors(torch, batch) if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def total_samples(torch: Any, batches: list[tuple[Any, ...]]) -> int:
+    """Samples in all batches; a batch without a first dimension counts as one."""
+    return sum(samples(torch, batch) or 1 for batch in batches)
+
+
+def signature(torch: Any, batch: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of all tensors of a batch."""
+    return tuple(tuple(tensor.shape) for tensor in tensors(torch, batch))
+
+
+def tensors(torch: Any, value: Any) -> list[Any]:
+    """The tensors in nested tuples, lists, mappings and dataclasses, in order, as often as they occur."""
+    return taken_apart(value, torch)[1]
+
+
+def _divisible(torch: Any, batch: tuple[Any, ...]) -> bool:
+    """Whether all that belongs to single samples is in tensors: a list of texts beside them would keep its length."""
+    found: list[bool] = []
+
+    def add(path: tuple[Any, ...], leaf: Any) -> Any:
+        found.append(isinstance(leaf, (torch.Tensor, *(_SHARED if len(path) == 1 else _NESTED))))
+        return leaf
+
+    copied(batch, add)
+    return all(found)
+
+
+def _rows(torch: Any, batch: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
+    return copied(batch, lambda path, leaf: leaf[index] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf)

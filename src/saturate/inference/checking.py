@@ -1,0 +1,322 @@
+"""The user's check on a candidate, and controls of the check itself.
+
+`scored` runs `check(run)` and turns whatever happens into data: scores, or a problem with a name. It remembers which
+samples the check used (calibration data must not be among them) and what the answers were. `controls` asks, before any
+candidate is judged, whether the check can tell good from bad at all: twice on the baseline, and once on answers that
+are noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO
+
+from saturate.inference import samples
+from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
+from saturate.inference.samples import Overlap, overlap
+
+__all__ = ["Check", "CheckFailed", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]
+
+#: Of what a check prints, so many characters are kept.
+MOST_OUTPUT = 64 * 1024
+
+#: So many values of each tensor of the answers make up the noise, and at most so many of one answer.
+_POOL, _FROM_ONE = 65536, 4096
+
+#: Noise is drawn anew before something is said against the check: one draw may be a coincidence.
+_SEEDS = (1, 2)
+
+Check = Callable[[Callable[..., Any]], Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a check gave no scores that can be used.
+
+    raised, exited: the check ended by itself. unusable: what it returned. silent: it never asked for an answer. run: the
+    model failed on what the check gave it. Found by the controls: blind (the answers do not matter), direction (noise is
+    better), unstable (two runs differ by more than the budget), budget (it means nothing for these scores).
+    """
+
+    kind: Literal["raised", "exited", "unusable", "silent", "run", "blind", "direction", "unstable", "budget"]
+    what: str
+    remedy: str = ""
+
+
+class CheckFailed(Exception):
+    """The check gave no scores for a candidate; the message says why."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.what)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One run of the check. `scores` is None where there is a `problem`."""
+
+    scores: Scores | None
+    problem: Problem | None
+    samples: frozenset[str]             # names of every input sample that the check used
+    asked: str                          # digest of all inputs, in order
+    answers: str                        # digest of all answers, in order: equal where every bit is
+    calls: int
+    output: str                         # what the check printed, and the traceback where it raised
+    seconds: float
+    failure: Exception | None = None    # what `run` raised first
+
+    def required(self) -> Scores:
+        """The scores. Raises CheckFailed without them; what `run` raised, where that is why."""
+        if self.failure is not None:
+            raise self.failure
+        if self.problem is not None or self.scores is None:
+            raise CheckFailed(self.problem or Problem("unusable", "the check gave no scores"))
+        return self.scores
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What is known about the check before it judges anything. `problem`: why it cannot judge."""
+
+    baseline: Scored
+    spread: float | None = None         # between two runs on the baseline, in units of the score; 0: the same
+    noise: float | None = None          # the score of noise in place of the answers; None: not known, see notes
+    problem: Problem | None = None
+    notes: tuple[str, ...] = ()
+
+
+def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, echo: TextIO | None = None) -> Scored:
+    """Run the check. What it prints is shown on `echo` (default: stderr), not on stdout.
+
+    Never raises for what the check or `run` does, except KeyboardInterrupt and the like.
+    """
+    recorder = _Recorder(run)
+    printed = _Tee(echo or sys.stderr)
+    scores, problem = None, None
+    start = time.monotonic()
+    try:
+        with contextlib.redirect_stdout(printed):
+            returned = check(recorder)
+    except SystemExit as error:
+        problem = Problem("exited", f"the check ended the program (exit code {error.code})", "return the score instead")
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a problem with a name
+        printed.keep("".join(traceback.format_exception(error)))
+        problem = Problem("raised", f"the check raised {_last_line(error)}{_place(error)}")
+    else:
+        try:
+            scores = read(returned, metric)
+        except UnusableScores as error:
+            problem = Problem("unusable", str(error), error.remedy)
+    if recorder.failure is not None:        # also where the check caught it: such scores are of something else
+        scores = None
+        problem = Problem("run", f"the model failed on what the check gave it: {_last_line(recorder.failure)}")
+    elif problem is None and recorder.calls == 0:
+        scores, problem = None, Problem("silent", "the check never called the function that it was given",
+                                        "a check gets run, which has the model's signature: answer = run(*inputs)")
+    return Scored(scores, problem, frozenset(recorder.samples), recorder.asked.hex(), recorder.answers.hex(),
+                  recorder.calls, printed.text(), time.monotonic() - start, recorder.failure)
+
+
+def controls(check: Check, run: Callable[..., Any], budget: Budget, *, echo: TextIO | None = None) -> Controls:
+    """Whether the check can judge candidates within this budget; `run` is the baseline. Two runs of the check on it, and
+    mostly one on noise."""
+    pool = _Pool(run)
+    first = scored(check, pool, budget.metric, echo=echo)
+    if first.scores is None:
+        return Controls(first, problem=first.problem)
+    mismatch = budget.problem(first.scores)
+    if mismatch is not None:
+        return Controls(first, problem=Problem("budget", mismatch, Budget.REMEDY))
+    again = scored(check, run, budget.metric, echo=echo)
+    if again.scores is None:
+        return Controls(first, problem=again.problem)
+    spread = abs(first.scores.mean - again.scores.mean)
+    problem, notes = _repeatable(first, first.scores, again, again.scores, budget)
+    if problem is not None:
+        return Controls(first, spread, problem=problem)
+    return _against_noise(check, pool, budget, Controls(first, spread, notes=notes), first.scores, echo)
+
+
+def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
+                budget: Budget) -> tuple[Problem | None, tuple[str, ...]]:
+    """Whether two runs of the check on one model say the same, and whose doing it is where they do not."""
+    if before == after:
+        random = first.asked == again.asked and first.answers != again.answers
+        return None, ("the model gives other answers each time; the scores are the same",) if random else ()
+    if first.asked != again.asked:
+        cause = "it asks for other samples each time"
+    elif first.answers != again.answers:
+        cause = "the model gives other answers each time"
+    else:
+        cause = "it scores the same answers differently"
+    what = f"two runs of the check on the same model differ by {abs(before.mean - after.mean):.3g}: {cause}"
+    try:
+        verdicts = {compare(one, other, budget).verdict for one, other in ((before, after), (after, before))}
+    except UnusableScores as error:
+        return Problem("unstable", f"two runs of the check on the same model do not compare: {error}", error.remedy), ()
+    allowed = budget.max_drop * (abs(before.mean) if budget.relative else 1)
+    beyond = abs(before.mean - after.mean) > allowed if before.values is None else "fail" in verdicts
+    if beyond:
+        return Problem("unstable", f"{what}; the budget is {allowed:.3g}", "fix the seed of what is random"), ()
+    return None, (what,)
+
+
+def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, baseline: Scores,
+                   echo: TextIO | None) -> Controls:
+    """`known`, with what the check says to noise in place of the answers: it must score worse."""
+
+    def result(note: str = "", noise: float | None = None, problem: Problem | None = None) -> Controls:
+        notes = (*known.notes, note) if note else known.notes
+        return Controls(known.baseline, known.spread, noise, problem, notes)
+
+    if not pool.varies():
+        return result("the answers of the model hold one number only, so noise made of them tells nothing about the check")
+    verdicts = []
+    for seed in _SEEDS:
+        found = scored(check, pool.noise(seed), budget.metric, echo=echo)
+        if found.problem is not None and found.problem.kind == "run":
+            return result(problem=found.problem)
+        if found.scores is None:
+            return result("the check does not take noise for an answer, so it does look at the answers")
+        noise = found.scores.mean
+        verdicts.append(_against(baseline, found.scores, budget, known.spread or 0.0))
+        if verdicts[-1] == "worse":
+            return result(noise=noise)
+    scores = f"noise scores {noise:.4g}, the model {baseline.mean:.4g}"
+    if set(verdicts) == {"same"}:
+        return result(noise=noise, problem=Problem("blind", f"the check does not depend on the answers: {scores}",
+                                                   "score what run(*inputs) returns, not the model itself"))
+    if set(verdicts) == {"better"}:
+        other = not budget.higher_is_better
+        remedy = f"is {'higher' if other else 'lower'} better? Budget(higher_is_better={other})"
+        return result(noise=noise, problem=Problem("direction", f"the score is better for noise: {scores}", remedy))
+    return result(f"the check hardly tells the model from noise ({scores}), so it will hardly see damage", noise)
+
+
+def _against(baseline: Scores, noise: Scores, budget: Budget, spread: float) -> Literal["worse", "same", "better", "unclear"]:
+    if noise.mean == baseline.mean and noise.values == baseline.values:
+        return "same"
+    drop = budget.sign * (baseline.mean - noise.mean)
+    try:
+        ends = compare(baseline, noise, Budget(0.0, higher_is_better=budget.higher_is_better)).drop_ci
+    except UnusableScores:      # another number of scores: the check does look at the answers
+        return "worse"
+    low, high = ends or (drop - spread, drop + spread)
+    return "worse" if low > 0 else "better" if high < 0 else "unclear"
+
+
+class _Recorder:
+    """`run`, remembering what it was asked and what it answered."""
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run = run
+        self.calls = 0
+        self.samples: set[str] = set()
+        self.asked, self.answers = samples.Digest(), samples.Digest()
+        self.failure: Exception | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.calls += 1
+        given = (*inputs, *named.values())
+        self.samples.update(name for sample in samples.names(given) for name in sample)
+        self.asked.feed(given)
+        try:
+            answer = self.run(*inputs, **named)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        self.answers.feed(answer)
+        return answer
+
+
+class _Pool:
+    """`run`, keeping some values of each tensor of its answers: what `noise` draws from."""
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run = run
+        self.kept: dict[int, Any] = {}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        answer = self.run(*inputs, **named)
+        for place, tensor in enumerate(samples.tensors(answer)):
+            values, before = samples.dense(tensor).flatten(), self.kept.get(place)
+            if len(values) and (before is None or len(before) < _POOL):
+                self.kept[place] = _joined(before, _drawn(values, min(len(values), _FROM_ONE), _generator(len(values))))
+        return answer
+
+    def varies(self) -> bool:
+        return any(bool((values != values[0]).any()) for values in self.kept.values())
+
+    def noise(self, seed: int) -> Callable[..., Any]:
+        """The same, but every number of an answer is one of those that were kept, at random: the values that the model
+        answers with, without what they have to do with the inputs."""
+        generator = _generator(seed)
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            answer = copy.deepcopy(self.run(*inputs, **named))
+            for place, tensor in enumerate(samples.tensors(answer)):
+                if place in self.kept and str(tensor.layout) == "torch.strided":
+                    tensor.copy_(_drawn(self.kept[place], tensor.numel(), generator).reshape(tensor.shape))
+            return answer
+
+        return run
+
+
+def _generator(seed: int) -> Any:
+    """Of random numbers that leave the user's alone."""
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+def _drawn(values: Any, count: int, generator: Any) -> Any:
+    import torch
+
+    return values[torch.randint(len(values), (count,), generator=generator)]
+
+
+def _joined(before: Any, values: Any) -> Any:
+    import torch
+
+    return values if before is None else torch.cat([before, values.to(before.dtype)])
+
+
+class _Tee(io.TextIOBase):
+    """Shows what is written, and keeps the first part of it."""
+
+    def __init__(self, echo: TextIO):
+        self.echo = echo
+        self.kept = io.StringIO()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.echo.write(text)
+        self.keep(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.echo.flush()
+
+    def keep(self, text: str) -> None:
+        self.kept.write(text[:max(0, MOST_OUTPUT - self.kept.tell())])
+
+    def text(self) -> str:
+        return self.kept.getvalue()
+
+
+def _last_line(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _place(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,0 +1,262 @@
+"""What a search must know about a model before anything is changed: which layers it has, what it can be exported to,
+whether two calls agree. Runs in a candidate's process, on the baseline, with the user's inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from saturate.inference import batches as trees
+from saturate.machine import facts as machine
+from saturate.records.inference import ModelFacts
+from saturate.techniques._trees import put_together, taken_apart
+
+#: Distributions by the name that techniques ask for; the first that is installed counts.
+_DISTRIBUTIONS = {
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"), "onnx": ("onnx",), "onnxscript": ("onnxscript",),
+    "torchao": ("torchao",),
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "torch_tensorrt": ("torch-tensorrt",),
+    "triton": ("triton",),
+    "transformers": ("transformers",), "cloudpickle": ("cloudpickle",), "openvino": ("openvino",),
+    "modelopt": ("nvidia-modelopt",),
+}
+
+#: Instruction sets that decide about number formats, by Linux's names on x86 and Arm.
+_FLAGS = frozenset(("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_int8",
+                    "amx_bf16", "amx_fp16",
+                    "asimddp", "i8mm", "bf16", "sve"))
+
+#: Two calls on one input that differ by less, as a share of the largest entry, differ in the order of additions only.
+_ROUNDING = 1e-5
+
+_DATA_DEPENDENT = re.compile(r"data[- ]?dependent|dynamic control flow", re.IGNORECASE)
+
+
+def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, *, kind: str = "",
+            exportable: bool | None = None, export_problem: str = "", threads: int = 1, calibration_samples: int = 0,
+            training_mode: bool = False, trainable: bool = False, student: bool = False,
+            generates: bool = False) -> ModelFacts:
+    """The facts about `model`, which is in evaluation mode on `device` ("cpu" or "cuda"), as `inputs` are. It is
+    called three times on the first batch. What it raises there is raised: then there is no baseline.
+
+    `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only.
+    """
+    modules = list(model.modules())
+    parameters = list(model.parameters())
+    calls, attention_calls, random = _watch_calls(torch, model, inputs[0])
+    full, _ = trees.without_last(torch, inputs)
+    sizes = {trees.samples(torch, batch) for batch in full}
+    return ModelFacts(
+        kind=kind or type(model).__name__, device=device, torch=str(torch.__version__),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters
+                             if one.is_floating_point()})),
+        **_kinds(torch, modules),
+        attentions=max(attention_calls, _attention_modules(torch, modules)),
+        reused_modules=tuple(name for name, count in calls.items() if count > 1),
+        batch_size=sizes.pop() if len(sizes) == 1 else None,
+        varying_shapes=len({trees.signature(torch, batch) for batch in full}) > 1,
+        exportable=exportable, export_problem=export_problem, random=random, training_mode=training_mode,
+        installed=installed(),
+        cpu_flags=cpu_flags(), capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+        cores=max(1, int(machine.cpu_count())), threads=threads, calibration_samples=calibration_samples,
+        trainable=trainable,
+        student=student, generates=generates,
+    )
+
+
+def _kinds(torch: Any, modules: list[Any]) -> dict[str, int]:
+    """How many modules there are of each kind."""
+    nn = torch.nn
+    batch_norms = nn.modules.batchnorm._BatchNorm
+    kinds = {
+        "linears": (nn.Linear, nn.Bilinear), "convolutions": nn.modules.conv._ConvNd, "embeddings": (nn.Embedding,
+                                                                                                     nn.EmbeddingBag),
+        "recurrents": (nn.RNNBase, nn.RNNCellBase), "batch_norms": batch_norms,
+    }
+    found = {name: sum(isinstance(module, classes) for module in modules) for name, classes in kinds.items()}
+    # By name too: language models bring normalizations of their own.
+    found["norms"] = sum("norm" in type(module).__name__.lower() and not _parent(module) for module in modules
+                         if not isinstance(module, batch_norms))
+    return found
+
+
+def _parent(module: Any) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _attention_modules(torch: Any, modules: list[Any]) -> int:
+    """Modules that look like attention and hold none that does: libraries nest them."""
+    def alike(module: Any) -> bool:
+        return isinstance(module, torch.nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
+
+    return sum(alike(module) and not any(alike(other) for other in itertools.islice(module.modules(), 1,
+                                                                                    None)) for module in modules)
+
+
+def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counter[str], int, bool]:
+    """(calls of each submodule in one forward, calls of scaled_dot_product_attention, whether two further calls
+    differ)."""
+    calls: Counter[str] = Counter()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+            self.seen += function is attention
+            return function(*arguments, **(named or {}))
+
+    watch = Watch()
+    # Not inference mode: what a model keeps from a call could not be used in one that records or exports.
+    with torch.no_grad():
+        with _counted(model, calls), watch:
+            model(*copy.deepcopy(batch))        # a model may write to its inputs
+        first, second = (trees.tensors(torch, model(*copy.deepcopy(batch))) for _ in range(2))
+    return calls, watch.seen, _differ(torch, first, second)
+
+
+@contextmanager
+def _counted(model: Any, calls: Counter[str]) -> Iterator[None]:
+    def hook(name: str) -> Any:
+        def count(module: Any, inputs: Any) -> None:
+            calls[name] += 1
+
+        return count
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _differ(torch: Any, first: list[Any], second: list[Any]) -> bool:
+    """Whether two answers differ by more than rounding."""
+    if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
+        return True
+    for a, b in zip(first, second):
+        if torch.equal(a, b):
+            continue
+        if not a.is_floating_point() and not a.is_complex():
+            return True
+        a, b = (torch.view_as_real(one) if one.is_complex() else one for one in (a, b))
+        a, b = a.double(), b.double()
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return True
+        a, b = a.nan_to_num(), b.nan_to_num()
+        if (a - b).abs().max() > _ROUNDING * a.abs().max():
+            return True
+    return False
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that techniques build on, not imported: some of them take seconds."""
+    found = {}
+    for name, distributions in _DISTRIBUTIONS.items():
+        for distribution in distributions:
+            try:
+                found[name] = metadata.version(distribution)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def cpu_flags() -> frozenset[str]:
+    information = machine.cpu_information()
+    return _FLAGS.intersection((information.get("flags", "") or information.get("Features", "")).split())
+
+
+def try_export(torch: Any, model: Any, batch: tuple[Any, ...], limit_s: float) -> tuple[bool, str]:
+    """(whether torch.export takes the model, why not), both on the CPU. Tried in a fork, which can be ended at any
+    time and takes with it what tracing leaves behind in the model; so before this process has used CUDA or several
+    threads."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            torch.set_num_threads(1)        # a team of threads that the parent had would be waited for forever
+            os.write(writer, json.dumps(_export(torch, model, batch)).encode()[:60000])
+            status = 0
+        finally:
+            os._exit(status)                # nothing of the parent may be run again: not its handlers, not its loop
+    os.close(writer)
+    try:
+        said, late = _read(reader, time.monotonic() + limit_s)
+    finally:
+        os.close(reader)
+        _end(child)
+    if late:
+        return False, f"torch.export took longer than {limit_s:.0f} s"
+    if not said:
+        return False, "torch.export ended its process"
+    able, problem = json.loads(said)
+    return able, problem
+
+
+def _export(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, str]:
+    skeleton, given = taken_apart(batch, torch)
+
+    class Flat(torch.nn.Module):
+        """Tensors in, tensors out: export knows the containers of libraries that told it, and programs need none."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.training = False
+
+        def forward(self, *inputs: Any) -> Any:
+            return tuple(trees.tensors(torch, self.model(*put_together(skeleton, list(inputs)))))
+
+    try:
+        with torch.no_grad():
+            torch.export.export(Flat(), tuple(given), strict=False)
+    except Exception as error:  # noqa: BLE001 - it runs the model's own code, which may raise anything
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
+        kind = "data-dependent control flow: " if _DATA_DEPENDENT.search(f"{type(error).__name__} {error}") else ""
+        return False, f"{kind}{type(error).__name__}: {line}"
+    return True, ""
+
+
+def _read(reader: int, deadline_s: float) -> tuple[bytes, bool]:
+    """(all that is written until the other end is closed, whether the deadline came first)."""
+    said = b""
+    while True:
+        ready, _, _ = select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            return said, True
+        data = os.read(reader, 1 << 16)
+        if not data:
+            return said, False
+        said += data
+
+
+def _end(child: int) -> None:
+    try:
+        os.kill(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass                                # it has ended, and somebody collected it
+    try:
+        os.waitpid(child, 0)
+    except ChildProcessError:
+        pass

@@ -1,0 +1,158 @@
+"""Folders that are whole or not there, and the rules by which a file of one is read.
+
+A folder is written under another name beside its place, made durable, and renamed: a full disk or a kill leaves the
+old one, or none. Nothing is read through a link, from outside of the folder, or with other bytes than its digest
+says.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from saturate.checkpoints import durable
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
+from saturate.records.artifact import StoredFile
+
+
+@contextmanager
+def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `target` when the block ends without an error.
+
+    What `target` holds is replaced where it is empty or `ours(target)`. Raises UsageError where it is neither, and
+    EnvironmentProblem when the file system refuses; both leave `target` as it was.
+    """
+    target = Path(target).absolute().resolve()
+    if os.path.lexists(target) and not target.is_dir():
+        raise UsageError(f"{target} is a file", remedy="name a folder that is new, empty, or an artifact to replace")
+    if target.is_dir() and any(target.iterdir()) and not ours(target):
+        raise UsageError(
+            f"{target} is not empty, and no artifact",
+            remedy="name a folder that is new, empty, or an artifact to replace",
+        )
+    with problems(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = durable.temporary(target.parent)
+        new.mkdir()
+        try:
+            yield new
+            synchronise(new)
+            _take_place(new, target)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+@contextmanager
+def problems(target: Path) -> Iterator[None]:
+    """Errors of the file system in the user's words."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise EnvironmentProblem(
+            f"no space is left to save {target.name}" if full else f"saving {target} failed",
+            cause=str(error),
+            remedy="free some space, or save it elsewhere" if full else "mend the cause, or save it elsewhere",
+        ) from error
+
+
+def _take_place(new: Path, target: Path) -> None:
+    old = durable.temporary(target.parent)
+    if target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except OSError:
+        if target.exists():  # another process was faster: its folder is as whole as ours
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            os.rename(old, target)
+        raise
+    durable.sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def synchronise(folder: Path) -> None:
+    """Make every file in `folder`, and the names of all, durable."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(parent, name), "rb") as file:
+                os.fsync(file.fileno())
+        durable.sync_folder(Path(parent))
+
+
+def copy(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Copy files by their names relative to `source`."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(inside(source, name), target / name)
+
+
+def inventory(folder: Path, names: Sequence[str]) -> list[StoredFile]:
+    """Sizes and digests of files."""
+    found = []
+    for name in sorted(set(names)):
+        size_bytes, sha256 = digest(inside(folder, name))
+        found.append(StoredFile(path=name, size_bytes=size_bytes, sha256=sha256))
+    return found
+
+
+def check(folder: Path, files: Sequence[StoredFile]) -> None:
+    """Raises ArtifactDamaged, naming the first file that is missing, another, or not one."""
+    for stored in files:
+        path = inside(folder, stored.path)
+        try:
+            size_bytes, sha256 = digest(path)
+        except FileNotFoundError:
+            raise damaged(folder, f"{stored.path} is missing") from None
+        except OSError as error:
+            raise damaged(folder, f"{stored.path} cannot be read: {error}") from error
+        if size_bytes != stored.size_bytes:
+            raise damaged(folder, f"{stored.path} has {size_bytes:,} bytes, and {stored.size_bytes:,} were stored")
+        if sha256 != stored.sha256:
+            raise damaged(folder, f"{stored.path} does not have the SHA-256 that the manifest names")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of `folder`. Raises ArtifactDamaged for a name that leads out of it, also through a link."""
+    pure = PurePosixPath(name)
+    if (
+        not name
+        or "\0" in name
+        or "\\" in name
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or str(pure) != name
+        or name == "."
+    ):
+        raise damaged(folder, f"{name!r} is no name of a file inside of it")
+    path = folder
+    for part in pure.parts:
+        path = path / part
+        if path.is_symlink():
+            raise damaged(folder, f"{name} is a link, or lies behind one")
+    return path
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """Size and SHA-256 of a regular file; OSError where it is none."""
+    # Not blocking: a pipe in the place of a file must not be waited for.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), found
+
+
+def damaged(folder: Path, what: str) -> ArtifactDamaged:
+    return ArtifactDamaged(
+        f"the artifact {folder} is not whole",
+        cause=what,
+        remedy="copy it again from where it was made, or make it again",
+    )

@@ -1,0 +1,311 @@
+"""A module captured by torch.export as a program over a flat list of tensors, and how such a program is called again.
+
+Everything that is not a tensor (the nesting of inputs and outputs, numbers, None) is kept outside of the program, in its
+*signature*: plain data that goes into `Entry.settings`.
+
+    inputs, outputs     what `saturate.inference.structure` says of both
+    parameters          names of the forward's parameters, for calls with keyword arguments
+    tensors             of each input tensor {"dtype": "float32", "shape": [batch, 3, 224, 224]}; a size that may vary is
+                        a name, and equal names mean equal sizes
+    ranges              {name: [least, most]}; most is None without a limit
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.inference import structure
+from saturate.inference.techniques._api import Context, NotApplied
+
+#: {dimension: name of its size} of every input tensor.
+Sizes = list[dict[int, str]]
+
+
+@dataclass
+class Program:
+    """What torch.export made of a model. `flat` is the module that it was made from: tensors in, a tuple of tensors out."""
+
+    exported: Any
+    flat: Any
+    signature: dict[str, Any]
+    classes: dict[str, type]            # of the output, for the process that made the program
+    example: list[Any] | None           # flat tensors of the sizes that matter; None where sizes vary
+
+
+def capture(context: Context, model: Any = None) -> Program:
+    """Export `context.model` (or `model`, with the same inputs and outputs), with the sizes left open that vary in the
+    inputs, and the batch dimension too where the model takes other batch sizes.
+
+    Raises NotApplied with the problem that torch.export reports: control flow that depends on data, for one.
+    """
+    torch, model = context.torch, context.model if model is None else model
+    try:
+        described = [structure.flatten(torch, batch, distinct=True) for batch in context.inputs]
+    except structure.NotDescribable as error:
+        raise NotApplied(f"the inputs cannot be stored: {error}") from error
+    description = described[0][0]
+    if any(other != description for other, _ in described):
+        raise NotApplied("the batches differ in structure or in values that are no tensors")
+    batches = [[_plain(torch, tensor) for tensor in tensors] for _, tensors in described]
+    flat = _flat_module(torch, model, description)
+    problem: Exception | None = None
+    for sizes in _plans(batches, context.facts.batch_size, hasattr(torch.export.Dim, "AUTO")):
+        try:
+            exported = _export(torch, flat, _example(torch, batches, sizes), sizes)
+            shapes = _try_out(torch, exported, flat, batches, sizes, values=not context.facts.random)
+        except structure.NotDescribable as error:
+            raise NotApplied(f"the output cannot be stored: {error}") from error
+        except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
+            problem = problem or error      # the plan with most freedom says best what the model asks for
+            continue
+        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes}
+        return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
+    raise NotApplied(f"torch.export cannot capture the model: {short(problem)}")
+
+
+def _plain(torch: Any, tensor: Any) -> Any:
+    with torch.inference_mode(False):       # a tensor made in inference mode cannot be captured
+        return tensor.detach().clone() if tensor.is_inference() else tensor.detach().contiguous()
+
+
+def fixed(torch: Any, program: Program) -> Any:
+    """The same for the sizes of the inputs only, or None where that is no other program: compilers lay out memory and
+    choose kernels for sizes that they know, which open ones cost a convolutional network a third of its speed."""
+    if program.example is None or not program.signature["ranges"]:
+        return None
+    return _export(torch, program.flat, program.example, [{} for _ in program.example])
+
+
+def _plans(batches: list[list[Any]], batch_size: int | None, open_sizes: bool) -> Iterator[Sizes]:
+    """Which sizes to leave open, the most general first: what varies must stay open, the batch size should."""
+    varying: Sizes = []
+    for tensors in zip(*batches):
+        sizes: dict[int, str] = {}
+        for dimension in range(tensors[0].dim() if len({tensor.dim() for tensor in tensors}) == 1 else 0):
+            seen = tuple(tensor.shape[dimension] for tensor in tensors)
+            if len(set(seen)) > 1:
+                sizes[dimension] = f"size {seen}"
+        varying.append(sizes)
+    batch = [{0: "batch"} if tensor.dim() and tensor.shape[0] == batch_size else {} for tensor in batches[0]]
+    general = [{**first, **second} for first, second in zip(batch, varying)]
+    if open_sizes and general != varying:
+        yield general
+    if open_sizes or not any(varying):
+        yield varying
+
+
+def _example(torch: Any, batches: list[list[Any]], sizes: Sizes) -> list[Any]:
+    """The largest batch; what has one row gets a second, because torch.export takes a size of one for a constant."""
+    largest = max(batches, key=lambda tensors: sum(tensor.numel() for tensor in tensors))
+    if not any(0 in open_sizes and tensor.shape[0] == 1 for tensor, open_sizes in zip(largest, sizes)):
+        return largest
+    return _with_rows(torch, largest, sizes, 2)
+
+
+def _with_rows(torch: Any, tensors: list[Any], sizes: Sizes, rows: int) -> list[Any]:
+    """The same with another number of rows: the first ones, or some of them again."""
+    found = []
+    for tensor, open_sizes in zip(tensors, sizes):
+        if 0 in open_sizes and tensor.shape[0]:
+            index = torch.arange(rows, device=tensor.device) % tensor.shape[0]
+            tensor = tensor.index_select(0, index)
+        found.append(tensor)
+    return found
+
+
+def _export(torch: Any, flat: Any, example: list[Any], sizes: Sizes) -> Any:
+    shapes = None
+    if any(sizes):
+        auto = torch.export.Dim.AUTO
+        shapes = (tuple({dimension: auto for dimension in open_sizes} for open_sizes in sizes),)
+    with torch.inference_mode(False), torch.no_grad():
+        exported = torch.export.export(flat, tuple(example), dynamic_shapes=shapes, strict=False)
+    for index, (tensor, open_sizes) in enumerate(zip(_input_values(exported), sizes)):
+        for dimension in open_sizes:
+            if isinstance(tensor.shape[dimension], int):
+                raise ValueError(f"the model works for size {tensor.shape[dimension]} only, in dimension {dimension} of "
+                                 f"input tensor {index}")
+    return exported
+
+
+def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], sizes: Sizes, *,
+             values: bool) -> dict[str, Any]:
+    """`tensors` and `ranges` of the signature, by trial: what was captured may hold for the example's sizes only.
+
+    torch.export takes it for granted that an open size is not one, so a branch on that is lost; what it answers then
+    shows it. Raises ValueError where other batches do not go through. `values`: equal shapes are not enough.
+    """
+    module = exported.module()      # with the guards that torch.export recorded
+
+    def problem(case: list[Any]) -> str:
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                expected, got = (run(*[tensor.clone() for tensor in case]) for run in (flat, module))    # one may write to them
+            except Exception as error:  # noqa: BLE001 - a guard, a size that was a constant, or the model's own code
+                return short(error)
+        alike = len(got) == len(expected) and all(_alike(torch, *pair, values) for pair in zip(expected, got))
+        return "" if alike else "what was captured answers otherwise than the model"
+
+    cases = [batches[0], *(batch for batch in batches[1:] if any(sizes))][:3]
+    if any(open_sizes.get(0) == "batch" for open_sizes in sizes):
+        cases.append(_with_rows(torch, batches[0], sizes, 3))
+    found = next(filter(None, map(problem, cases)), "")
+    if found:
+        raise ValueError(found)
+    shapes = _shapes(exported)
+    for name, limits in shapes["ranges"].items():
+        if limits[0] <= 2:
+            limits[0] = 2 if problem(_with_one(batches[0], shapes["tensors"], name)) else 1
+    return shapes
+
+
+def _alike(torch: Any, expected: Any, got: Any, values: bool) -> bool:
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return False
+    if not values or not expected.numel():
+        return True
+    one, other = expected.double(), got.double()
+    scale = one.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True)
+
+
+def _with_one(tensors: list[Any], shapes: list[dict[str, Any]], name: str) -> list[Any]:
+    """The same with one element in every dimension whose size has this name."""
+    found = []
+    for tensor, one in zip(tensors, shapes):
+        for dimension, size in enumerate(one["shape"]):
+            tensor = tensor.narrow(dimension, 0, 1).contiguous() if size == name else tensor
+        found.append(tensor)
+    return found
+
+
+def _input_values(exported: Any) -> list[Any]:
+    """The (fake) tensors that stand for the user's inputs in the graph, in order."""
+    names = set(exported.graph_signature.user_inputs)
+    return [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
+
+
+def _shapes(exported: Any) -> dict[str, Any]:
+    """`tensors` and `ranges` of a signature."""
+    tensors = []
+    ranges: dict[str, list[int | None]] = {}
+    limits = {str(symbol): limit for symbol, limit in exported.range_constraints.items()}
+    for value in _input_values(exported):
+        shape = [size if isinstance(size, int) else str(size) for size in value.shape]
+        tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": shape})
+        for name in shape:
+            if name in limits:
+                ranges[name] = [_finite(limits[name].lower) or 0, _finite(limits[name].upper)]
+    return {"tensors": tensors, "ranges": ranges}
+
+
+def _finite(bound: Any) -> int | None:
+    """A bound as a number; torch writes "no limit" as infinity or as a huge integer."""
+    try:
+        number = int(bound)
+    except (TypeError, ValueError, OverflowError, AttributeError):      # sympy's infinities raise one or the other
+        return None
+    return number if abs(number) < 2**62 else None
+
+
+def _flat_module(torch: Any, model: Any, description: Any) -> Any:
+    class Flat(torch.nn.Module):
+        """Tensors in, a tuple of tensors out; `outputs` is the description of what the model returned."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.outputs: Any = None
+            self.classes: dict[str, type] = {}
+
+        def forward(self, *tensors: Any) -> tuple[Any, ...]:
+            output = self.model(*structure.rebuild(description, list(tensors)))
+            described, flat = structure.flatten(torch, output)
+            if self.outputs is None:
+                self.outputs, self.classes = described, structure.classes_in(output)
+            return tuple(flat)
+
+    return Flat().eval()
+
+
+def _parameters(model: Any) -> list[str]:
+    """Names of the forward's parameters that can be given by place."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):     # not a Python function
+        return []
+    return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def short(error: BaseException | None) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:300]
+
+
+# -- calling ------------------------------------------------------------------------------------------------------------
+
+
+def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callable[[list[Any]], Sequence[Any]],
+                classes: dict[str, type] | None = None) -> Callable[..., Any]:
+    """A function with the signature and the output structure of the model that the program was made from.
+
+    It checks what a compiled program does not check itself: with other sizes, types or strides that would read beyond
+    its buffers. Raises TypeError for another structure or number type, ValueError for sizes that the program was not
+    made for. Raises KeyError when the signature is incomplete.
+    """
+    inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
+    expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
+    ranges = signature["ranges"]
+    plain = inputs == {"tuple": [[place] for place in range(len(expected))]}      # tensors only: nothing to take apart
+    if not all(isinstance(dtype, torch.dtype) for dtype, _ in expected):
+        raise ValueError("an input is of no type that torch knows")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = positional(parameters, args, kwargs) if kwargs else args
+        if plain and len(given) == len(expected) and all(isinstance(one, torch.Tensor) for one in given):
+            tensors = list(given)
+        else:
+            description, tensors = structure.flatten(torch, given, distinct=True)
+            if description != inputs:
+                raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
+        known: dict[str, int] = {}
+        for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, expected)):
+            if tensor.dtype != dtype or tensor.device.type != device:
+                raise TypeError(f"input tensor {index} is {tensor.dtype} on {tensor.device.type}, this program takes "
+                                f"{dtype} on {device}")
+            sizes = tuple(tensor.shape)
+            if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
+                raise ValueError(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
+                                 f"{_limits(shape, ranges)}")
+        with torch.no_grad():
+            return structure.rebuild(outputs, run([tensor.detach().contiguous() for tensor in tensors]), classes)
+
+    return call
+
+
+def _fits(size: int, wanted: int | str, known: dict[str, int], ranges: dict[str, Any]) -> bool:
+    if not isinstance(wanted, str):
+        return size == wanted
+    least, most = ranges.get(wanted, (0, None))
+    return known.setdefault(wanted, size) == size and size >= least and (most is None or size <= most)
+
+
+def _limits(shape: list[Any], ranges: dict[str, Any]) -> str:
+    limits = {name: ranges[name] for name in shape if name in ranges}
+    words = [f"{name} from {least}" + (f" to {most}" if most is not None else "") for name, (least, most) in limits.items()]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def positional(parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Keyword arguments at their places. Raises TypeError for one that has none."""
+    given, left = list(args), dict(kwargs)
+    for name in parameters[len(args):]:
+        if name not in left:
+            break
+        given.append(left.pop(name))
+    if left:
+        raise TypeError(f"this program takes its inputs by place; it cannot take {', '.join(left)} here")
+    return tuple(given)

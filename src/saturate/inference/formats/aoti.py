@@ -1,0 +1,119 @@
+"""Programs that AOTInductor compiled into a shared library (.pt2): no Python and no compiler at the first call.
+
+Made for the machine's instruction set and torch's version; Linux only. Where sizes are open (the batch), there are two
+libraries: one for the sizes that were measured, which is much faster for some models, and one for all others, which is
+loaded at the first call that needs it.
+
+Trust: a library is machine code, and loading it runs it. No look at a file can make that safe, so an artifact of this
+format is as trustworthy as whoever wrote its manifest: the digests there say that nobody changed the file since. Only a
+package of one compiled program is loaded; an archive with an exported program beside it, which torch would unpickle, is
+refused, and so is anything that is no archive.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import ArtifactDamaged
+from saturate.inference import session
+from saturate.inference.formats import _program, _vetting
+from saturate.inference.techniques._api import Context, Entry, NotApplied
+
+FORMAT = "aoti"
+NAME = "model.pt2"
+
+
+def build(context: Context, program: _program.Program, path: Path, configuration: dict[str, Any] | None = None) -> Path:
+    """Compile a program with inductor's options into the package `path` (its name ends in .pt2), and for the measured
+    sizes into one beside it; the signature then names these sizes as `fixed`.
+
+    Raises NotApplied with what the compiler said.
+    """
+    _compile(context.torch, program.exported, path, configuration)
+    fixed = _program.fixed(context.torch, program)
+    if fixed is not None:
+        _compile(context.torch, fixed, _beside(path), configuration)
+        program.signature["fixed"] = [list(tensor.shape) for tensor in program.example or ()]
+    return path
+
+
+def _compile(torch: Any, exported: Any, path: Path, configuration: dict[str, Any] | None) -> None:
+    try:
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(path), inductor_configs=dict(configuration or {}))
+        _vetting.compiled(torch, path)
+    except _vetting.Unsafe as error:
+        raise NotApplied(f"torch {torch.__version__} packages programs in another way: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise NotApplied(f"AOTInductor does not compile the model: {_program.short(error)}") from error
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_fixed.pt2")
+
+
+def opened(torch: Any, path: Path, signature: dict[str, Any], device: str,
+           classes: dict[str, type] | None = None) -> Callable[..., Any]:
+    """The program of packages that are trusted, as a function with the model's signature."""
+    if "fixed" not in signature:
+        return _program.callable_of(torch, signature, device, _runner(torch, path), classes)
+    sizes = [tuple(shape) for shape in signature["fixed"]]
+    fast = _runner(torch, _beside(path))
+    other: list[Callable[[list[Any]], Any]] = []
+
+    def run(tensors: list[Any]) -> Any:
+        if [tuple(tensor.shape) for tensor in tensors] == sizes:
+            return fast(tensors)
+        if not other:
+            other.append(_runner(torch, path))
+        return other[0](tensors)
+
+    return _program.callable_of(torch, signature, device, run, classes)
+
+
+def _runner(torch: Any, path: Path) -> Callable[[list[Any]], Any]:
+    """Flat tensors in and out. The package's own call would parse the description of its inputs each time."""
+    package = torch._inductor.aoti_load_package(str(path))
+    return getattr(package.loader, "boxed_run", None) or (lambda tensors: package(*tensors))
+
+
+def save(context: Context, folder: Path, package: Path, program: _program.Program) -> Entry:
+    """Copy what `build` made into `folder`. Raises OSError when the disk is full."""
+    target = Path(folder) / NAME
+    files = {package: target, **({_beside(package): _beside(target)} if "fixed" in program.signature else {})}
+    for source, copy in files.items():
+        shutil.copyfile(source, copy)
+    settings = {"device": context.device, "session": session.switches(context), **program.signature}
+    return Entry(FORMAT, [copy.name for copy in files.values()], settings)
+
+
+def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
+    """The stored program as a function with the model's signature. The caller has checked the files' digests.
+
+    Raises ArtifactDamaged.
+    """
+    path = Path(folder) / NAME
+    remedy = "copy the artifact again, or run saturate optimize again here"
+    wanted = [NAME, *([_beside(path).name] if "fixed" in entry.settings else [])]
+    if entry.files != wanted:
+        raise ArtifactDamaged(f"{folder} is not loaded", cause=f"its program is in {entry.files}, not in {wanted}", remedy=remedy)
+    for name in wanted:
+        try:
+            _vetting.compiled(torch, Path(folder) / name)
+        except _vetting.Unsafe as error:
+            raise ArtifactDamaged(f"{Path(folder) / name} is not loaded", cause=str(error), remedy=remedy) from error
+    try:
+        session.restore(torch, entry.settings["session"])
+        return opened(torch, path, entry.settings, entry.settings["device"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactDamaged(f"the settings beside {path} are incomplete", cause=repr(error), remedy=remedy) from error
+    except RuntimeError as error:
+        raise ArtifactDamaged(f"torch {torch.__version__} does not load {path}", cause=_program.short(error),
+                              evidence="a compiled program needs the torch version and the processor it was made for",
+                              remedy=remedy) from error

@@ -1,0 +1,170 @@
+"""ONNX files, executed by ONNX Runtime.
+
+An ONNX file is a protobuf: loading one runs no code. What it may do is name other files that hold its weights; those
+must be regular files of the artifact itself. Settings: the signature (see `_program`), the device, and how many
+threads, with or without spinning.
+
+The CUDA path (input and output binding) is written against ONNX Runtime 1.30 and was never run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from saturate.errors import ArtifactDamaged, EnvironmentProblem
+from saturate.inference.formats import _program
+from saturate.inference.techniques._api import Entry
+
+FORMAT = "onnx"
+
+#: Above this many bytes of weights they go into a file of their own: a protobuf ends at 2 GiB.
+LARGE_BYTES = 1_500_000_000
+
+#: Names of the graph's inputs begin so; their place in the flat list of tensors follows. Outputs go by their order.
+INPUT = "input_"
+
+#: Of a session: where the weights of the graph that it writes go, which may exceed a protobuf.
+EXTERNAL = "session.optimized_model_external_initializers_file_name"
+
+_REMEDY = "copy the artifact again, or run saturate optimize again"
+
+
+def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "cpu", executed: Path | None = None) -> Any:
+    """A session on a file that is trusted to be whole; `executed` is where the graph that it executes is written.
+
+    Raises EnvironmentProblem where ONNX Runtime is not installed, and what ONNX Runtime raises (see `failures`).
+    """
+    onnxruntime = require("onnxruntime")
+    onnxruntime.disable_telemetry_events()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3      # errors
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    if executed is not None:
+        options.optimized_model_filepath = str(executed)
+        options.add_session_config_entry(EXTERNAL, f"{executed.name}.data")
+    providers = ["CUDAExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+    session.disable_fallback()          # a provider that fails must say so, not change
+    return session
+
+
+def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
+            classes: dict[str, type] | None = None) -> Callable[..., Any]:
+    """The session as a function with the model's signature and output structure; see `_program.callable_of`."""
+    # A graph need not have the inputs that nothing depends on, so names are read, not counted.
+    places = {name: place_of(name) for name in (item.name for item in session.get_inputs())}
+    outputs = [item.name for item in session.get_outputs()]
+
+    def on_cpu(tensors: list[Any]) -> list[Any]:
+        feeds = {name: tensors[place].numpy() for name, place in places.items()}
+        return [torch.as_tensor(array) for array in session.run(outputs, feeds)]
+
+    def on_cuda(tensors: list[Any]) -> list[Any]:
+        import numpy
+
+        binding = session.io_binding()
+        index = torch.cuda.current_device()
+        for name, place in places.items():
+            tensor = tensors[place]
+            kind = numpy.dtype(str(tensor.dtype).removeprefix("torch."))
+            binding.bind_input(name, "cuda", index, kind, tuple(tensor.shape), tensor.data_ptr())
+        for name in outputs:
+            binding.bind_output(name, "cuda", index)
+        torch.cuda.current_stream().synchronize()       # ONNX Runtime works on a stream of its own
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        return [torch.from_dlpack(value) for value in binding.get_outputs()]
+
+    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes)
+
+
+def place_of(name: str) -> int:
+    """The place of an input in the flat list of tensors. Raises ValueError for a name that the export did not give."""
+    return int(name.removeprefix(INPUT))
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises; its exceptions have no common base class."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NoModel", "NoSuchFile", "NotImplemented",
+             "RuntimeException")
+    return tuple(getattr(state, name) for name in names)
+
+
+def require(name: str) -> Any:
+    """Import a package of the extra, or raise the EnvironmentProblem that names it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem(f"{name} is not installed", cause=str(error),
+                                 remedy="pip install 'saturate[inference]'") from error
+
+
+def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
+    """Copy a model, and the files that hold its weights, into `folder`. Raises OSError (a full disk)."""
+    onnx = require("onnx")
+    names = [path.name, *sorted(locations(onnx.load(path, load_external_data=False)))]
+    for name in names:
+        shutil.copyfile(path.parent / name, folder / name)
+    return Entry(FORMAT, names, settings)
+
+
+def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
+    """The program that `save` stored. Raises ArtifactDamaged, and EnvironmentProblem where the extra is missing."""
+    onnx = require("onnx")
+    require("onnxruntime")
+    folder = Path(folder)
+    path = _checked(folder, entry.files[0], entry.files)
+    for name in locations(_read(onnx, path)):
+        _checked(folder, name, entry.files)
+    settings = entry.settings
+    try:
+        device = settings["device"]
+        session = open_session(path, threads=int(settings["threads"]), spin=bool(settings["spin"]), device=device)
+        return program(torch, session, settings, device)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactDamaged(f"what is said of {path} is incomplete", cause=repr(error), remedy=_REMEDY) from error
+    except failures() as error:
+        raise ArtifactDamaged(f"ONNX Runtime does not load {path}", cause=str(error), remedy=_REMEDY) from error
+
+
+def _read(onnx: Any, path: Path) -> Any:
+    try:
+        return onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own classes; onnx promises none
+        cause = f"{type(error).__name__}: {error}"
+        raise ArtifactDamaged(f"{path} is no ONNX file", cause=cause, remedy=_REMEDY) from error
+
+
+def _checked(folder: Path, name: str, files: list[str]) -> Path:
+    """The path of a regular file of the artifact. Raises ArtifactDamaged for a name that leads, or could lead, elsewhere."""
+    plain = PurePosixPath(name)
+    inside = name in files and not plain.is_absolute() and ".." not in plain.parts and "\\" not in name
+    path = folder / name
+    if not (inside and path.is_file() and path.resolve() == folder.resolve() / plain):
+        raise ArtifactDamaged(f"{name!r} is not a file of the artifact", evidence=str(folder), remedy=_REMEDY)
+    return path
+
+
+def locations(model: Any) -> set[str]:
+    """The files beside the model in which its tensors lie, wherever in the model the tensors are."""
+    return {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"}
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Every TensorProto inside a protobuf message: of graphs, attributes, functions and sparse tensors alike."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in ([value] if hasattr(value, "DESCRIPTOR") else value):
+                yield from _tensors(part)

@@ -1,0 +1,220 @@
+"""`saturate.generation`: generate from a causal language model, and find the fastest way to."""
+
+from __future__ import annotations
+
+import re
+import time as clock
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.errors import EnvironmentProblem, UsageError
+from saturate.inference.accuracy import Budget
+from saturate.inference.generation import prompts as shapes
+from saturate.inference.generation import tune
+from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating
+from saturate.inference.generation.decode import Request, Run
+from saturate.inference.generation.models import Adapter
+from saturate.inference.generation.sampling import GREEDY, Sampling
+from saturate.records.generation import GenerationRecord
+
+
+@dataclass(frozen=True)
+class Generation:
+    """New tokens of each prompt, in the prompts' order, and what making them took: one `Run` per batch."""
+
+    tokens: list[list[int]]
+    runs: tuple[Run, ...]
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Chance that a drafted token stays, given that those before it did. None: nothing was drafted."""
+        judged = sum(run.judged for run in self.runs)
+        return sum(run.stayed for run in self.runs) / judged if judged else None
+
+    @property
+    def steps(self) -> int:
+        """Forwards of the model after the prefills."""
+        return sum(run.steps for run in self.runs)
+
+
+def generate(
+    model: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int,
+    draft: Any = None,
+    sampling: Sampling | None = None,
+    eos: int | Sequence[int] | None = None,
+    batch_size: int | None = None,
+    adapter: Adapter = None,
+    draft_adapter: Adapter = None,
+    tokenizers: tuple[Any, Any] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Generation:
+    """Generate with a static cache, and speculatively with a draft: another model, or "prompt-lookup".
+
+    prompts: token numbers of one prompt, a list of prompts of any lengths, a tensor [rows, tokens], or what a
+    tokenizer returns. sampling: None is greedy. eos: tokens that end a row; None: what the model's configuration
+    says. batch_size: prompts decoded together; None: all. adapter: how the model is called, see `generation.models`.
+    lengths: of drafts, to choose from; one alone is always taken, more are chosen from by measured acceptance and
+    cost. With a draft greedy tokens are those of the same call without it, and sampled ones have the same
+    distribution (not the same tokens: other random numbers are drawn).
+
+    Before the first token the model is tried on the prompts: that its cache can be rolled back, how much its logits
+    round, and what drafts cost. For many calls use `optimize`, whose result does that once. Raises UsageError, by
+    name, for what cannot be done.
+    """
+    torch = _torch()
+    rows = shapes.as_lists(prompts)
+    request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
+    way = Way(draft, adapter, draft_adapter, tokenizers, lengths=None if lengths is None else tuple(lengths),
+              may_stop=lengths is None or len(lengths) > 1)
+    with evaluating(*_models(model, draft)):
+        batches = shapes.batches(rows, len(rows) if batch_size is None else batch_size)
+        loop = build(torch, model, way, batches[0], request)
+        return _generation([loop.generate(batch, request) for batch in batches])
+
+
+@dataclass
+class GenerationResult:
+    """What `optimize` found. `record` holds every number; `generate` generates in the best way."""
+
+    record: GenerationRecord
+    _ready: tune.Ready
+    _request: Request
+    _batch_size: int
+
+    @property
+    def best(self) -> str:
+        """The winner's name; "plain" where nothing helps."""
+        return self.record.best.id
+
+    def generate(self, prompts: Any, max_new_tokens: int | None = None) -> Generation:
+        """New tokens for other prompts, in batches of the size that was optimized for."""
+        rows = shapes.as_lists(prompts)
+        request = (
+            self._request
+            if max_new_tokens is None
+            else Request(max_new_tokens, self._request.sampling, self._request.eos)
+        )
+        with evaluating(*_models(self._ready.model, self._ready.way.draft)):
+            return _generation(
+                [self._ready.loop.generate(batch, request) for batch in shapes.batches(rows, self._batch_size)]
+            )
+
+    def table(self) -> str:
+        """Every way that was tried, with its fate and the reason."""
+        lines = [("way", "speed-up", "tokens/s", "prefill ms", "fate", "reason")]
+        winner = [self.record.best] if self.best != "plain" else []
+        for row in (self.record.baseline, *winner, *(row for row in self.record.candidates if row.fate != "kept")):
+            interval = "" if row.speedup_ci is None else f" [{row.speedup_ci[0]:.2f}, {row.speedup_ci[1]:.2f}]"
+            lines.append(
+                (
+                    row.id,
+                    "" if row.speedup is None else f"{row.speedup:.2f}x{interval}",
+                    ""
+                    if row.timing is None or row.timing.decode_tokens_per_s is None
+                    else f"{row.timing.decode_tokens_per_s:.0f}",
+                    "" if row.timing is None else f"{row.timing.prefill_ms:.1f}",
+                    row.fate,
+                    row.reason,
+                )
+            )
+        widths = [max(map(len, column)) for column in list(zip(*lines))[:-1]]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip()
+            for line in lines
+        )
+
+
+def optimize(
+    model: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int,
+    draft: Any = None,
+    sampling: Sampling | None = None,
+    time: float | str = "5m",
+    check: Callable[..., Any] | None = None,
+    budget: Budget | None = None,
+    eos: int | Sequence[int] | None = None,
+    batch_size: int = 1,
+    adapter: Adapter = None,
+    draft_adapter: Adapter = None,
+    tokenizers: tuple[Any, Any] | None = None,
+    ways: Sequence[str] = tune.KINDS,
+    say: Callable[[str], None] = lambda line: None,
+) -> GenerationResult:
+    """The fastest way to generate from `model`, by racing each against the plain loop on the prompts' first half, and
+    the winner once more on the second.
+
+    draft: a smaller model with the same tokens; prompt lookup is tried without one. time: seconds, or "90s", "5m",
+    "1h"; ways that it leaves no time for are `not_tried`. check, budget: as for `saturate.optimize`, for ways that
+    change numbers; check(run) gets run(prompts) -> lists of new tokens. Without them only lossless ways are tried.
+    ways: which kinds are tried, "draft", "lookup", "compile" (half a minute and more on a CPU), "weights". say: gets
+    a line as each begins. The other arguments are those of `generate`. Raises UsageError, by name, where the model
+    cannot be called rightly; a way that fails costs its row in the table.
+    """
+    if (check is None) != (budget is None):
+        raise UsageError(
+            "a check needs a budget, and a budget a check", remedy="pass both, or neither for lossless ways alone"
+        )
+    unknown = sorted(set(ways) - set(tune.KINDS))
+    if unknown:
+        raise UsageError(
+            f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(tune.KINDS)}"
+        )
+    torch = _torch()
+    rows = shapes.as_lists(prompts)
+    batches = shapes.batches(rows, batch_size)
+    request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
+    started = clock.monotonic()
+    search = tune.Search(
+        torch,
+        model,
+        Way(draft, adapter, draft_adapter, tokenizers),
+        batches[0::2],
+        batches[1::2] or batches,
+        request,
+        started + _seconds(time),
+        check,
+        budget,
+        say,
+        frozenset(ways),
+    )
+    with evaluating(*_models(model, draft)):
+        best, base, found, notes = search.run()
+    if len(batches) == 1:
+        notes.append("one batch of prompts: the winner was confirmed on the prompts that chose it")
+    record = tune.record_of(search, best, base, found, notes, clock.monotonic() - started)
+    return GenerationResult(record, best, request, batch_size)
+
+
+def _generation(runs: list[Run]) -> Generation:
+    return Generation([row for run in runs for row in run.tokens], tuple(runs))
+
+
+def _models(model: Any, draft: Any) -> tuple[Any, ...]:
+    return (model,) if draft is None or isinstance(draft, str) else (model, draft)
+
+
+def _seconds(time: float | str) -> float:
+    units = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([smh]?)\s*", str(time))
+    if match is None or not float(match[1]) > 0:
+        raise UsageError(f"{time!r} is not a time", remedy='write seconds, "90s", "5m" or "1h"')
+    return float(match[1]) * units[match[2]]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "generation needs PyTorch, which is not installed here", remedy="install torch"
+        ) from error
+    return torch
+
+
+__all__ = ["LOOKUP", "Budget", "Generation", "GenerationResult", "Sampling", "generate", "optimize"]

@@ -1,0 +1,124 @@
+"""From a model, and maybe a draft, to a loop that generates: called rightly (proved), rounding known, costs of drafts
+measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.errors import UsageError
+from saturate.inference.generation import measure
+from saturate.inference.generation.decode import Loop, Request
+from saturate.inference.generation.models import Adapter, Decoder, decoder, plain_forward
+from saturate.inference.generation.prompt_lookup import PromptLookup
+from saturate.inference.generation.prompts import table_size
+from saturate.inference.generation.proof import prove
+from saturate.inference.generation.speculative import ModelDrafter, refuse_unfit
+
+#: The word for drafts from the text itself, in the place of a draft model.
+LOOKUP = "prompt-lookup"
+
+_CHOICES = (1, 2, 3, 4, 5, 6, 8, 10)
+
+#: Of compiled loops: each length is a compilation of its own.
+_COMPILED_CHOICES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to generate. draft: a model, `LOOKUP` or None. lengths: of drafts, to choose from; one alone is always
+    used. may_stop: no drafts where they do not pay, as the text goes. clock: nanoseconds, of what costs and runs are
+    measured in."""
+
+    draft: Any = None
+    adapter: Adapter = None
+    draft_adapter: Adapter = None
+    tokenizers: tuple[Any, Any] | None = None
+    compile_mode: str | None = None
+    lengths: tuple[int, ...] | None = None
+    may_stop: bool = True
+    clock: Callable[[], int] = time.perf_counter_ns
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return self.lengths or (_CHOICES if self.compile_mode is None else _COMPILED_CHOICES)
+
+
+def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request: Request) -> Loop:
+    """The loop for models in evaluation mode. `batch` is what is tried and timed on. Raises UsageError, by name, for
+    what cannot be done rightly."""
+    wrong = [length for length in way.choices if length < 1]
+    if wrong or list(way.choices) != sorted(set(way.choices)):
+        raise UsageError(f"lengths of drafts {way.choices}", remedy="ascending numbers from 1 on")
+    with torch.inference_mode():
+        target = decoder(torch, model, way.adapter, way.compile_mode)
+        forward = plain_forward(torch, model, way.adapter)
+        several = way.choices[-1] + 1 if way.draft is not None else 5
+        if target.context is not None:
+            several = max(2, min(several, target.context // 3))
+        width = forward(torch.zeros(1, 1, dtype=torch.long, device=target.device)).shape[-1]
+        loop = Loop(
+            torch,
+            target,
+            choices=way.choices,
+            may_stop=way.may_stop,
+            clock=way.clock,
+            known_tokens=table_size(model, width),
+        )
+        loop.check(batch, request)
+        loop.tolerance = prove(torch, target, forward, batch, several)
+        if way.draft is None:
+            return loop
+        if isinstance(way.draft, str):
+            if way.draft != LOOKUP:
+                raise UsageError(f"no such draft: {way.draft!r}", remedy=f"a model, or {LOOKUP!r}")
+            loop.drafter = PromptLookup(torch)
+        else:
+            loop.drafter = _model_drafter(torch, model, way, batch, target, width)
+    loop.costs = measure.costs(loop, batch, request) if len(way.choices) > 1 or way.may_stop else None
+    return loop
+
+
+def _model_drafter(
+    torch: Any, model: Any, way: Way, batch: Sequence[list[int]], target: Decoder, width: int
+) -> ModelDrafter:
+    draft = decoder(torch, way.draft, way.draft_adapter, way.compile_mode)
+    if str(draft.device) != str(target.device):
+        raise UsageError(
+            f"the draft is on {draft.device}, the target on {target.device}",
+            remedy="move the draft to the target's device",
+        )
+    draft_forward = plain_forward(torch, way.draft, way.draft_adapter)
+    narrow = draft_forward(torch.zeros(1, 1, dtype=torch.long, device=draft.device)).shape[-1]
+    refuse_unfit(type(model).__name__, width, type(way.draft).__name__, narrow, way.tokenizers)
+    prove(torch, draft, draft_forward, batch, 2)
+    return ModelDrafter(torch, draft, width)
+
+
+@contextmanager
+def evaluating(*models: Any) -> Iterator[None]:
+    """Modules in evaluation mode, and afterwards as they were."""
+    before = [
+        (module, module.training) for model in models if hasattr(model, "modules") for module in model.modules()
+    ]
+    try:
+        for model in models:
+            if hasattr(model, "eval"):
+                model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
+    """As given; None: what the model's own configuration says, Hugging Face's names."""
+    if eos is None:
+        owners = (getattr(model, "generation_config", None), getattr(model, "config", None))
+        eos = next((found for owner in owners if (found := getattr(owner, "eos_token_id", None)) is not None), None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -1,0 +1,284 @@
+"""How a causal language model is called: one interface, `Decoder`, over three kinds of models.
+
+huggingface   takes input_ids, position_ids, attention_mask and past_key_values; recognised by these names
+cached        forward(ids, cache) -> logits; each attention layer calls `cache.update(keys, values, layer)`,
+              attends under `cache.mask`, and takes positions from `cache.positions` (see cache.py)
+recompute     forward(ids) -> logits of a causal model without a cache: every step computes the whole sequence again
+
+Logits are [rows, count, vocabulary], or `.logits`, "logits" or the first member of what a model returns. What a model
+cannot do is refused by name; that the way it is called is right for it is not assumed but proved, see proof.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from saturate.errors import UsageError
+from saturate.inference.generation.cache import StaticCache
+
+#: Names under which models tell the longest sequence they take; Hugging Face's are looked for in `model.config`.
+_CONTEXT = ("max_position_embeddings", "n_positions", "context", "context_length", "max_seq_len", "block_size")
+
+#: A forward of at most so many tokens is a step of decoding, which a compiled decoder compiles. Others are prefills.
+STEP_TOKENS = 16
+
+_FIXED_SLOTS = 64  # capacity of a compiled decoder, in steps of this: a compiled forward is reused for like batches
+
+
+class Decoder(Protocol):
+    """One model on one batch. Rows may be at different positions."""
+
+    name: str
+    device: Any
+    dtype: Any                          # of its parameters
+    context: int | None                 # the longest sequence; None: not known
+
+    def start(self, rows: int, capacity: int) -> None:
+        """A new batch; sequences will have at most `capacity` tokens."""
+
+    def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
+        """Logits [rows, count, vocabulary] of the tokens ids[i, starts[i]:starts[i] + count]; with `keep`, it may be
+        those of the last `keep` alone. What row i holds from starts[i] on is forgotten first, so going back is
+        feeding again."""
+
+
+def window(torch: Any, ids: Any, starts: list[int], count: int) -> Any:
+    """ids[i, starts[i]:starts[i] + count] of every row, [rows, count]."""
+    if min(starts) == max(starts):
+        return ids[:, starts[0]:starts[0] + count]
+    first = torch.tensor(starts, device=ids.device).unsqueeze(1)
+    return ids.gather(1, first + torch.arange(count, device=ids.device))
+
+
+class CachedDecoder:
+    """A model that keeps keys and values in a `StaticCache`. call(ids, cache, keep) -> what the model returns."""
+
+    def __init__(
+        self,
+        torch: Any,
+        model: Any,
+        call: Callable[[Any, StaticCache, int | None], Any],
+        context: int | None,
+        compile_mode: str | None = None,
+    ):
+        self.name, self.context = type(model).__name__, context
+        self.device, self.dtype = device_of(model), dtype_of(torch, model)
+        self._torch, self._call = torch, call
+        self._cache: StaticCache | None = None
+        self._compiled = None if compile_mode is None else _compiled(torch, call, compile_mode)
+
+    def start(self, rows: int, capacity: int) -> None:
+        if self._compiled is not None:
+            capacity = -(-capacity // _FIXED_SLOTS) * _FIXED_SLOTS
+        self._cache = StaticCache(self._torch, capacity, fixed=self._compiled is not None)
+
+    def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
+        assert self._cache is not None
+        self._cache.begin(starts, count, ids.device)
+        tokens = window(self._torch, ids, starts, count)
+        if self._compiled is None or count > STEP_TOKENS or not self._cache.allocated:
+            return logits_of(self._call(tokens, self._cache, keep))
+        if ids.is_cuda:
+            self._torch.compiler.cudagraph_mark_step_begin()
+        return logits_of(
+            self._compiled(tokens.contiguous(), self._cache, None)
+        ).clone()  # a CUDA graph's output is overwritten
+
+
+class RecomputeDecoder:
+    """A causal model without a cache. call(ids) -> what the model returns."""
+
+    def __init__(self, torch: Any, model: Any, call: Callable[[Any], Any], context: int | None):
+        self.name, self.context = type(model).__name__, context
+        self.device, self.dtype = device_of(model), dtype_of(torch, model)
+        self._torch, self._call = torch, call
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Nothing is kept: the tokens are the state."""
+
+    def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
+        logits = logits_of(self._call(ids[:, :max(starts) + count]))
+        if min(starts) == max(starts):
+            return logits[:, starts[0]:starts[0] + count]
+        rows = self._torch.arange(len(starts), device=ids.device).unsqueeze(1)
+        first = self._torch.tensor(starts, device=ids.device).unsqueeze(1)
+        return logits[rows, first + self._torch.arange(count, device=ids.device)]
+
+
+Adapter = str | Callable[[Any, Any, Any], Any] | None
+
+
+def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str | None = None) -> Decoder:
+    """The decoder for a model. adapter: "huggingface", "cached" or "recompute", or a function (model, ids, cache) ->
+    logits that does what a cached model's forward does; None: by the names of the parameters of its forward. Raises
+    UsageError for a model that cannot be called in any of these ways, with what to do."""
+    if not callable(model):
+        raise UsageError(f"{type(model).__name__} is not a model", remedy="pass a torch.nn.Module in evaluation mode")
+    kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
+    context = context_of(model)
+    _refuse_stateful(model)
+    if kind == "huggingface":
+        _refuse_huggingface(model)
+        return CachedDecoder(torch, model, _huggingface(torch, model), context, compile_mode)
+    if kind == "cached":
+        return CachedDecoder(torch, model, lambda ids, cache, keep: model(ids, cache), context, compile_mode)
+    if kind == "function":
+        return CachedDecoder(torch, model, lambda ids, cache, keep: adapter(model, ids, cache), context, compile_mode)
+    if kind == "recompute":
+        if compile_mode is not None:
+            raise UsageError(f"{type(model).__name__} has no cache, so its steps have no fixed shape to compile",
+                             remedy="give it a forward(ids, cache), see saturate.inference.generation.models")
+        return RecomputeDecoder(torch, model, model, context)
+    raise UsageError(
+        f"no such adapter: {adapter!r}",
+        remedy="huggingface, cached, recompute, or a function (model, ids, cache) -> logits",
+    )
+
+
+def plain_forward(torch: Any, model: Any, adapter: Adapter = None) -> Callable[[Any], Any]:
+    """ids [1, n] -> logits [1, n, vocabulary], by the simplest way to call the model: in one piece, from nothing."""
+    kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
+    if kind == "huggingface":
+        return lambda ids: logits_of(model(input_ids=ids, use_cache=False))
+    if kind == "recompute":
+        return lambda ids: logits_of(model(ids))
+
+    def forward(ids: Any) -> Any:
+        fresh = decoder(torch, model, adapter)
+        fresh.start(1, ids.shape[1])
+        return fresh.feed(ids, [0], ids.shape[1])
+
+    return forward
+
+
+def logits_of(output: Any) -> Any:
+    """The logits in what a model returned. Raises UsageError where there are none."""
+    found = getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    if getattr(found, "ndim", None) != 3:
+        raise UsageError(
+            f"the model returned {type(output).__name__}, which holds no logits [rows, tokens, vocabulary]",
+            remedy="return the logits, a tuple that begins with them, or an object with `.logits`",
+        )
+    return found
+
+
+def context_of(model: Any) -> int | None:
+    """The longest sequence that a model says it takes. A sliding window counts as its end: behind it, which tokens a
+    query may see would depend on more than its position."""
+    config = _text_config(model)
+    named = [getattr(owner, name, None) for owner in (config, model) if owner is not None for name in _CONTEXT]
+    if getattr(config, "use_sliding_window", True) and _slides(config):
+        named.append(getattr(config, "sliding_window", None))
+    return min((value for value in named if isinstance(value, int) and not isinstance(value, bool)), default=None)
+
+
+def device_of(model: Any) -> Any:
+    """Where the model's first parameter lies; the CPU for one without parameters."""
+    parameter = next(model.parameters(), None) if hasattr(model, "parameters") else None
+    return "cpu" if parameter is None else parameter.device
+
+
+def dtype_of(torch: Any, model: Any) -> Any:
+    """Of the first floating-point parameter; float32 for a model without one."""
+    parameters = model.parameters() if hasattr(model, "parameters") else ()
+    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+
+
+def _text_config(model: Any) -> Any:
+    """The configuration of the language model in it; None for a model without one."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _slides(config: Any) -> bool:
+    layers = getattr(config, "layer_types", None)
+    return layers is None or any("sliding" in layer for layer in layers)
+
+
+def _kind(model: Any) -> str:
+    try:
+        names = set(inspect.signature(getattr(model, "forward", model)).parameters)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the signature of {type(model).__name__} cannot be read: {error}",
+                         remedy="pass adapter=, a function (model, ids, cache) -> logits") from error
+    if {"input_ids", "past_key_values"} <= names:
+        return "huggingface"
+    return "cached" if "cache" in names else "recompute"
+
+
+def _refuse_stateful(model: Any) -> None:
+    """Raise UsageError for a model that says, in Hugging Face's words, that it keeps more than keys and values at
+    positions."""
+    text = _text_config(model)
+    kinds = sorted(
+        {
+            layer
+            for layer in getattr(text, "layer_types", None) or ()
+            if layer not in ("full_attention", "sliding_attention")
+        }
+    )
+    if getattr(model, "_is_stateful", False) or kinds:
+        raise UsageError(
+            f"{type(model).__name__} keeps a state that cannot be rolled back{': ' * bool(kinds)}{', '.join(kinds)}",
+            cause="rejected drafts would stay in its recurrent state",
+            remedy="use the model's own generate",
+        )
+
+
+def _refuse_huggingface(model: Any) -> None:
+    """Raise UsageError for what cannot be told at which positions tokens are, or which slots to see."""
+    name, config, text = type(model).__name__, getattr(model, "config", None), _text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{name} is an encoder-decoder; causal language models only", remedy="use the model's own generate"
+        )
+    lacks = {"position_ids", "attention_mask"} - set(inspect.signature(model.forward).parameters)
+    if lacks:
+        raise UsageError(
+            f"{name}.forward takes no {' and no '.join(sorted(lacks))}, so rows cannot be at positions of their own",
+            remedy="use the model's own generate, or pass adapter=, a function (model, ids, cache) -> logits",
+        )
+    attention = getattr(text, "_attn_implementation", None)
+    if attention not in (None, "eager", "sdpa"):
+        raise UsageError(
+            f"{name} uses {attention}, which takes no mask of ours", remedy='model.set_attn_implementation("sdpa")'
+        )
+
+
+def _huggingface(torch: Any, model: Any) -> Callable[[Any, StaticCache, int | None], Any]:
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    dtype = dtype_of(torch, model)
+
+    def call(ids: Any, cache: StaticCache, keep: int | None) -> Any:
+        bias = torch.zeros(cache.mask.shape, dtype=dtype, device=ids.device).masked_fill(
+            ~cache.mask, torch.finfo(dtype).min
+        )
+        more = {"logits_to_keep": keep} if keeps and keep is not None else {}
+        return model(
+            input_ids=ids,
+            position_ids=cache.positions,
+            attention_mask=bias,
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
+
+    return call
+
+
+def _compiled(torch: Any, call: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """`call`, compiled for each shape. fullgraph: a part left out, or a shape too many, is an error and no silent
+    loss. The code object is a copy: what torch compiles is counted, and limited, by code object."""
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, f"decode_{id(call)}", call.__defaults__, call.__closure__
+    )
+    return torch.compile(own, mode=mode, fullgraph=True, dynamic=False)

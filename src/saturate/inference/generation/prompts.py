@@ -1,0 +1,69 @@
+"""Prompts in the shapes that people have them in, as lists of token numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from saturate.errors import UsageError
+
+_SHAPES = "token numbers of one prompt, a list of such prompts, a tensor [rows, tokens], or what a tokenizer returns"
+
+
+def as_lists(prompts: Any) -> list[list[int]]:
+    """A prompt (numbers), several (of any lengths), a tensor or array of one or two dimensions, or a mapping with
+    "input_ids" and maybe "attention_mask", whose masked tokens are left out. Raises UsageError for anything else."""
+    if isinstance(prompts, Mapping) or hasattr(prompts, "input_ids"):
+        ids = prompts["input_ids"] if isinstance(prompts, Mapping) else prompts.input_ids
+        mask = (
+            prompts.get("attention_mask")
+            if isinstance(prompts, Mapping)
+            else getattr(prompts, "attention_mask", None)
+        )
+        rows = as_lists(ids)
+        if mask is None:
+            return rows
+        return [
+            [token for token, seen in zip(row, keep, strict=True) if seen]
+            for row, keep in zip(rows, as_lists(mask), strict=True)
+        ]
+    plain = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
+        raise UsageError(
+            f"{type(prompts).__name__} is no prompt",
+            remedy=f"pass {_SHAPES}; a text goes through its tokenizer first",
+        )
+    items = list(plain)
+    if items and all(_whole(item) for item in items):
+        return [[int(item) for item in items]]
+    rows = []
+    for item in items:
+        found = as_lists(item)
+        if len(found) != 1:
+            raise UsageError("prompts are nested too deep, or one of them is empty", remedy=f"pass {_SHAPES}")
+        rows += found
+    if not rows:
+        raise UsageError("no prompts", remedy=f"pass {_SHAPES}")
+    return rows
+
+
+def table_size(model: Any, width: int) -> int | None:
+    """How many tokens the model can look up: its smallest table that holds as many as it has logits (`width`). None:
+    no table does."""
+    sizes = (
+        [module.num_embeddings for module in model.modules() if hasattr(module, "num_embeddings")]
+        if hasattr(model, "modules")
+        else []
+    )
+    return min((size for size in sizes if size >= width), default=None)
+
+
+def batches(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
+    """Prompts in batches of `size`, the last one maybe smaller."""
+    if size < 1:
+        raise UsageError(f"batch_size {size}", remedy="at least 1")
+    return [list(prompts[start:start + size]) for start in range(0, len(prompts), size)]
+
+
+def _whole(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

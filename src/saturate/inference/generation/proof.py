@@ -1,0 +1,114 @@
+"""Is a model called rightly? Its logits by the decoder's way (rows of different length, drafts rejected, several
+tokens at once, one at a time) against those of one plain forward over the whole sequence.
+
+What comes out is the rounding between a step of one token and a step of several: two logits that are closer than a
+few times that cannot be told apart, see `sampling.accept_greedy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from saturate.errors import UsageError
+from saturate.inference.generation.models import Decoder
+
+#: Logits closer than so many times the largest rounding seen are a tie: each of the two is off by it, and few steps
+#: were seen.
+TIE = 8.0
+
+_TOKENS = 24            # length of the longer sequence that is tried
+_STEPS = 4              # of its last tokens, fed one at a time
+
+
+def prove(
+    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int = 5
+) -> float:
+    """The tolerance for ties. `several`: tokens of a forward that verifies drafts. Raises UsageError, by what went
+    wrong, where the decoder's logits are not the model's."""
+    tokens = _sequence(prompts, min(_TOKENS, (decoder.context or _TOKENS) - several))
+    if len(tokens) < _STEPS + 3:
+        raise UsageError(f"{decoder.name} takes at most {decoder.context} tokens, too few to generate")
+    rows = [tokens, tokens[1:-1]]           # different tokens at different positions
+    ids = torch.zeros(2, len(tokens) + several + 1, dtype=torch.long, device=decoder.device)
+    for row, known in zip(ids, rows):
+        row[:len(known)] = torch.tensor(known, device=decoder.device)
+    wanted = [forward(row[:len(known)].unsqueeze(0))[0].float() for row, known in zip(ids, rows)]
+    scale = max(float(w.abs().max()) for w in wanted)
+    if not scale < float("inf"):  # also where it is NaN
+        raise UsageError(
+            f"the logits of {decoder.name} are not finite on the prompt", remedy="check the weights and their dtype"
+        )
+    allowed = scale * _rounding(torch, decoder.dtype)
+    _same(forward(ids[:1, :len(tokens)])[0].float(), wanted[0], allowed, decoder,
+          "gives other logits for the same tokens when it is called again",
+          "it is random, or keeps a state between calls that cannot be rolled back; is it in evaluation mode?")
+    half = len(tokens) // 2
+    _same(forward(ids[:1, :half])[0].float(), wanted[0][:half], allowed, decoder,
+          "changes the logits of a token with the tokens that follow it", "it is not a causal language model")
+    return TIE * max(_replay(torch, decoder, ids, rows, wanted, allowed, several), 1e-6 * scale)
+
+
+def _replay(
+    torch: Any, decoder: Decoder, ids: Any, rows: list[list[int]], wanted: list[Any], allowed: float, several: int
+) -> float:
+    """Feed the rows as decoding does, and compare; the rounding between one token and several at a time."""
+    why = "its cache does not keep what it should at the positions given to it, or it keeps more than keys and values"
+    known = [len(row) for row in rows]
+    starts = [length - _STEPS for length in known]
+    decoder.start(len(rows), ids.shape[1])
+    first = max(starts)
+    prefill = decoder.feed(ids, [0] * len(rows), first).float()
+    for row, want, start in zip(prefill, wanted, starts):
+        _same(
+            row[:start],
+            want[:start],
+            allowed,
+            decoder,
+            "is not itself when rows of different length are fed together",
+            why,
+        )
+    one = []
+    for step in range(_STEPS):
+        one.append(decoder.feed(ids, [start + step for start in starts], 1).float()[:, 0].clone())
+    single = torch.stack(one, 1)
+    junk = ids.flip(1).contiguous()         # drafts that will be rejected
+    decoder.feed(junk, starts, several)
+    many = decoder.feed(ids, starts, several).float()[:, :_STEPS]
+    for index, (want, start) in enumerate(zip(wanted, starts)):
+        behind = want[start:start + _STEPS]
+        _same(single[index], behind, allowed, decoder, "is not itself when tokens are fed one at a time", why)
+        _same(many[index], behind[:many.shape[1]], allowed, decoder, "is not itself after drafts were rejected", why)
+    return float((single[:, :many.shape[1]] - many).abs().max())
+
+
+def _same(found: Any, wanted: Any, allowed: float, decoder: Decoder, what: str, cause: str) -> None:
+    if found.shape != wanted.shape:
+        raise UsageError(
+            f"{decoder.name} {what}",
+            cause=cause,
+            evidence=f"logits {tuple(found.shape)}, expected {tuple(wanted.shape)}",
+        )
+    worst = float((found - wanted).abs().max()) if found.numel() else 0.0
+    if not worst <= allowed:
+        raise UsageError(
+            f"{decoder.name} {what}",
+            cause=cause,
+            evidence=f"logits differ by {worst:.3g}, rounding explains {allowed:.3g}",
+            remedy="use the model's own generate, or pass adapter=, see saturate.inference.generation.models",
+        )
+
+
+def _rounding(torch: Any, dtype: Any) -> float:
+    """The largest difference of logits, over their largest magnitude, that rounding of a whole model explains."""
+    return {torch.bfloat16: 2e-1, torch.float16: 5e-2}.get(dtype, 2e-3)
+
+
+def _sequence(prompts: Sequence[Sequence[int]], length: int) -> list[int]:
+    """`length` real tokens: prompts one after the other, repeated where they are short."""
+    joined: list[int] = []
+    for prompt in prompts:
+        joined += prompt
+        if len(joined) >= length:
+            break
+    return (joined * (length // max(1, len(joined)) + 1))[:max(0, length)]

@@ -1,0 +1,94 @@
+"""Drafts from a smaller model, and what can make it unfit to draft for a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saturate.errors import UsageError
+from saturate.inference.generation import sampling as choice
+from saturate.inference.generation.decode import Sequences
+from saturate.inference.generation.models import Decoder
+from saturate.inference.generation.sampling import Sampling
+
+
+class ModelDrafter:
+    """Drafts with a model, one token at a time. vocabulary: how many logits the target has; the draft's are cut or
+    filled up to that."""
+
+    def __init__(self, torch: Any, decoder: Decoder, vocabulary: int):
+        self.name, self.context = decoder.name, decoder.context
+        self._torch, self._decoder, self._vocabulary = torch, decoder, vocabulary
+        self._held: list[int] = []              # tokens that the draft's cache holds, by row
+
+    def start(self, sequences: Sequences, capacity: int) -> None:
+        rows, longest = len(sequences.known), max(sequences.prompt)
+        self._decoder.start(rows, capacity)
+        self._held = [0] * rows
+        if self.context is None or longest <= self.context:
+            self._decoder.feed(sequences.ids, [0] * rows, longest, keep=1)
+            self._held = list(sequences.prompt)
+
+    def propose(self, sequences: Sequences, length: int, sampling: Sampling, generator: Any) -> tuple[list[int], Any]:
+        torch, ids = self._torch, sequences.ids
+        known = sequences.heads()
+        # What the target added is fed first. Rows that lack less than others feed more than they need.
+        lacking = [tokens - held for tokens, held, done in zip(known, self._held, sequences.done) if not done]
+        count = max(lacking)
+        starts = [max(0, tokens - count) for tokens in known]
+        logits = self._decoder.feed(ids, starts, count)
+        rows = torch.arange(len(known), device=ids.device)
+        logits = logits[
+            rows, torch.tensor([tokens - start - 1 for tokens, start in zip(known, starts)], device=ids.device)
+        ]
+        drawn, q = [], []
+        at = torch.tensor(known, device=ids.device).unsqueeze(1)
+        for place in range(length):
+            logits = self._fit(logits)
+            if sampling.greedy:
+                token = logits.argmax(-1)
+            else:
+                q.append(choice.distribution(torch, logits, sampling))
+                token = choice.draw(torch, q[-1], generator)
+            drawn.append(token)
+            ids.scatter_(1, at + place, token.unsqueeze(1))
+            if place + 1 < length:
+                logits = self._decoder.feed(ids, [tokens + place for tokens in known], 1)[:, 0]
+        self._held = [tokens + length - 1 for tokens in known]
+        return [0 if done else length for done in sequences.done], torch.stack(q, 1) if q else None
+
+    def settle(self, sequences: Sequences) -> None:
+        """What did not stay is forgotten, at once: rounds without drafts may follow, and would hide it."""
+        self._held = [min(held, tokens - 1) for held, tokens in zip(self._held, sequences.lengths)]
+
+    def _fit(self, logits: Any) -> Any:
+        """To the target's vocabulary: what the draft cannot say has no chance."""
+        lacking = self._vocabulary - logits.shape[-1]
+        if lacking <= 0:
+            return logits[..., :self._vocabulary]
+        return self._torch.cat([logits, logits.new_full((*logits.shape[:-1], lacking), float("-inf"))], -1)
+
+
+def refuse_unfit(
+    target: str, target_width: int, draft: str, draft_width: int, tokenizers: tuple[Any, Any] | None
+) -> None:
+    """Raise UsageError where the tokens of a draft are not the target's. tokenizers: (target's, draft's), anything
+    with `get_vocab()` or a mapping from text to number. With equal ones the widths of the logits may differ: models
+    pad them."""
+    if tokenizers is None:
+        if target_width != draft_width:
+            raise UsageError(
+                f"the draft {draft} has a vocabulary of {draft_width} tokens, the target {target} of {target_width}",
+                cause="a drafted number would mean another token to the target",
+                remedy="choose a draft with the target's tokenizer; where both have the same and pad differently, "
+                "pass tokenizers=(target's, draft's)",
+            )
+        return
+    ours, theirs = (dict(known.get_vocab() if hasattr(known, "get_vocab") else known) for known in tokenizers)
+    different = sorted(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    if different:
+        first = different[0]
+        raise UsageError(
+            f"the tokenizers of {target} and {draft} differ in {len(different)} of {len(ours)} tokens",
+            evidence=f"{first!r} is {ours.get(first)} to the target and {theirs.get(first)} to the draft",
+            remedy="choose a draft with the target's tokenizer",
+        )

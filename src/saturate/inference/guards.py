@@ -1,0 +1,303 @@
+"""Does a candidate behave like the baseline? What a score does not show, and what a candidate without a check rests on.
+
+Works on outputs as a worker returns them: a list of batches, each a flat list of CPU tensors. The agreement is the
+signal-to-noise ratio of a candidate's output against the baseline's, in decibels, of the tensor that agrees least: about
+120 to 140 for float32 in another order, 60 to 70 for TF32 and float16, 35 to 55 for bfloat16, 15 to 45 for 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, log10
+from typing import Any, Literal
+
+from saturate.inference import samples
+
+Batches = Sequence[Sequence[Any]]
+
+#: What bit-identical outputs are shown as (and its negative, where nothing agrees): records hold no infinity.
+IDENTICAL_DB = 400.0
+
+#: Less agreement than this is no float association, by the coarsest format that the baseline computes in. The orders of
+#: sums in deep networks cost up to some 50 of the 144 dB of float32; the next coarser format has 66.
+REORDERED_DB = {"float64": 220.0, "float32": 85.0, "float16": 45.0, "bfloat16": 30.0}
+
+#: A model that enlarges small differences also enlarges those that the order of sums makes. Less agreement than this below
+#: what one rounding of its inputs does (`perturbed`) is still no other format: the next coarser one is 70 dB away or more.
+TWIN_SLACK_DB = 40.0
+
+#: Below the agreement of the baseline with itself.
+REPEAT_SLACK_DB = 10.0
+
+#: Two runs on one input that differ more than this, or in this share of whole numbers, are random: the order of sums in
+#: bfloat16 makes some 40 dB, dropout 5 to 15.
+REPEATS_DB, REPEATS_SHARE = 30.0, 0.05
+
+#: Whole numbers that may differ by the order of sums: ties of an argmax. One always, this share of many.
+TIES = 0.001
+
+#: Generated text is as long as the baseline's, or it only looks fast (as in the rules of MLPerf Inference).
+LENGTHS = (0.9, 1.1)
+
+#: Values so much larger than the typical one stand for "masked", not for something computed.
+_FILL, _ANY_FILL = 1e6, 1e30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one guard says."""
+
+    guard: Literal["structure", "finite", "agreement", "determinism", "length"]
+    passed: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    findings: tuple[Finding, ...]
+    agreement_db: float | None = None       # None: nothing with fractions in the outputs, or no way to compare
+    flip_rate: float | None = None          # share of rows whose largest entry is another one; None: no class scores
+
+    @property
+    def problem(self) -> str | None:
+        """What the first guard that failed says."""
+        return next((finding.what for finding in self.findings if not finding.passed), None)
+
+
+def examine(torch: Any, baseline: Batches, candidate: Batches, *, numerics: str, precision: str = "float32",
+            again: Batches | None = None, twin: Batches | None = None, generates: bool = False) -> Behaviour:
+    """Compare a candidate's outputs with the baseline's on the same batches.
+
+    numerics: what the candidate promises; "exact" and "reordering" are held to it. precision: the coarsest floating-point
+    format that the baseline computes in. again: the baseline's outputs a second time. twin: those on `perturbed` inputs.
+    generates: integer outputs of two dimensions are generated text.
+    """
+    other = _structure(baseline, candidate)
+    if other is not None:
+        return Behaviour((Finding("structure", False, other),))
+    findings = [Finding("structure", True, "the same tensors, shapes and kinds of numbers")]
+    if generates or _lengths_differ(baseline, candidate):
+        findings.append(_length(baseline, candidate))
+        if _lengths_differ(baseline, candidate):
+            return Behaviour(tuple(findings))
+    findings.append(_finite(torch, baseline, candidate))
+    levels = _levels(torch, baseline, candidate)
+    if numerics in ("exact", "reordering"):
+        own = _comparable(torch, baseline, again), _comparable(torch, baseline, twin)
+        limits = [_least(numerics, precision, place, *own) for place in range(len(levels))]
+        findings.append(_promise(numerics, levels, limits))
+    agreement_db = min((level.decibels for level in levels if not level.whole), default=None)
+    if agreement_db is not None:
+        agreement_db = max(-IDENTICAL_DB, min(agreement_db, IDENTICAL_DB))
+    return Behaviour(tuple(findings), agreement_db, flip_rate(baseline, candidate))
+
+
+def repeats(torch: Any, once: Batches, again: Batches) -> Finding:
+    """Whether a candidate gives the same outputs twice on the same inputs."""
+    levels = _comparable(torch, once, again)
+    if levels is None:
+        return Finding("determinism", False, "two runs on the same input give outputs of different shapes")
+    worst = min((level.decibels for level in levels if not level.whole), default=inf)
+    changed = max((level.changed / level.count for level in levels if level.whole and level.count), default=0.0)
+    if worst < REPEATS_DB or changed > REPEATS_SHARE:
+        shown = f"agree to {worst:.0f} dB only" if worst < REPEATS_DB else f"differ in {changed:.0%} of the whole numbers"
+        return Finding("determinism", False, f"it is random: two runs on the same input {shown}")
+    return Finding("determinism", True, f"two runs agree to {min(worst, IDENTICAL_DB):.0f} dB")
+
+
+def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A batch of one sample and a partial one, cut from the first batch; none where it has no batch dimension, or one
+    sample only. Worth a comparison where the baseline takes them."""
+    if not inputs:
+        return []
+    tensors = samples.tensors(inputs[0])
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(sizes) != 1 or not all(map(samples.is_tensor, inputs[0])):
+        return []
+    size = sizes.pop()
+    return [tuple(tensor[:count] if tensor.dim() else tensor for tensor in inputs[0])
+            for count in sorted({1, size - size // 3} - {size, 0})]
+
+
+def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]] | None:
+    """The same batches with every fraction moved by one rounding of its format, up or down; None where there is none."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(value: Any) -> Any:
+        if not samples.is_tensor(value) or not value.is_floating_point():
+            return value
+        sign = 2 * torch.randint(2, value.shape, generator=generator).to(value) - 1
+        return value * (1 + sign * torch.finfo(value.dtype).eps)
+
+    if not any(samples.is_tensor(value) and value.is_floating_point() for batch in inputs for value in batch):
+        return None
+    return [tuple(map(moved, batch)) for batch in inputs]
+
+
+def flip_rate(baseline: Batches, candidate: Batches) -> float | None:
+    """Share of rows whose largest entry is another one, of the first output that looks like class scores: fractions in
+    two dimensions (samples, classes), or else in three. None where there is no such output."""
+    for dimensions in (2, 3):
+        pairs = [(wanted, got) for one, two in zip(baseline, candidate) for wanted, got in _first(one, two, dimensions)]
+        rows = sum(wanted[..., 0].numel() for wanted, _ in pairs)
+        if rows:
+            return sum(int((wanted.argmax(-1) != got.argmax(-1)).sum()) for wanted, got in pairs) / rows
+    return None
+
+
+def _first(one: Sequence[Any], two: Sequence[Any], dimensions: int) -> list[tuple[Any, Any]]:
+    def scores(wanted: Any) -> bool:
+        return wanted.dim() == dimensions and wanted.is_floating_point() and wanted.shape[-1] > 1
+
+    return [(wanted, got) for wanted, got in zip(one, two) if scores(wanted) and wanted.shape == got.shape][:1]
+
+
+@dataclass
+class _Level:
+    """One output tensor over all batches: energies, or how many whole numbers differ."""
+
+    whole: bool
+    signal: float = 0.0
+    noise: float = 0.0
+    changed: int = 0
+    count: int = 0
+
+    @property
+    def decibels(self) -> float:
+        if self.noise == 0:
+            return inf
+        return 10 * log10(self.signal / self.noise) if self.signal > 0 and isfinite(self.noise) else -inf
+
+
+def _levels(torch: Any, baseline: Batches, candidate: Batches) -> list[_Level]:
+    levels: list[_Level] = []
+    for one, two in zip(baseline, candidate):
+        for place, (wanted, got) in enumerate(zip(one, two)):
+            if place == len(levels):
+                levels.append(_Level(_kind(wanted) == "whole"))
+            _add(torch, levels[place], wanted, got)
+    return levels
+
+
+def _comparable(torch: Any, baseline: Batches, other: Batches | None) -> list[_Level] | None:
+    """Levels of outputs of the baseline itself; None where there are none, or of other shapes."""
+    if other is None or _structure(baseline, other) is not None or _lengths_differ(baseline, other):
+        return None
+    return _levels(torch, baseline, other)
+
+
+def _add(torch: Any, level: _Level, wanted: Any, got: Any) -> None:
+    level.count += wanted.numel()
+    if level.whole:
+        level.changed += int((wanted != got).sum())
+        return
+    wanted, got = _wide(torch, wanted), _wide(torch, got)
+    used = ~_alike(torch, wanted, got)
+    level.changed += int((wanted != got)[used].sum())
+    level.signal += float(wanted[used & wanted.isfinite()].square().sum())
+    level.noise += float((wanted - got)[used].square().sum())
+
+
+def _alike(torch: Any, wanted: Any, got: Any) -> Any:
+    """Where there is nothing to compare: the baseline has no number, or one that means "masked", and the candidate has
+    one on the same side."""
+    size = wanted.abs()
+    usual = size[wanted.isfinite() & (size > 0)]
+    fill = ~wanted.isfinite() | (size > _FILL * (usual.median() if usual.numel() else inf))
+    return wanted.isnan() | (fill & (wanted.sign() == got.sign()) & (got.abs() > torch.clamp(size, max=_ANY_FILL) / 2))
+
+
+def _wide(torch: Any, tensor: Any) -> Any:
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+
+
+def _kind(tensor: Any) -> str:
+    return "complex" if tensor.is_complex() else "fractions" if tensor.is_floating_point() else "whole"
+
+
+def _structure(baseline: Batches, candidate: Batches) -> str | None:
+    """How the candidate's tensors differ from the baseline's in number, kind or shape (but for the length of texts)."""
+    if len(baseline) != len(candidate):
+        return f"it answered {len(candidate)} of {len(baseline)} batches"
+    for one, two in zip(baseline, candidate):
+        if len(one) != len(two):
+            return f"it returns {len(two)} tensors instead of {len(one)}"
+        for place, (wanted, got) in enumerate(zip(one, two)):
+            if wanted.dtype.is_floating_point != got.dtype.is_floating_point or wanted.is_complex() != got.is_complex():
+                return f"tensor {place} of its output is {_name(got)}, the baseline's is {_name(wanted)}"
+            if wanted.shape != got.shape and not _text(wanted, got):
+                return f"tensor {place} of its output has the shape {tuple(got.shape)}, the baseline's {tuple(wanted.shape)}"
+    return None
+
+
+def _name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _text(wanted: Any, got: Any) -> bool:
+    """Whether both may be generated tokens, (samples, length)."""
+    return _kind(wanted) == "whole" and wanted.dim() == got.dim() == 2 and wanted.shape[0] == got.shape[0]
+
+
+def _same_shapes(one: Iterable[Any], two: Iterable[Any]) -> bool:
+    return all(wanted.shape == got.shape for wanted, got in zip(one, two))
+
+
+def _lengths_differ(baseline: Batches, candidate: Batches) -> bool:
+    return not all(map(_same_shapes, baseline, candidate))
+
+
+def _length(baseline: Batches, candidate: Batches) -> Finding:
+    """Lengths without what the ends repeat (padding)."""
+    pairs = [(wanted, got) for one, two in zip(baseline, candidate) for wanted, got in zip(one, two) if _text(wanted, got)]
+    wanted, got = sum(_tokens(one) for one, _ in pairs), sum(_tokens(two) for _, two in pairs)
+    ratio = got / wanted if wanted else 1.0
+    return Finding("length", LENGTHS[0] <= ratio <= LENGTHS[1], f"its texts are {ratio:.0%} as long as the baseline's")
+
+
+def _tokens(ids: Any) -> int:
+    """Tokens of all rows, each up to the first of those that its end repeats."""
+    if not ids.numel():
+        return 0
+    padding = (ids == ids[:, -1:]).flip(1).long().cumprod(1).sum(1)
+    return int((ids.shape[1] - padding + 1).sum())
+
+
+def _finite(torch: Any, baseline: Batches, candidate: Batches) -> Finding:
+    for number, (one, two) in enumerate(zip(baseline, candidate)):
+        for place, (wanted, got) in enumerate(zip(one, two)):
+            if _kind(wanted) == "whole":
+                continue
+            wanted, got = _wide(torch, wanted), _wide(torch, got)
+            broken = int((wanted.isfinite() & ~got.isfinite() & ~_alike(torch, wanted, got)).sum())
+            if broken:
+                return Finding("finite", False, f"{broken} values in tensor {place} of its output on batch {number} are not "
+                                                "finite, where the baseline's are")
+    return Finding("finite", True, "finite where the baseline is")
+
+
+def _least(numerics: str, precision: str, place: int, again: Sequence[_Level] | None,
+           twin: Sequence[_Level] | None) -> float:
+    """The least agreement of a tensor that is still what the candidate promises, dB."""
+    least = inf if numerics == "exact" else REORDERED_DB.get(precision, REORDERED_DB["float32"])
+    if twin and numerics == "reordering":
+        least = min(least, twin[place].decibels - TWIN_SLACK_DB)
+    return min(least, again[place].decibels - REPEAT_SLACK_DB) if again else least
+
+
+def _promise(numerics: str, levels: Sequence[_Level], limits: Sequence[float]) -> Finding:
+    """Whether a candidate that calls itself lossless is."""
+    claim = f"it calls itself {numerics}, but"
+    for place, (level, least) in enumerate(zip(levels, limits)):
+        if level.whole:
+            allowed = 0 if numerics == "exact" else max(1, int(TIES * level.count))
+            if level.changed > allowed:
+                return Finding("agreement", False, f"{claim} {level.changed} of {level.count} whole numbers in tensor {place} of its "
+                                                   "output differ from the baseline's")
+        elif level.decibels < least:
+            demanded = "every bit is" if least == inf else f"{least:.0f} dB are"
+            return Finding("agreement", False, f"{claim} tensor {place} of its output agrees with the baseline's to "
+                                               f"{level.decibels:.0f} dB, {demanded} demanded")
+    return Finding("agreement", True, f"{numerics}, as it promises")

@@ -1,0 +1,221 @@
+"""The machine as the search and the confirmation see it: starts processes, asks guards and the user's check.
+
+One lab per search. Its baseline outputs and scores are what every candidate is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import SaturateError
+from saturate.inference import accuracy, artifact, checking, guards, samples
+from saturate.inference.accuracy import Budget, Judgement, Scores
+from saturate.inference.candidates import Candidate
+from saturate.inference.confirm import NotDeployable
+from saturate.inference.process import Worker, WorkerFailed
+from saturate.inference.search import Tried
+from saturate.inference.source import Source
+from saturate.records.inference import ModelFacts
+
+#: A candidate may take so long to prepare, as a share of the time that is left; compilers hang.
+PREPARE_SHARE = 0.3
+_LEAST_PREPARE_S = 30.0
+
+#: Batches of examples that an artifact keeps.
+EXAMPLES = 2
+
+
+@dataclass
+class Lab:
+    """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts."""
+
+    source: Source
+    folder: Path
+    threads: int
+    deadline_s: float
+    memory_bytes: int | None = None
+    check: Callable[..., Any] | None = None
+    budget: Budget | None = None
+    facts: ModelFacts | None = None
+    reference: list[list[Any]] = field(default_factory=list)    # the baseline's outputs
+    again: list[list[Any]] | None = None                        # the same, a second time
+    twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
+    others: list[tuple[tuple[Any, ...], list[Any]]] = field(default_factory=list)   # batches of other sizes, its outputs
+    scores: Scores | None = None                                # the baseline's
+    answers: str = ""                                           # digest of what the check got from the baseline
+    identical: set[str] = field(default_factory=set)            # scores that rest on the very answers of the baseline
+    selection: tuple[int, ...] | None = None
+    confirmation: tuple[int, ...] | None = None
+    _ranking: tuple[list[str], tuple[str, ...]] | None = None
+    _agreement: tuple[Any, Any] | None = None
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def baseline(self) -> Worker:
+        return self._worker(Candidate())
+
+    def start(self, candidate: Candidate) -> Worker:
+        return self._worker(candidate)
+
+    def load(self, folder: Path) -> Worker:
+        return self._worker(folder)
+
+    def serve(self, source: Source, artifact: Path | None, threads: int) -> Worker:
+        """An artifact (None: the model itself) on the inputs of another source."""
+        left = self.deadline_s - time.monotonic()
+        return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
+                      prepare_s=max(_LEAST_PREPARE_S, left), facts=self.facts)
+
+    def _worker(self, what: Candidate | Path) -> Worker:
+        left = self.deadline_s - time.monotonic()
+        return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
+                      prepare_s=max(_LEAST_PREPARE_S, PREPARE_SHARE * left), facts=self.facts)
+
+    def deploy(self, found: Tried) -> Path:
+        """Store a candidate from a fresh process of its own."""
+        target = self.folder / "artifacts" / f"{len(list((self.folder / 'artifacts').glob('*'))) + 1}"
+        program = self.folder / "program"
+        shutil.rmtree(program, ignore_errors=True)
+        program.mkdir(parents=True)
+        target.parent.mkdir(exist_ok=True)
+        try:
+            worker = self.start(found.candidate)
+            try:
+                entry = worker.store(program)
+                batches = self.source.inputs(self._torch())[:EXAMPLES]
+                answers = [worker.run(*batch) for batch in batches]
+            finally:
+                worker.close()
+            assert self.facts is not None
+            return artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
+                                  inputs=batches, outputs=answers)
+        except WorkerFailed as error:
+            raise NotDeployable(error.reason) from error
+        except SaturateError as error:
+            raise NotDeployable(f"{error.message}: {error.cause}") from error
+        finally:
+            shutil.rmtree(program, ignore_errors=True)
+
+    # -- guards ----------------------------------------------------------------------------------------------------
+
+    def problem(self, worker: Worker, candidate: Candidate) -> str | None:
+        found = self._behaviour(worker, candidate.numerics)
+        if found.problem is not None:
+            return found.problem
+        if self.facts is not None and not self.facts.random:
+            once, again = worker.outputs(), worker.outputs()
+            repeated = guards.repeats(self._torch(), once, again)
+            if not repeated.passed:
+                return repeated.what
+        return None
+
+    def observe(self, worker: Worker) -> None:
+        """What candidates are compared with: the outputs of the baseline, twice, on inputs one rounding away, and on
+        batches of other sizes (where it takes them)."""
+        torch = self._torch()
+        self.reference, self.again = worker.outputs(), worker.outputs()
+        inputs = self.source.inputs(torch)
+        moved = guards.perturbed(torch, inputs)
+        self.twin = None if moved is None else [samples.tensors(worker.run(*batch)) for batch in moved]
+        for batch in guards.other_batches(inputs):
+            try:
+                self.others.append((batch, samples.tensors(worker.run(*batch))))
+            except WorkerFailed as error:
+                if not error.alive:
+                    raise
+
+    def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
+        """What is wrong on batches of other sizes that the model takes. A compiler may compile again for each."""
+        for batch, expected in self.others:
+            size = samples.tensors(batch)[0].shape[0]
+            try:
+                got = samples.tensors(worker.run(*batch))
+            except WorkerFailed as error:
+                if not error.alive:
+                    raise
+                return f"a batch of {size}, which the model takes, fails: {error.reason}"
+            problem = guards.examine(self._torch(), [expected], [got], numerics=candidate.numerics,
+                                     precision=coarsest(self.facts.dtypes if self.facts else ())).problem
+            if problem is not None:
+                return f"with a batch of {size}: {problem}"
+        return None
+
+    def agreement(self, worker: Worker) -> float | None:
+        return self._agreement[1].agreement_db if self._agreement and self._agreement[0] is worker else None
+
+    def _behaviour(self, worker: Worker, numerics: str) -> guards.Behaviour:
+        facts = self.facts
+        found = guards.examine(self._torch(), self.reference, worker.outputs(), numerics=numerics,
+                               precision=coarsest(facts.dtypes if facts else ()), again=self.again, twin=self.twin,
+                               generates=bool(facts and facts.generates))
+        self._agreement = (worker, found)
+        return found
+
+    def _torch(self) -> Any:
+        import torch
+
+        return torch
+
+    # -- the check -------------------------------------------------------------------------------------------------
+
+    def score(self, worker: Worker) -> Scores | None:
+        """The check on a worker; None where there is no check."""
+        if self.check is None or self.budget is None:
+            return None
+        found = checking.scored(self.check, worker.run, self.budget.metric)
+        scores = found.required()
+        if found.answers == self.answers:
+            self.identical.add(fingerprint(scores))
+        return scores
+
+    def judge(self, scores: Scores) -> Judgement:
+        return self._judged(scores, self.selection)
+
+    def confirmed(self, scores: Scores) -> Judgement:
+        return self._judged(scores, self.confirmation)
+
+    def _judged(self, scores: Scores, indices: tuple[int, ...] | None) -> Judgement:
+        assert self.scores is not None and self.budget is not None
+        identical = fingerprint(scores) in self.identical
+        before = self.scores
+        if indices is not None and scores.values is not None and len(scores.values) == len(before.values or ()):
+            before, scores = before.at(indices), scores.at(indices)
+        try:
+            return accuracy.compare(before, scores, self.budget, identical=identical)
+        except accuracy.UnusableScores as error:
+            return Judgement("fail", math.inf, None, None, None, str(error))
+
+    # -- repair ----------------------------------------------------------------------------------------------------
+
+    def ranking(self) -> tuple[list[str], tuple[str, ...]]:
+        """Layers by sensitivity, measured once, on a baseline process of its own."""
+        if self._ranking is None:
+            worker = self.baseline()
+            try:
+                names = [name for name, _ in worker.sensitivity()]
+                placed = [name for name in worker.ask(f"{__name__}:module_names") if name in set(names)]
+                self._ranking = names, (placed[0], placed[-1]) if placed else ()
+            finally:
+                worker.close()
+        return self._ranking
+
+
+def module_names(context: Any) -> list[str]:
+    """In the model's order; called in a candidate's process."""
+    return [name for name, _ in context.model.named_modules()]
+
+
+def coarsest(dtypes: tuple[str, ...]) -> str:
+    """The coarsest of some floating-point formats."""
+    order = ("bfloat16", "float16", "float32", "float64")
+    return min((name for name in dtypes if name in order), key=order.index, default="float32")
+
+
+def fingerprint(scores: Scores) -> str:
+    return repr((scores.mean, scores.values))

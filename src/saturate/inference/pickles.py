@@ -1,0 +1,188 @@
+"""What goes from the user's process to the candidates' processes as pickles: the model, its inputs, what it answers.
+
+Both ends are this user's processes, and the files lie in a folder that only this user can reach; nothing else is ever
+unpickled here. An artifact is not: see `saturate.inference.artifact`.
+
+Classes and functions that another process can import travel by name. Those of `__main__`, and of modules that a fresh
+process would not find, travel by value, which takes cloudpickle (the extra `inference`). A script is never run again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pickle
+import sys
+import weakref
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from saturate.checkpoints import durable
+from saturate.errors import EnvironmentProblem, UsageError
+
+EXTRA = "pip install 'saturate[inference]'"
+
+
+#: Classes that went by value from this process, by module and name. Their instances come back as instances of them:
+#: what another process made of such a class would be another class.
+_SENT: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
+
+
+class NotImportable(pickle.PicklingError):
+    """A class or function that another process could only get by value, which takes cloudpickle."""
+
+
+@functools.cache
+def pickler() -> type[pickle.Pickler]:
+    """The class that writes pickles: cloudpickle's where it is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return _ByName
+
+    class ByValue(cloudpickle.Pickler):
+        """cloudpickle, which also takes by value what lives in a module that a fresh process would not find."""
+
+        def dump(self, thing: Any) -> None:
+            self._registered: list[Any] = []
+            self._known: dict[str, bool] = {}
+            self._classes: dict[tuple[str, str], set[type]] = {}
+            try:
+                super().dump(thing)
+            finally:
+                for module in self._registered:     # the user may use cloudpickle too
+                    cloudpickle.unregister_pickle_by_value(module)
+            for name, classes in self._classes.items():
+                if len(classes) == 1:               # two local classes of one name cannot be told apart
+                    _SENT[name] = classes.pop()
+                else:
+                    _SENT.pop(name, None)
+
+        def reducer_override(self, thing: Any) -> Any:
+            module = _foreign_module(thing, self._known)
+            if module is not None and module.__name__ not in ("__main__",
+                                                              *cloudpickle.list_registry_pickle_by_value()):
+                cloudpickle.register_pickle_by_value(module)
+                self._registered.append(module)
+            reduced = super().reducer_override(thing)
+            if isinstance(thing, type) and reduced is not NotImplemented:
+                self._classes.setdefault((thing.__module__, thing.__qualname__), set()).add(thing)
+            return reduced
+
+    return ByValue
+
+
+def sent_classes() -> frozenset[tuple[str, str]]:
+    """Module and name of the classes that went by value, for a process that sends instances of them back."""
+    return frozenset(_SENT)
+
+
+def sent_class(module: str, name: str) -> type | None:
+    return _SENT.get((module, name))
+
+
+class _ByName(pickle.Pickler):
+    """The standard library's, which would leave it to the other process to find out that there is no such class."""
+
+    def dump(self, thing: Any) -> None:
+        self._known: dict[str, bool] = {}
+        super().dump(thing)
+
+    def reducer_override(self, thing: Any) -> Any:
+        module = _foreign_module(thing, self._known)
+        if module is not None:
+            raise NotImportable(f"{thing.__qualname__} is of {module.__name__}, known to this process only")
+        return NotImplemented
+
+
+def _foreign_module(thing: Any, known: dict[str, bool]) -> Any:
+    """The module of a class or function, where a fresh process would not find it; else None."""
+    name = getattr(thing, "__module__", None) if isinstance(thing, (type, FunctionType)) else None
+    if not isinstance(name, str) or name not in sys.modules:
+        return None
+    top = name.partition(".")[0]
+    if top not in known:
+        known[top] = importable(top)
+    return None if known[top] else sys.modules[name]
+
+
+def importable(top: str) -> bool:
+    """Whether a fresh process with this `sys.path` would import the same file under this top-level name."""
+    if top == "__main__":
+        return False
+    module = sys.modules.get(top)
+    if module is None or top in sys.stdlib_module_names:
+        return True
+    for finder in sys.meta_path:
+        spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            break
+    else:
+        return False
+    ours = getattr(module, "__file__", None)
+    return not ours or not spec.origin or os.path.realpath(ours) == os.path.realpath(spec.origin)
+
+
+def save(torch: Any, value: Any, path: Path, what: str) -> None:
+    """Write `value` to a file whose tensors can be mapped into memory. Whole or not at all.
+
+    Raises UsageError where it cannot be pickled, and EnvironmentProblem where the file system refuses.
+    """
+    new = durable.temporary(path.parent)
+    module = SimpleNamespace(__name__="saturate", Pickler=pickler())
+    try:
+        with open(new, "xb") as file:
+            torch.save(value, file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        os.replace(new, path)
+    except NotImportable as error:
+        raise UsageError(f"{what} cannot be sent to another process", cause=str(error),
+                         remedy=f"{EXTRA}, or move the definition into a module of its own") from error
+    except Exception as error:  # a model's own __reduce__ may raise anything; it is named and raised again
+        if _of_the_file_system(error):
+            raise EnvironmentProblem(f"{what} cannot be written to {path.parent}", cause=_line(error),
+                                     remedy="free some space, or choose another folder with workdir") from error
+        raise UsageError(f"{what} cannot be sent to another process", cause=_line(error),
+                         remedy="every candidate runs in a process of its own: leave out what cannot be pickled "
+                                "(open files, locks, generators, connections), or make it in the forward") from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _of_the_file_system(error: BaseException | None) -> bool:
+    """torch's writer reports what the file said as the context of an error of its own."""
+    while error is not None:
+        if isinstance(error, OSError) or "PytorchStreamWriter failed" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _line(error: BaseException) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {line[:300]}"
+
+
+def load(torch: Any, path: Path, device: str = "cpu") -> Any:
+    """What `save` wrote, its tensors on `device`. On the CPU they are mapped, so that processes share them; a process
+    that changes one gets a copy of the pages it changed."""
+    return torch.load(str(path), map_location=device, mmap=not _huge_pages(), weights_only=False)
+
+
+def _huge_pages() -> bool:
+    """Whether memory comes in huge pages unasked. Mapped files never do, so a model on one would be slower than the
+    same model in the user's process, and the baseline would look worse than it is."""
+    try:
+        return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return False        # another kernel: it has none
+
+
+def memory_of(tensor: Any) -> memoryview:
+    """The bytes of a contiguous strided CPU tensor, not copied: valid as long as the tensor lives. Not through numpy,
+    which has no bfloat16 and may not be there."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")

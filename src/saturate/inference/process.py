@@ -1,0 +1,338 @@
+"""One candidate in a process of its own, as the search sees it: limits of time and memory, and an end that leaves
+nothing.
+
+The process is a fresh interpreter (`worker`) below a small supervisor (`trial.supervise`), which adopts whatever it
+starts, such as compile workers, and kills all of it when this process is gone, by whatever signal. A thread watches
+the memory of the tree. While it is frozen nothing of the tree runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from saturate import plugins
+from saturate.errors import EnvironmentProblem
+from saturate.inference import batches as trees
+from saturate.inference import pickles, wire
+from saturate.inference.candidates import Candidate
+from saturate.inference.source import Source
+from saturate.inference.techniques._api import Entry, Proof
+from saturate.inference.worker import Order
+from saturate.records import sizes
+from saturate.records.inference import ModelFacts
+from saturate.trial import meter, tree
+from saturate.trial.outcome import OUT_OF_MEMORY, classify
+
+#: Every process of a candidate has this variable, with a value of its own.
+_MARK = "SATURATE_WORKER"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+Kind = Literal["not_applied", "failed", "out_of_memory", "timeout"]
+
+#: A call, a block of calls or all outputs: longer is a hang.
+REQUEST_S = 600.0
+
+#: Characters of the log that come with a failure.
+_TAIL = 4000
+
+#: Variables of the user's process that a candidate's process does not get: one would keep torch from reading what
+#: that process wrote, the other asks for the agent of `saturate run`.
+_UNWANTED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "SATURATE_PLAN")
+
+
+class WorkerFailed(Exception):
+    """A candidate refused, failed, or had to be ended. `reason` is one sentence; `log` is the traceback or the end of
+    what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs)."""
+
+    def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False):
+        super().__init__(reason)
+        self.kind: Kind = kind
+        self.reason = reason
+        self.log = log
+        self.alive = alive
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process that has answered its first call. `prepare_s` is all before it but the first call itself: start of
+    the interpreter, loading, applying, and a call with every other shape."""
+
+    prepare_s: float
+    first_call_s: float
+    done: list[str]                     # what each technique said that it did, in the order of application
+    proofs: list[Proof]                 # whether it took effect, in the same order
+    peak_memory_bytes: int | None       # until now: of the allocator on a GPU, resident in the processes on a CPU
+    facts: ModelFacts
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+class Worker:
+    """Starts and prepares at construction. Every method but `close` raises WorkerFailed."""
+
+    def __init__(self, source: Source, what: Candidate | Path, *, folder: Path, threads: int,
+                 memory_bytes: int | None = None, prepare_s: float, request_s: float = REQUEST_S,
+                 facts: ModelFacts | None = None):
+        """`what`: a candidate, or the folder of an artifact. `folder`: where the process gets a private folder of its
+        own. `memory_bytes`: of all its processes on a CPU, of the allocator on a GPU. `facts`: None: the first
+        process of a source observes them and leaves them there."""
+        self.source = source
+        self.folder = _private(Path(folder))
+        self.log = self.folder / "output.log"
+        self.frozen = False
+        self._request_s = request_s
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._token = secrets.token_hex(12)
+        self._on_cpu = source.device == "cpu"
+        self._meter: meter.Meter | None = None
+        self._report: dict[str, object] | None = None
+        scratch = self.folder / "scratch"
+        began = time.monotonic()
+        try:
+            scratch.mkdir()
+            self._stream, there = socket.socketpair()
+            with there:
+                self._supervisor = self._start(there, threads)
+        except OSError as error:
+            raise EnvironmentProblem("no process can be started for a candidate", cause=str(error),
+                                     remedy="free some space in the working folder, and allow this user more "
+                                            "processes and open files") from error
+        try:
+            self._meter = meter.Meter(self._supervisor.pid,
+                                      memory_bytes if memory_bytes and self._on_cpu else float("inf"))
+            order = Order(
+                source=str(source.folder.absolute()),
+                artifact=str(what.absolute()) if isinstance(what, Path) else None,
+                techniques=_techniques(what) if isinstance(what, Candidate) else [],
+                keep=what.keep if isinstance(what, Candidate) else frozenset(), folder=str(scratch.absolute()),
+                threads=threads,
+                limit_s=prepare_s, memory_bytes=memory_bytes, facts=facts, home=pickles.sent_classes())
+            found = self._ask("prepare", order, limit_s=prepare_s, what="preparation")
+            peak = found.pop("device_peak_bytes")
+            started_s = time.monotonic() - began - found["prepare_s"] - found["first_call_s"]
+            found["prepare_s"] += max(0.0, started_s)
+            self.ready = Ready(peak_memory_bytes=self._meter.peak_bytes() if self._on_cpu else peak, **found)
+            self._meter.begin()
+        except BaseException as error:          # also Ctrl-C: nobody else knows this process
+            self.close()
+            if isinstance(error, WorkerFailed):
+                error.alive = False
+            raise
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def run(self, *inputs: Any) -> Any:
+        """The candidate's output for these inputs. Tensors of it are on the device of the first input tensor."""
+        return self._ask("run", inputs, device=_device_of(inputs))
+
+    def block(self, count: int, start: int | None = None) -> list[int]:
+        """Nanoseconds of each of `count` calls. Inputs take turns in a fixed order: from number `start`, or from
+        where the block before ended."""
+        return self._ask("block", count, start)
+
+    def outputs(self) -> list[list[Any]]:
+        """For each measured batch the tensors of the output, on the CPU, in order."""
+        return self._ask("outputs")
+
+    def memory_bytes(self) -> int | None:
+        """The most that was taken since the preparation: by the allocator on a GPU, resident in all processes on a
+        CPU (where torch itself is part of it). None: not measurable."""
+        return self._meter.peak_bytes() or None if self._on_cpu and self._meter else self._ask("memory")
+
+    def store(self, folder: Path, limit_s: float = 1800.0) -> Entry:
+        """Store the program in `folder`. WorkerFailed of kind not_applied where it cannot be stored."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return self._ask("store", str(folder.absolute()), limit_s=limit_s, what="storing")
+
+    def sensitivity(self, limit_s: float = 300.0) -> list[tuple[str, float]]:
+        """(name of a module, score), the most sensitive first: see `sensitivity.rank`."""
+        return self._ask("sensitivity", limit_s, limit_s=limit_s + 60.0, what="ranking of layers")
+
+    def ask(self, function: str, *arguments: Any, limit_s: float | None = None) -> Any:
+        """What `function` ("package.module:name", importable there) returns for the candidate's Context and
+        `arguments`."""
+        return self._ask("ask", function, arguments, limit_s=limit_s, what=function)
+
+    # -- freezing --------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Stop the process and all that it started. Between requests only; a request thaws it for as long as it
+        takes."""
+        if not self.frozen:
+            if self._supervisor.poll() is not None:
+                raise self._ended()
+            if not tree.freeze(self._supervisor.pid):
+                raise self._end("failed", "a process of the candidate could not be stopped")
+            self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            tree.thaw(self._supervisor.pid)
+            self.frozen = False
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the process and all that it started. Its log stays."""
+        if os.getpid() != self._owner:
+            return                      # a fork of the user's process: not its to end
+        if self._meter is not None:
+            self._meter.close()
+        self._stop()
+        self._stream.close()
+        shutil.rmtree(self.folder / "scratch", ignore_errors=True)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _start(self, there: socket.socket, threads: int) -> subprocess.Popen[bytes]:
+        path = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
+        code = (f"import sys; sys.path[:] = {path!r}; from saturate.inference.worker import main; "
+                f"main({there.fileno()})")
+        environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+        environment.update({
+            "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.source.folder.absolute() / "inductor"),
+            _MARK: self._token})
+        order = self.folder / "supervise.json"
+        descriptor = os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"argv": [sys.executable, "-c", code], "cwd": os.getcwd(), "environment": environment,
+                       "log": str(self.log), "import_root": str(_PACKAGE.parent)}, file)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_PACKAGE / "trial" / "supervise.py"), str(order)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[there.fileno()],
+            start_new_session=True)
+
+    def _ask(self, request: str, *arguments: Any, limit_s: float | None = None, what: str = "a call",
+             device: str = "cpu") -> Any:
+        if os.getpid() != self._owner:
+            raise WorkerFailed("failed",
+                               "a candidate can be called from the process that started it, not from a fork of it")
+        limit_s = self._request_s if limit_s is None else limit_s
+        with self._lock:                # a check may call from several threads
+            if self._stream.fileno() < 0:
+                raise WorkerFailed("failed", "the candidate's process is closed")
+            frozen = self.frozen
+            self.thaw()
+            answer = self._exchange((request, arguments), time.monotonic() + limit_s,
+                                    f"{what} took longer than {limit_s:.0f} s", device)
+            (self.folder / "supervise.json").unlink(missing_ok=True)        # it held the user's environment
+            if frozen:
+                self.freeze()
+        if answer[0] == "ok":
+            return answer[1]
+        _, kind, reason, text = answer
+        if kind == "failed" and classify({"ended": "exit", "code": 1}, text, 0, True, None).kind in OUT_OF_MEMORY:
+            kind = "out_of_memory"
+        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True)
+
+    def _exchange(self, message: Any, deadline_s: float, late: str, device: str) -> Any:
+        try:
+            wire.send(self._stream, message, deadline_s)
+            return wire.receive(self._stream, deadline_s, device=device)
+        except wire.Unsendable as error:
+            raise WorkerFailed("failed", f"the inputs cannot be sent to another process: {error}",
+                               alive=True) from error
+        except wire.Unreadable as error:
+            raise WorkerFailed("failed", f"the output cannot be read: {error}", alive=True) from error
+        except TimeoutError:
+            raise self._end("timeout", late) from None
+        except wire.Closed:
+            raise self._ended() from None
+        except BaseException:           # Ctrl-C inside of a message: its answer would be taken for the next one's
+            self._stop()
+            raise
+
+    def _ended(self) -> WorkerFailed:
+        """The process is gone by itself: find out how."""
+        report = self._stop(grace_s=20.0)
+        log = self.output()
+        if self._meter is not None and self._meter.exceeded_bytes is not None:
+            return WorkerFailed("out_of_memory", f"ended when it had {sizes.show(self._meter.exceeded_bytes)}, "
+                                f"above the limit of {sizes.show(self._meter.limit_bytes)}", log)
+        if report is None:
+            return WorkerFailed("failed", "the process that watches it was killed", log)
+        if report.get("code") == 0:
+            return WorkerFailed("failed", "its process ended itself in the middle of a request", log)
+        outcome = classify(report, log, 0, True, None)
+        return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", outcome.reason, log)
+
+    def _end(self, kind: Kind, reason: str) -> WorkerFailed:
+        """Kill it, and return the exception to raise."""
+        self._stop()
+        return WorkerFailed(kind, reason, self.output())
+
+    def _stop(self, grace_s: float = 0.0) -> dict[str, object] | None:
+        """Wait `grace_s` for it to end by itself, then have the supervisor kill what is left. The supervisor's
+        report; None where it was killed."""
+        assert self._supervisor.stdin and self._supervisor.stdout
+        if self._supervisor.stdout.closed:
+            return self._report
+        try:
+            self._supervisor.wait(timeout=grace_s or 0.001)
+        except subprocess.TimeoutExpired:
+            pass
+        self._supervisor.stdin.close()              # end of file: the supervisor kills the tree
+        try:
+            self._supervisor.wait(timeout=15.0)
+        except subprocess.TimeoutExpired:
+            tree.kill(self._supervisor.pid)
+            self._supervisor.kill()
+            self._supervisor.wait()
+        line = self._supervisor.stdout.readline()
+        if not line.endswith(b"\n"):                # it was killed: what it watched over is nobody's child now
+            tree.kill_marked(os.fsencode(f"{_MARK}={self._token}"))
+        self._supervisor.stdout.close()
+        self._report = json.loads(line) if line.endswith(b"\n") else None
+        (self.folder / "supervise.json").unlink(missing_ok=True)
+        return self._report
+
+    def output(self) -> str:
+        """The end of what was printed; of a living process only the first half megabyte is there."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - _TAIL))
+                return file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+
+def _private(folder: Path) -> Path:
+    """A new folder inside of `folder` that only this user can enter."""
+    own = folder / f"process-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700)
+    except OSError as error:
+        raise EnvironmentProblem(f"no folder for a candidate's process in {folder}", cause=str(error),
+                                 remedy="free some space, or choose another folder with workdir") from error
+    return own
+
+
+def _techniques(candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(*plugins.origin(part.module), asdict(part.options)) for part in candidate.parts]
+
+
+def _device_of(inputs: tuple[Any, ...]) -> str:
+    """Where the first input tensor lives: a check that works on a GPU gets its answers there."""
+    found = trees.tensors(sys.modules["torch"], inputs) if "torch" in sys.modules else []
+    return str(found[0].device) if found else "cpu"

@@ -1,0 +1,157 @@
+"""Is candidate B faster than A? Blocks of calls in fresh pairs of processes, one running while the other is frozen.
+
+The engine is `saturate.measure.race`, as in `tune`: per-round log-ratios of the blocks' medians, A B, B A, A B; pairs of
+fresh processes, because two processes of one program differ by a constant that more rounds never remove; sequential
+stopping. `screen` is the cheap form for two processes that already live.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+from saturate.measure import race as statistics
+from saturate.measure.race import Estimate, Limits, Verdict
+from saturate.measure.stats import quantile
+from saturate.records.inference import Timing
+
+#: A block lasts about so long (at least two calls): long beside the switch between processes, short beside the drift of
+#: a shared machine.
+BLOCK_S = 0.12
+_FEWEST_CALLS = 2
+_MOST_CALLS = 2000
+
+#: How much a race may cost, unless it is told.
+USUAL = Limits(max_pairs=3, max_rounds=20)
+
+#: Rounds of a screening: enough to order candidates that differ by 10 %, not more.
+SCREEN_ROUNDS = 5
+
+
+class Racer(Protocol):
+    """What a race needs of `process.Worker`."""
+
+    def block(self, count: int) -> list[int]: ...
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Lane:
+    """One process in a race, frozen unless it runs. `calls` per block follow from its first calls."""
+
+    worker: Any
+    calls: int
+    times_ns: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(worker: Racer) -> Lane:
+        """Warm, measured once, and frozen."""
+        worker.block(_FEWEST_CALLS)                     # the first calls allocate, and may still compile
+        typical = median(worker.block(_FEWEST_CALLS + 1)) / 1e9
+        worker.freeze()
+        return Lane(worker, max(_FEWEST_CALLS, min(_MOST_CALLS, round(BLOCK_S / max(typical, 1e-6)))))
+
+    def run(self) -> float:
+        """One block: the median call, ns. A first call is thrown away: caches are cold after the other's block."""
+        self.worker.thaw()
+        try:
+            times = self.worker.block(self.calls + 1)[1:]
+        finally:
+            self.worker.freeze()
+        self.times_ns += times
+        return median(times)
+
+
+@dataclass(frozen=True)
+class Race:
+    """What a race found. `estimate` is ln(time A / time B), None where time ended before anything was known."""
+
+    verdict: Verdict
+    estimate: Estimate | None
+    a: Timing | None
+    b: Timing | None
+    reason: str
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.estimate is None else self.estimate.speedup
+
+    @property
+    def speedup_ci(self) -> tuple[float, float] | None:
+        return None if self.estimate is None else self.estimate.speedup_ci
+
+
+def round_of(a: Lane, b: Lane, index: int) -> float:
+    """ln(time A / time B) of one round; who goes first alternates."""
+    if index % 2:
+        after = b.run()
+        before = a.run()
+    else:
+        before = a.run()
+        after = b.run()
+    return math.log(before / after)
+
+
+def screen(a: Lane, b: Lane, rounds: int = SCREEN_ROUNDS) -> float:
+    """The speed-up of B over A from a few rounds of two living processes."""
+    return math.exp(median(round_of(a, b, index) for index in range(rounds)))
+
+
+def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: Limits = USUAL,
+         threshold: float = 0.02, deadline_s: float = math.inf, between_sd: float = statistics.PRIOR_BETWEEN_SD) -> Race:
+    """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline
+    (`time.monotonic()`). Whatever `start_*` or a block raises ends the race; both processes are closed."""
+    pairs: list[list[float]] = []
+    times_a: list[int] = []
+    times_b: list[int] = []
+    decision = statistics.next_action(pairs, between_sd, threshold, limits)
+    while decision.action != "stop" and (not pairs or time.monotonic() < deadline_s):
+        pairs.append([])
+        with pair(start_a, start_b) as (a, b):
+            decision = statistics.next_action(pairs, between_sd, threshold, limits)
+            while decision.action == "more_rounds" and (len(pairs[-1]) < 2 or time.monotonic() < deadline_s):
+                pairs[-1].append(round_of(a, b, len(pairs[-1])))
+                decision = statistics.next_action(pairs, between_sd, threshold, limits)
+            times_a += a.times_ns
+            times_b += b.times_ns
+    if decision.action == "stop":
+        return Race(decision.verdict, decision.estimate, timing(times_a), timing(times_b), decision.reason)
+    usable = [rounds for rounds in pairs if len(rounds) > 1]        # the time ended first: what is known then counts
+    found = statistics.estimate(usable, between_sd) if usable else None
+    verdict = statistics.verdict(found, threshold) if found else "inconclusive"
+    return Race(verdict, found, timing(times_a), timing(times_b), "the time ended first")
+
+
+@contextmanager
+def pair(start_a: Callable[[], Racer], start_b: Callable[[], Racer]) -> Iterator[tuple[Lane, Lane]]:
+    """Two fresh processes, ready and frozen; closed at the end, whatever happens."""
+    with lane(start_a) as a, lane(start_b) as b:
+        yield a, b
+
+
+@contextmanager
+def lane(start: Callable[[], Racer]) -> Iterator[Lane]:
+    """A fresh process, ready and frozen; closed at the end."""
+    worker = start()
+    try:
+        yield Lane.of(worker)
+    finally:
+        worker.close()
+
+
+def timing(times_ns: list[int]) -> Timing | None:
+    """Percentiles in milliseconds per call; None without calls."""
+    if not times_ns:
+        return None
+    ms = [value / 1e6 for value in times_ns]
+    return Timing(p50=quantile(ms, 0.5), p90=quantile(ms, 0.9), p99=quantile(ms, 0.99), calls=len(ms))

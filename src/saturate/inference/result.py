@@ -1,0 +1,195 @@
+"""What `optimize` returns: the best artifact, ready to be called, and everything that was found on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from saturate.errors import NothingFaster, UsageError
+from saturate.inference import artifact, confirm
+from saturate.inference.artifact import Artifact
+from saturate.inference.candidates import Candidate
+from saturate.inference.confirm import Confirmed
+from saturate.inference.racing import Race
+from saturate.inference.search import Tried, code
+from saturate.machine import facts as machine
+from saturate.records.inference import Best, CandidateRecord, OptimizeRecord
+
+if TYPE_CHECKING:
+    from saturate.inference.lab import Lab
+    from saturate.inference.search import Search
+
+
+class Result:
+    """`record` holds all numbers; the methods show them, or give the winner to use."""
+
+    def __init__(self, record: OptimizeRecord, search: Search, lab: Lab):
+        self.record = record
+        self._search, self._lab = search, lab
+        self._best: Artifact | None = None
+
+    @staticmethod
+    def of(record: OptimizeRecord, search: Search, lab: Lab) -> Result:
+        """Write the report and the record beside the artifacts, and the scores into the winner's manifest."""
+        if record.artifact is not None and record.best is not None:
+            artifact.confirm(record.artifact, record.best)
+        path = lab.folder / "report.html"
+        result = Result(msgspec.structs.replace(record, report=str(path)), search, lab)
+        result.report(path)
+        (lab.folder / "result.json").write_bytes(msgspec.json.encode(result.record))
+        return result
+
+    @property
+    def best(self) -> Artifact:
+        """The winner, loaded from its artifact. Raises NothingFaster where there is none."""
+        if self._best is None:
+            if self.record.artifact is None:
+                raise NothingFaster("nothing faster was found, so there is no artifact", cause=self._why(),
+                                    remedy="use the model as it is; result.table() says what was tried")
+            self._best = artifact.load(self.record.artifact)
+        return self._best
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.best(*inputs, **named)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        return self.best.save(folder)
+
+    def _why(self) -> str:
+        from saturate.report import inference as report
+
+        return report.why_nothing(self.record)
+
+    def __repr__(self) -> str:
+        from saturate.report import inference as report
+
+        return report.summary(self.record, width=100, color=False)
+
+    def table(self) -> str:
+        """Every candidate with its fate and reason, as text."""
+        from saturate.report import inference as report
+
+        return report.table(self.record)
+
+    def pareto(self) -> list[CandidateRecord]:
+        """The candidates that no other beats in both latency and accuracy, the fastest first."""
+        from saturate.report import inference as report
+
+        return report.front(self.record.candidates)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report, one self-contained HTML file."""
+        from saturate.report import inference_html
+
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(inference_html.render(self.record), encoding="utf-8")
+        return target
+
+    def pick(self, max_drop: float) -> Artifact:
+        """The fastest candidate within another budget, stored, loaded and confirmed like the winner.
+
+        Raises UsageError where the search had no check, and NothingFaster where nothing is within that budget.
+        """
+        search, lab = self._search, self._lab
+        if lab.budget is None:
+            raise UsageError("pick needs a search with a check", remedy="optimize(model, inputs, check=..., budget=...)")
+        lab.budget = dataclasses.replace(lab.budget, max_drop=max_drop)
+        search.max_drop = max_drop
+        for found in search.tried.values():
+            if found.scores is not None:
+                found.judgement = lab.judge(found.scores)
+                found.fate = {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}[found.judgement.verdict]
+        won = confirm.winner(search, lab, search.failed, search.check_failed)
+        if won is None:
+            raise NothingFaster(f"nothing that was tried is faster within a drop of {max_drop:g}",
+                                remedy="result.table() says what was tried")
+        return artifact.load(won.artifact)
+
+
+def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: Confirmed | None = None, final: Race | None = None,
+              versus: Race | None = None, *, notes: list[str], began: float, complete: bool = True) -> OptimizeRecord:
+    """Everything, as a record. `began`: time.monotonic() of the call. `complete`: the search came to its end."""
+    facts, budget = lab.facts, lab.budget
+    assert facts is not None and search.baseline is not None
+    baseline = search.baseline.record()
+    if lab.scores is not None:
+        baseline = msgspec.structs.replace(baseline, accuracy=lab.scores.mean)
+    if final is not None and final.a is not None:
+        baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
+    waiting = untried(search)
+    verdict = verdict_of(won, final, search, complete and not waiting)
+    best = best_of(won, lossless, final, versus, lab) if verdict == "faster" else None
+    if won is not None:
+        settle(won, final, verdict)
+    rows = [rowed(found, facts.batch_size) for found in search.tried.values()]
+    rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
+             for id, reason in search.pool.refused.items()]
+    rows += waiting
+    return OptimizeRecord(
+        run=secrets.token_hex(4), model=facts.kind, device=facts.device, machine=machine.cpu_name() or "unknown processor", torch=facts.torch,
+        objective=search.objective, batch_size=facts.batch_size, max_drop=budget.max_drop if budget else None,
+        confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
+        best_lossless=rowed(lossless.found, facts.batch_size) if lossless is not None else None, best=best, candidates=rows, notes=notes,
+        seconds=round(time.monotonic() - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
+
+
+def verdict_of(won: Confirmed | None, final: Race | None, search: Search, complete: bool) -> str:
+    """`complete`: everything had its turn; else nobody knows that nothing helps."""
+    if won is None or final is None:
+        return "nothing_helps" if complete else "inconclusive"
+    if search.objective == "memory":
+        return "faster"                     # it needs less; the race only says what that costs
+    return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+
+
+def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
+    """The winner's fate, from the final race."""
+    if verdict == "faster":
+        won.found.fate = "kept"
+    elif final is not None:
+        won.found.fate = "inconclusive" if final.verdict == "inconclusive" else "no_difference"
+    if final is not None and final.estimate is not None:
+        low, high = final.estimate.speedup_ci
+        won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing
+        won.found.reason = f"{final.estimate.speedup:.2f}x [{low:.2f}, {high:.2f}] in the final race, loaded from its artifact"
+
+
+def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, lab: Lab) -> Best | None:
+    if won is None or final is None or final.estimate is None or final.b is None:
+        return None
+    judgement, own = won.judgement, lossless is won
+    verdict = None
+    if judgement is not None:
+        # What computes the same needs no samples to certify it: agreement with the model's outputs was the guard.
+        verdict = "pass" if won.found.candidate.lossless else judgement.verdict
+    return Best(
+        recipe=won.found.candidate.techniques(), latency_ms=final.b, speedup=final.estimate.speedup, speedup_ci=final.estimate.speedup_ci,
+        speedup_over_lossless=1.0 if own else versus.speedup if versus else None,
+        speedup_over_lossless_ci=(1.0, 1.0) if own else versus.speedup_ci if versus else None,
+        accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=judgement.drop if judgement else None,
+        accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=verdict,
+        samples_needed=judgement.samples_needed if judgement and verdict != "pass" else None,
+        peak_memory_bytes=won.memory_bytes, size_bytes=sum(stored.size_bytes for stored in artifact.read(won.artifact).files))
+
+
+def rowed(found: Tried, batch_size: int | None) -> CandidateRecord:
+    row = found.record()
+    if row.latency_ms is not None and batch_size:
+        row = msgspec.structs.replace(row, throughput_per_s=1000 * batch_size / row.latency_ms.p50)
+    return row
+
+
+def untried(search: Search) -> list[CandidateRecord]:
+    """Techniques that time did not reach: nothing vanishes."""
+    seen = {part.id for candidate in search.tried for part in candidate.parts}
+    pool = search.pool
+    waiting = {part.id: part for part in (*pool.switches, *pool.runtimes, *pool.numbers, *pool.trained) if part.id not in seen}
+    return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], numerics=part.module.TECHNIQUE.numerics, fate="not_tried",
+                            reason="the time ended before its turn", code=code(Candidate.of([part]))) for id, part in waiting.items()]

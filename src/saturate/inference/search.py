@@ -1,0 +1,335 @@
+"""The search: which candidates run, what becomes of each, and which one is the best so far.
+
+Every candidate is one process that lives for its trial: it is prepared, proved active, compared with the baseline's
+outputs, timed against the frozen and thawed baseline, and scored where it changes numbers. What fails costs one row with
+a reason. What misses the accuracy budget is repaired, layer by layer, as long as it stays faster than the best.
+
+Nothing here claims anything: a winner is deployed, raced and confirmed on other samples by `confirm`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from saturate.inference import plan, racing
+from saturate.inference.candidates import Candidate
+from saturate.records.inference import CandidateRecord, Fate, Timing, Verdict
+
+Objective = Literal["latency", "throughput", "memory"]
+
+#: A candidate that is not this much faster than the best so far need not be scored: the check costs time.
+WORTH_SCORING = 0.97
+
+#: A repaired candidate is slower than the broken one; below this advantage over the best it is not worth a repair.
+WORTH_REPAIRING = 1.03
+
+#: Fates of candidates that work and may be the best.
+WORKING: tuple[Fate, ...] = ("kept", "dominated")
+
+
+class Lab(Protocol):
+    """What the search asks of the machine; `api` has the real one, tests have one without processes."""
+
+    def start(self, candidate: Candidate) -> Any:
+        """A prepared process. Raises `process.WorkerFailed`."""
+
+    def problem(self, worker: Any, candidate: Candidate) -> str | None:
+        """What a behaviour guard has against the worker's outputs."""
+
+    def agreement(self, worker: Any) -> float | None:
+        """Signal-to-noise ratio of its outputs against the baseline's, dB."""
+
+    def score(self, worker: Any) -> Any:
+        """The user's check on the worker: Scores. Raises `checking.CheckFailed` where the check fails on it."""
+
+    def judge(self, scores: Any) -> Any:
+        """Judgement of the samples that selection may see."""
+
+    def ranking(self) -> tuple[list[str], tuple[str, ...]]:
+        """Names of layers, the most sensitive first, and the first and last one."""
+
+
+@dataclass
+class Tried:
+    """One candidate and what is known of it. `speedup` is over the user's own baseline, from a screening."""
+
+    candidate: Candidate
+    fate: Fate
+    reason: str
+    speedup: float | None = None
+    timing: Timing | None = None
+    scores: Any = None
+    judgement: Any = None
+    agreement: float | None = None
+    peak_memory_bytes: int | None = None
+    prepare_s: float | None = None
+    first_call_s: float | None = None
+    seconds: float = 0.0
+    out_of_limits: bool = False             # its process was ended for the time or the memory that it took
+
+    @property
+    def working(self) -> bool:
+        return self.fate in WORKING
+
+    def record(self) -> CandidateRecord:
+        candidate, judgement = self.candidate, self.judgement
+        return CandidateRecord(
+            id=candidate.label(), techniques=candidate.techniques(), kept_layers=sorted(candidate.keep),
+            numerics=candidate.numerics, fate=self.fate, reason=self.reason, latency_ms=self.timing, speedup=self.speedup,
+            accuracy=self.scores.mean if self.scores is not None else None,
+            accuracy_drop=judgement.drop if judgement is not None else None,
+            accuracy_drop_ci=judgement.drop_ci if judgement is not None else None,
+            verdict=judgement.verdict if judgement is not None else None,
+            samples_needed=judgement.samples_needed if judgement is not None else None,
+            flip_rate=judgement.flip_rate if judgement is not None else None,
+            agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, prepare_s=self.prepare_s,
+            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
+
+
+def code(candidate: Candidate) -> str:
+    """The same without saturate."""
+    return "\n".join(part.module.as_code(part.options) for part in candidate.parts)
+
+
+@dataclass
+class Search:
+    """Walks the plan. `deadline_s` is in `time.monotonic()` seconds and leaves room for the confirmation."""
+
+    lab: Lab
+    pool: plan.Pool
+    objective: Objective
+    limits: dict[str, float]
+    deadline_s: float
+    max_drop: float                             # of the budget; 0 without one
+    failed: type[Exception]                     # process.WorkerFailed
+    check_failed: type[Exception]
+    progress: Callable[[str], None] = lambda text: None
+    journal: Any = None
+    baseline: Tried | None = None
+    tried: dict[Candidate, Tried] = field(default_factory=dict)
+    _lane: Any = None
+
+    # -- the walk --------------------------------------------------------------------------------------------------
+
+    def run(self, baseline_worker: Any) -> None:
+        """Walk all stages, as far as time allows. `baseline_worker` lives on, and is left frozen."""
+        self._lane = racing.Lane.of(baseline_worker)
+        self._lane.run()
+        self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
+                              peak_memory_bytes=baseline_worker.memory_bytes())
+        # What promises most comes early: a short search must reach the number formats.
+        self._walk(plan.lossless_alone(self.pool, most=1))
+        self._walk(plan.numbers(self.pool, self.speeds()))
+        self._walk(plan.lossless_alone(self.pool))
+        self._walk(plan.lossless_together(self.pool, self.speeds()))
+        self._walk(plan.numbers(self.pool, self.speeds()))
+        self._walk(plan.trained(self.pool, [found.candidate for found in self.ranked()]))
+        seen: set[Candidate] = set()
+        while self.time_left() and (best := self.best()) is not None and best.candidate not in seen:
+            seen.add(best.candidate)
+            self._walk(plan.neighbours(self.pool, best.candidate))
+
+    def _walk(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if not self.time_left():
+                return
+            if candidate in self.tried:
+                continue
+            other = self._hopeless(candidate)
+            if other is not None:
+                self._settle(Tried(candidate, "not_tried", f"with other options: {other.reason}"))
+            else:
+                self._try(candidate)
+
+    def _hopeless(self, candidate: Candidate) -> Tried | None:
+        """The same techniques with other options that took too long, or more memory than there is."""
+        ids = [part.id for part in candidate.parts]
+        return next((found for other, found in self.tried.items()
+                     if found.out_of_limits and [part.id for part in other.parts] == ids), None)
+
+    def time_left(self) -> bool:
+        return time.monotonic() < self.deadline_s
+
+    # -- what is known ---------------------------------------------------------------------------------------------
+
+    def speeds(self) -> dict[Candidate, float]:
+        """Speed-ups of what ran, whatever its accuracy."""
+        return {candidate: found.speedup for candidate, found in self.tried.items() if found.speedup is not None}
+
+    def value(self, found: Tried) -> float:
+        """What the objective wants more of, relative to the baseline."""
+        if self.objective == "memory":
+            before, after = (self.baseline.peak_memory_bytes if self.baseline else None), found.peak_memory_bytes
+            return before / after if before and after else 0.0
+        return found.speedup or 0.0
+
+    def ranked(self, lossless: bool = False) -> list[Tried]:
+        """Working candidates, best first."""
+        found = [one for one in self.tried.values() if one.working and (one.candidate.lossless or not lossless)]
+        return sorted(found, key=lambda one: -self.value(one))
+
+    def best(self, lossless: bool = False) -> Tried | None:
+        return next(iter(self.ranked(lossless)), None)
+
+    # -- one candidate ---------------------------------------------------------------------------------------------
+
+    def _try(self, candidate: Candidate) -> Tried:
+        resource = candidate.conflict()
+        if resource is not None:
+            return self._settle(Tried(candidate, "not_applicable", f"two of its techniques claim the {resource}"))
+        known = self._from_journal(candidate)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        found = Tried(candidate, "failed", "")
+        try:
+            worker = self.lab.start(candidate)
+        except self.failed as error:
+            found.fate = "not_applied" if error.kind == "not_applied" else "failed"     # type: ignore[attr-defined]
+            found.reason = _reason(error)
+            found.out_of_limits = error.kind in ("timeout", "out_of_memory")            # type: ignore[attr-defined]
+        else:
+            try:
+                self._measure(worker, found)
+            except self.failed as error:
+                found.fate, found.reason = "failed", _reason(error)
+            finally:
+                worker.close()
+        found.seconds = time.monotonic() - began
+        self._settle(found)
+        if found.fate == "rejected_accuracy":
+            self._repair(found)
+        return found
+
+    def _measure(self, worker: Any, found: Tried) -> None:
+        """Fill in what a living process shows."""
+        candidate = found.candidate
+        found.prepare_s, found.first_call_s = worker.ready.prepare_s, worker.ready.first_call_s
+        idle = next((proof.evidence for proof in worker.ready.proofs if not proof.active), None)
+        if idle is not None:
+            found.fate, found.reason = "not_applied", idle
+            return
+        problem = self.lab.problem(worker, candidate)
+        found.agreement = self.lab.agreement(worker)
+        if problem is not None:
+            found.fate, found.reason = "rejected_behaviour", problem
+            return
+        lane = racing.Lane.of(worker)
+        found.speedup = racing.screen(self._lane, lane)
+        found.timing = racing.timing(lane.times_ns)
+        found.peak_memory_bytes = worker.memory_bytes()
+        over = over_limit(found, self.limits)
+        if over is not None:
+            found.fate, found.reason = "over_limit", over
+            return
+        found.fate, found.reason = "dominated", f"{found.speedup:.2f}x in a screening"
+        best = self.best()
+        if candidate.lossless:
+            return
+        if best is not None and self.value(found) < WORTH_SCORING * self.value(best):
+            found.fate, found.reason = "slower", f"{found.speedup:.2f}x: less than {best.candidate.label()}, so it was not scored"
+            return
+        worker.thaw()
+        self._score(worker, found)
+
+    def _score(self, worker: Any, found: Tried) -> None:
+        try:
+            found.scores = self.lab.score(worker)
+        except self.check_failed as error:
+            found.fate, found.reason = "rejected_behaviour", f"the check fails on it: {error}"
+            return
+        found.judgement = self.lab.judge(found.scores)
+        found.fate, found.reason = fate_of(found.judgement), f"{found.speedup:.2f}x; {found.judgement.reason}"
+
+    def _settle(self, found: Tried) -> Tried:
+        self.tried[found.candidate] = found
+        if self.journal is not None and found.fate not in ("not_applicable", "not_tried"):
+            self.journal.add(found.candidate.label(), entry_of(found))
+        self.progress(f"{found.candidate.label()}: {found.reason}")
+        return found
+
+    def _from_journal(self, candidate: Candidate) -> Tried | None:
+        entry = self.journal.known.get(candidate.label()) if self.journal is not None else None
+        if entry is None:
+            return None
+        found = tried_of(candidate, entry)
+        if found.scores is not None:
+            found.judgement = self.lab.judge(found.scores)
+        self.tried[candidate] = found
+        self.progress(f"{candidate.label()}: {found.reason} (known from before)")
+        return found
+
+    # -- repair ----------------------------------------------------------------------------------------------------
+
+    def _repair(self, broken: Tried) -> None:
+        """Give the most sensitive layers their precision back, while what remains is faster than the best."""
+        from saturate.inference.repair import Repair
+
+        if broken.candidate.keep or broken.candidate.numerics != "precision":
+            return
+        names, ends = self.lab.ranking()
+        repair = Repair(names, ends)
+        verdict: Verdict = "fail"
+        while self.time_left():
+            best = self.best()
+            if best is not None and (broken.speedup or 0.0) < WORTH_REPAIRING * (best.speedup or 0.0):
+                return
+            keep = repair.next(verdict)
+            if not keep:
+                return
+            found = self._try(Candidate(broken.candidate.parts, keep))
+            if found.speedup is None or found.fate == "slower":
+                return              # keeping more would be slower still
+            verdict = "pass" if found.working else "fail"
+
+
+def fate_of(judgement: Any) -> Fate:
+    """By the samples of the selection. `undecided` may still be confirmed by the others, if its drop is small enough."""
+    return {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}[judgement.verdict]
+
+
+def over_limit(found: Tried, limits: dict[str, float]) -> str | None:
+    """Which of the user's limits a candidate passes."""
+    for name, most in limits.items():
+        if name == "peak_memory_gb":
+            have = (found.peak_memory_bytes or 0) / 1e9
+        else:                               # p50_ms, p90_ms, p99_ms
+            have = getattr(found.timing, name.removesuffix("_ms")) if found.timing else math.inf
+        if have > most:
+            return f"{name} is {have:.3g}, at most {most:g} was asked for"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.kind}: {error.reason}".replace("_", " ", 1)     # type: ignore[attr-defined]
+
+
+def entry_of(found: Tried) -> dict[str, Any]:
+    """For the journal: JSON values."""
+    timing = found.timing
+    scores = found.scores
+    return {
+        "fate": found.fate, "reason": found.reason, "speedup": found.speedup, "agreement": found.agreement,
+        "timing": None if timing is None else [timing.p50, timing.p90, timing.p99, timing.calls],
+        "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
+                                               "others": [list(other) for other in scores.others]},
+        "peak_memory_bytes": found.peak_memory_bytes, "prepare_s": found.prepare_s, "first_call_s": found.first_call_s,
+        "seconds": found.seconds,
+    }
+
+
+def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
+    """The reverse of `entry_of`."""
+    from saturate.inference.accuracy import Scores
+
+    timing, scores = entry["timing"], entry["scores"]
+    return Tried(
+        candidate, entry["fate"], entry["reason"], entry["speedup"],
+        None if timing is None else Timing(p50=timing[0], p90=timing[1], p99=timing[2], calls=timing[3]),
+        None if scores is None else Scores(scores["mean"], None if scores["values"] is None else tuple(scores["values"]),
+                                           scores["metric"], tuple((name, mean) for name, mean in scores["others"])),
+        None, entry["agreement"], entry["peak_memory_bytes"], entry["prepare_s"], entry["first_call_s"], entry["seconds"])

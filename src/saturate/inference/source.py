@@ -1,0 +1,272 @@
+"""The user's model and inputs on their way to the candidates' processes: a private folder that each of them opens.
+
+The model stays as it is in the user's process. What is written is a copy of it (where it lives on a GPU, on the CPU),
+some batches of the inputs, batches for calibration, and how the user trains. Tensors are mapped into memory where
+they are read, so that many processes share one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.checkpoints import durable
+from saturate.errors import EnvironmentProblem, UsageError
+from saturate.inference import batches, identity, pickles
+from saturate.inference.techniques._api import Train
+from saturate.records.inference import ModelFacts
+
+_MANIFEST = "source.json"
+_MODEL, _INPUTS, _CALIBRATION, _TRAIN, _FACTS = "model.pt", "inputs.pt", "calibration.pt", "train.pt", "facts.pt"
+
+#: What `torch.nn.parallel` puts around a module, by class name.
+_PARALLEL = ("DataParallel", "DistributedDataParallel")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was written. `notes` are sentences for the user."""
+
+    folder: Path
+    kind: str                   # class name of the model; "" where there is none (an artifact brings its own)
+    device: str                 # "cpu", "cuda" or "cuda:1"
+    training: bool              # the model came in training mode
+    threads: int                # torch's, in the user's process
+    batches: int                # measured ones
+    calibration_samples: int
+    trainable: bool
+    student: bool
+    generates: bool
+    model_hash: str
+    inputs_hash: str            # of measured and calibration batches
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def write(folder: Path, model: Any, inputs: Any, calibration: Any = None, train: Train | None = None, *,
+              generates: bool = False,
+              device: str = "cpu") -> Source:
+        """Write all that a candidate needs into `folder`, which becomes private.
+
+        `model`: an nn.Module, a bound method of one, or `functools.partial` of either; None where only artifacts will
+        be run, on `device`. `inputs`, `calibration`: see `batches.take`; without calibration, inputs are split.
+        Raises UsageError for what cannot be used, EnvironmentProblem where the file system refuses.
+        """
+        import torch
+
+        folder = Path(folder)
+        called, notes = _called(torch, model)
+        measured = batches.take(torch, inputs)
+        if called is not None:
+            batches.check_call(called.function(called.module), measured[0])
+            device = _device(called.module)
+        if calibration is None:
+            measured, calibrate, more = batches.split(torch, measured)
+            notes += more
+        else:
+            calibrate = batches.take(torch, calibration, "calibration")
+            measured, rest = batches.without_last(torch, measured)
+            if rest:
+                notes.append("the last batch of inputs is smaller than the others and is not measured")
+        _check_train(train)
+        _make_private(folder)
+        for name in (_MANIFEST, _FACTS):        # of an earlier model
+            (folder / name).unlink(missing_ok=True)
+        if called is not None:
+            pickles.save(torch, called, folder / _MODEL, "the model")
+        pickles.save(torch, measured, folder / _INPUTS, "inputs")
+        pickles.save(torch, calibrate, folder / _CALIBRATION, "calibration")
+        pickles.save(torch, train, folder / _TRAIN, "train")
+        made = Source(
+            folder=folder, kind=type(called.module).__name__ if called else "", device=device,
+            training=called is not None and called.module.training, threads=torch.get_num_threads(),
+            batches=len(measured), calibration_samples=batches.total_samples(torch, calibrate),
+            trainable=train is not None,
+            student=train is not None and train.student is not None, generates=generates,
+            model_hash=identity.of_model(torch, called.module, called.words()) if called else "",
+            inputs_hash=identity.of_batches(torch, measured, calibrate), notes=tuple(notes),
+        )
+        names = [field.name for field in dataclasses.fields(made) if field.name != "folder"]
+        text = json.dumps({name: getattr(made, name) for name in names})
+        try:
+            durable.replace(folder / _MANIFEST, lambda stream: stream.write(text.encode()))
+        except OSError as error:
+            raise EnvironmentProblem(f"{folder} cannot be written to", cause=str(error),
+                                     remedy="free some space, or choose another folder with workdir") from error
+        return made
+
+    @staticmethod
+    def open(folder: Path) -> Source:
+        """What `write` left in `folder`. Raises EnvironmentProblem where it is not there, or others could have
+        changed it."""
+        folder = Path(folder)
+        check_private(folder)
+        try:
+            fields = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            return Source(folder=folder, **{**fields, "notes": tuple(fields["notes"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise EnvironmentProblem(f"{folder} holds no source of a search",
+                                     cause=f"{type(error).__name__}: {error}",
+                                     remedy="run the search again") from error
+
+    def model(self, torch: Any) -> Any:
+        """A module on the CPU, in the mode in which it came; a method of one is a module of its own here."""
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _MODEL).as_module(torch)
+
+    def inputs(self, torch: Any) -> list[tuple[Any, ...]]:
+        """The measured batches, on the source's device."""
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _INPUTS, self.device)
+
+    def calibration(self, torch: Any) -> list[tuple[Any, ...]]:
+        """The batches for calibration, on the CPU."""
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _CALIBRATION)
+
+    def train(self, torch: Any) -> Train | None:
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _TRAIN)
+
+    def facts(self, torch: Any) -> ModelFacts | None:
+        """What the first process found out about the model; None: none did yet."""
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _FACTS) if (self.folder / _FACTS).exists() else None
+
+    def keep_facts(self, torch: Any, facts: ModelFacts) -> None:
+        pickles.save(torch, facts, self.folder / _FACTS, "facts")
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A module, and how the user calls it: itself, or a method, with some arguments given already."""
+
+    module: Any
+    method: str
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def function(self, module: Any) -> Callable[..., Any]:
+        found = getattr(module, self.method)
+        return functools.partial(found, *self.arguments, **self.named) if self.arguments or self.named else found
+
+    def words(self) -> str:
+        return f"{self.method} {self.arguments!r} {sorted(self.named.items())!r}"
+
+    def as_module(self, torch: Any) -> Any:
+        if self.method == "forward" and not self.arguments and not self.named:
+            return self.module
+        called = self
+
+        class Method(torch.nn.Module):
+            """Calls what the user's callable calls. The module is a child, so that whatever is replaced in it is
+            called."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.module = called.module
+                self.training = called.module.training      # not train(): parts may be in another mode on purpose
+
+            def forward(self, *inputs: Any) -> Any:
+                if called.method == "forward":
+                    return self.module(*called.arguments, *inputs, **called.named)
+                return getattr(self.module, called.method)(*called.arguments, *inputs, **called.named)
+
+        return Method()
+
+
+def _called(torch: Any, model: Any) -> tuple[_Called | None, list[str]]:
+    """Find the module in what the user gave, and what to say about it. Raises UsageError where there is none."""
+    if model is None:
+        return None, []
+    given, arguments, named = model, (), {}
+    if isinstance(model, functools.partial):
+        given, arguments, named = model.func, model.args, model.keywords
+    method = "forward"
+    if not isinstance(given, torch.nn.Module) and isinstance(getattr(given, "__self__", None), torch.nn.Module):
+        given, method = given.__self__, given.__name__
+    module, notes = _unwrapped(torch, given)
+    if not isinstance(module, torch.nn.Module):
+        kind = getattr(given, "__qualname__", None) or type(given).__qualname__
+        raise UsageError(
+            f"the model is {'a class' if isinstance(given, type) else 'no torch.nn.Module'}: {kind}",
+            cause="candidates change the layers of a module, and there is none to be found in it",
+            remedy="give an instance" if isinstance(given, type) else
+            "give the module, a method of it, or a small torch.nn.Module whose forward calls what is to be served")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UsageError("the model is a TorchScript program", cause="its layers cannot be exchanged any more",
+                         remedy="give the torch.nn.Module that it was made from")
+    if method in ("__call__", "_call_impl"):
+        method = "forward"
+    return _Called(module, method, tuple(arguments), dict(named)), notes
+
+
+def _unwrapped(torch: Any, model: Any) -> tuple[Any, list[str]]:
+    """The user's module inside of what compiles it or spreads it over devices."""
+    notes = []
+    while isinstance(model, torch.nn.Module):
+        if "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]
+            notes.append("the model came compiled: the baseline is the model without torch.compile, which is tried "
+                         "as a candidate")
+        elif type(model).__name__ in _PARALLEL and "module" in model._modules:
+            notes.append(f"the model came in {type(model).__name__}: the module inside is optimized, on one device")
+            model = model._modules["module"]
+        else:
+            break
+    return model, notes
+
+
+def _device(module: Any) -> str:
+    devices = {str(tensor.device) for tensor in itertools.chain(module.parameters(), module.buffers())} or {"cpu"}
+    if len(devices) > 1:
+        raise UsageError(f"the model is spread over {', '.join(sorted(devices))}",
+                         remedy="put all of it on one device first")
+    device = devices.pop()
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        what = "has no weights yet (device meta)" if device == "meta" else f"is on {device}"
+        raise UsageError(f"the model {what}", remedy="load it onto the CPU or a CUDA device first")
+    return device
+
+
+def _check_train(train: Train | None) -> None:
+    if train is None:
+        return
+    if not isinstance(train, Train):
+        raise UsageError(f"`train` is a {type(train).__name__}", remedy="train=saturate.Train(loader=..., loss=...)")
+    if hasattr(train.loader, "__next__"):       # iter() would start the processes of a DataLoader
+        raise UsageError("`train.loader` can be read only once",
+                         cause="it is an iterator, and each epoch of each candidate starts anew",
+                         remedy="give a DataLoader, a list, or an object whose __iter__ starts over")
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.lstat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+    except OSError as error:
+        raise EnvironmentProblem(f"the folder {folder} cannot be made", cause=str(error),
+                                 remedy="choose another one with workdir") from error
+    check_private(folder)
+
+
+def check_private(folder: Path) -> None:
+    """Raises EnvironmentProblem unless `folder` belongs to this user, who alone can reach what is in it: what lies
+    there is unpickled, which runs whatever it says."""
+    try:
+        status = folder.lstat()
+    except OSError as error:
+        raise EnvironmentProblem(f"there is no folder {folder}", cause=str(error),
+                                 remedy="run the search again") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise EnvironmentProblem(f"{folder} is not private",
+                                 cause="it is a link, belongs to another user, or others may enter it",
+                                 remedy="choose a folder of your own with workdir; saturate makes it private")

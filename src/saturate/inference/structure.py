@@ -1,0 +1,170 @@
+"""Nested inputs and outputs as a flat list of tensors and a description in JSON: what a program stores of the structure
+that it was made from.
+
+A runtime knows a list of tensors; a model takes and returns tuples, dictionaries, named tuples and dataclasses. The
+description is plain data, so a stored program brings no classes along: a named class is taken from the modules that
+the process has already imported (nothing is imported because a file says so), and where it is not there a stand-in
+with the same fields takes its place.
+
+    [0, ...]                  a tensor, by its place in the flat list
+    {"value": 3}              None, a bool, a number or text: part of the program, it cannot change
+    {"list": [...]}           also "tuple"
+    {"dict": [[key, ...]]}    keys are text, numbers or bools
+    {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple
+    {"fields of": "module:Class", "fields": [[name, ...]]}      a dataclass; transformers' ModelOutput is one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: What a description holds beside tensors.
+SCALARS = (bool, int, float, str, type(None))
+
+
+class NotDescribable(TypeError):
+    """A value that is neither a tensor, nor plain data, nor a known container; the message names its type and place."""
+
+
+class Fields(dict):
+    """Stands in for a dataclass whose class this process does not know: its fields as attributes, by name, and by place
+    among those that are not None (as in ModelOutput)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getitem__(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return tuple(value for value in self.values() if value is not None)[key]
+
+
+class NamedFields(tuple):
+    """Stands in for a named tuple whose class this process does not know."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, names: tuple[str, ...], values: list[Any]) -> NamedFields:
+        made = super().__new__(cls, values)
+        made.names = tuple(names)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "names" and name in self.names:
+            return self[self.names.index(name)]
+        raise AttributeError(name)
+
+    def __reduce__(self) -> Any:
+        return NamedFields, (self.names, list(self))
+
+
+def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, list[Any]]:
+    """The description of `value` and its tensors; one that occurs twice is listed once, unless `distinct`: inputs that
+    happen to be the same tensor need not be so in the next call.
+
+    Raises NotDescribable for anything else than tensors, plain data and containers of them.
+    """
+    tensors: list[Any] = []
+    places: dict[int, int] = {}
+
+    def describe(value: Any, where: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if distinct or id(value) not in places:
+                places[id(value)] = len(tensors)
+                tensors.append(value)
+            return [places[id(value)]]
+        if type(value) in SCALARS:
+            return {"value": value}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"tuple of": _name(value), "fields": fields(value, value._fields, where)}
+        if isinstance(value, (list, tuple)):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [describe(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            return {"fields of": _name(value), "fields": fields(value, names, where)}
+        if isinstance(value, Mapping) and all(type(key) in SCALARS for key in value):
+            return {"dict": [[key, describe(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+        raise NotDescribable(f"{where or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, "
+                             "neither a tensor nor plain data")
+
+    def fields(value: Any, names: Iterable[str], where: str) -> list[Any]:
+        return [[name, describe(getattr(value, name), f"{where}.{name}")] for name in names]
+
+    return describe(value, ""), tensors
+
+
+def rebuild(description: Any, tensors: list[Any], classes: Mapping[str, type] | None = None) -> Any:
+    """The inverse of `flatten`. `classes` are known beside those of imported modules, by "module:Class".
+
+    Raises ValueError for a description that is none.
+    """
+    try:
+        return _rebuild(description, tensors, classes or {})
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not a description of nested tensors: {description!r}") from error
+
+
+def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
+    if isinstance(node, list):
+        return tensors[node[0]]
+    if "value" in node:
+        return node["value"]
+    if "list" in node:
+        return [_rebuild(item, tensors, classes) for item in node["list"]]
+    if "tuple" in node:
+        return tuple(_rebuild(item, tensors, classes) for item in node["tuple"])
+    if "dict" in node:
+        return {key: _rebuild(item, tensors, classes) for key, item in node["dict"]}
+    fields = {name: _rebuild(item, tensors, classes) for name, item in node["fields"]}
+    if "tuple of" in node:
+        cls = _known(node["tuple of"], classes)
+        if isinstance(cls, type) and issubclass(cls, tuple) and getattr(cls, "_fields", None) == tuple(fields):
+            return cls(*fields.values())
+        return NamedFields(tuple(fields), list(fields.values()))
+    cls = _known(node["fields of"], classes)
+    is_one = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    if is_one and [field.name for field in dataclasses.fields(cls) if field.init] == list(fields):
+        return cls(**fields)
+    return Fields(fields)
+
+
+def classes_in(value: Any) -> dict[str, type]:
+    """The named classes inside a value, for `rebuild` where no imported module knows them: those of a script that
+    travelled by value to a candidate's process."""
+    found: dict[str, type] = {}
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        items = []
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found[_name(value)] = type(value)
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        found[_name(value)] = type(value)
+    for item in items:
+        found |= classes_in(item)
+    return found
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _known(name: str, classes: Mapping[str, type]) -> Any:
+    """A class by name, or None. Only what is imported already: a file must not make this process import anything."""
+    if name in classes:
+        return classes[name]
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)    # not getattr: a module may import on demand
+    return found

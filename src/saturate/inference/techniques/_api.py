@@ -1,0 +1,118 @@
+"""The contract of an inference technique: one module of this package, or one that a third party registers under the
+entry-point group `saturate.inference_techniques`.
+
+A candidate is a list of techniques. In the candidate's own process they are applied in the order of their stages; in the
+process that searches, `eligible`, `variants` and `as_code` are called. A technique imports nothing but the standard
+library and saturate at its top; torch comes from `context.torch`, everything else is imported where it is used.
+
+A technique module holds, in this order: a docstring with the headings of `saturate.techniques._api.HEADINGS`;
+`TECHNIQUE`; a frozen dataclass `Options` whose fields all have defaults of type bool, int, float or str; and the
+functions of `InferenceTechnique`. No technique names another: what cannot go together claims the same resource.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from saturate.records.inference import ModelFacts
+from saturate.techniques._api import HEADINGS, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+
+#: When `apply` runs. session: switches of the process, before the model is used. train: weights or structure, with
+#: training data or recovery. number: number formats and layout of the module. runtime: makes the callable that serves
+#: (at most one; without one the module itself serves).
+STAGES = ("session", "train", "number", "runtime")
+
+#: Numerics classes, weakest promise last (saturate.techniques._api.NUMERICS). exact and reordering are lossless: they
+#: need no accuracy check, only agreement with the baseline's outputs. precision: number formats. convergence: another
+#: function (pruned, distilled, trained again).
+LOSSLESS = ("exact", "reordering")
+
+FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
+
+#: Resources with a meaning that several techniques share. A Touch without order claims one alone.
+#: "number-format" (of weights and products), "runtime" (who executes), "module-classes" (runtimes that trace or export a
+#: module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
+#: layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
+RESOURCES = ("number-format", "runtime", "module-classes", "network", "weights-trained", "memory-format", "threads", "sdpa-backend")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How the user trains: what unlocks recovery after pruning, QAT and distillation.
+
+    loader: an iterable (anew for each epoch) of tuples (*inputs, target). loss: (output, target) -> scalar tensor.
+    optimizer: parameters -> torch optimizer; None: AdamW with `learning_rate`. student: () -> module, for distillation
+    into a given student. epochs: at most so many passes in one candidate.
+    """
+
+    loader: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any] | None = None
+    learning_rate: float = 1e-4
+    epochs: int = 3
+    student: Callable[[], Any] | None = None
+
+
+@dataclass
+class Entry:
+    """How to load what was stored: the format's name, the files (relative to the artifact's folder), and whatever
+    `load` of the format needs beside them (JSON values)."""
+
+    format: str
+    files: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Context:
+    """What `apply` works on, inside the candidate's process. A technique replaces `model` (stages train, number) or sets
+    `call` and `save` (stage runtime). Raises `NotApplied(reason)` when it cannot take effect here."""
+
+    torch: Any
+    model: Any                              # nn.Module in eval mode, on `device`, gradients off
+    device: str                             # "cpu" or "cuda"
+    inputs: list[tuple[Any, ...]]           # real batches on `device`; they define shapes
+    calibration: list[tuple[Any, ...]]      # batches for calibration only, on the CPU
+    facts: ModelFacts
+    folder: Path                            # private scratch of this process
+    threads: int                            # CPU threads this candidate may use
+    train: Train | None = None
+    keep: frozenset[str] = frozenset()      # names of modules that stay in the original precision (repair)
+    deadline_s: float | None = None         # time.monotonic() by which a training stage must stop
+    call: Callable[..., Any] | None = None  # set by stage runtime: same signature and output structure as the model
+    save: Callable[[Path], Entry] | None = None     # set with `call`: stores the program in a folder; None: by torch.export
+    notes: dict[str, str] = field(default_factory=dict)     # facts for `active`, by technique id or a key of its own
+
+
+class InferenceTechnique(Protocol):
+    """The functions of a technique module."""
+
+    TECHNIQUE: Technique
+    Options: type
+
+    def eligible(self, facts: ModelFacts) -> Eligible | Ineligible:
+        """Whether it can work for this model, here, with the reason in words for the user."""
+
+    def variants(self, facts: ModelFacts) -> Sequence[Any]:
+        """The Options worth a try, best guess first; few."""
+
+    def bound(self, facts: ModelFacts) -> float | None:
+        """The most speed-up over float32 it has given anywhere, as a prior for the order of trials; None: unknown."""
+
+    def apply(self, context: Context, options: Any) -> str:
+        """Change the context; one sentence on what was done. In the candidate's process."""
+
+    def active(self, context: Context, options: Any) -> Proof:
+        """After the first call: whether it took effect, and what shows it (dtype census, node counts, counters)."""
+
+    def as_code(self, options: Any) -> str:
+        """The lines that a user would write to have the same without saturate."""
+
+
+__all__ = [
+    "FUNCTIONS", "HEADINGS", "LOSSLESS", "RESOURCES", "STAGES", "Context", "Eligible", "Entry", "Ineligible",
+    "InferenceTechnique", "NotApplied", "Proof", "Technique", "Touch", "Train",
+]

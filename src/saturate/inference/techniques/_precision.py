@@ -1,0 +1,100 @@
+"""Running a float32 model in a narrower floating-point format: what bf16 and fp16 share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saturate.inference.techniques import _census, _wrap
+from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
+from saturate.records.inference import ModelFacts
+
+
+def refusal(facts: ModelFacts, name: str) -> Ineligible | None:
+    """Why no narrower format can help this model, whatever the device; None when one might."""
+    if "float32" not in facts.dtypes and "float64" not in facts.dtypes:
+        held = f"its parameters are {', '.join(facts.dtypes)}" if facts.dtypes else "it has no floating-point parameters"
+        return Ineligible(f"{held}, {name} is no narrower")
+    if not (facts.linears or facts.convolutions or facts.recurrents or facts.attentions):
+        return Ineligible("no matrix products or convolutions to speed up")
+    return None
+
+
+def apply(context: Context, dtype: Any, autocast: bool, id: str) -> str:
+    """Cast the module, or run it under autocast; notes under `id` what the layers then computed in. One sentence."""
+    _check_kept(context)
+    if autocast:
+        _under_autocast(context, dtype)
+    else:
+        _cast(context, dtype)
+    seen, among = _census.count(context, _census.PRODUCTS, lambda tensor: tensor.dtype is dtype)
+    short = str(dtype).removeprefix("torch.")
+    if not seen:
+        raise NotApplied(f"none of the model's {among} products is computed in {short}")
+    context.notes[id] = f"{seen} of {among} products are computed in {short}"
+    kept = f", {len(context.keep)} modules kept" if context.keep else ""
+    return f"{'autocast to' if autocast else 'parameters, buffers and inputs in'} {short}, outputs as before{kept}"
+
+
+def active(context: Context, id: str) -> Proof:
+    """From what `apply` saw in a forward of real inputs."""
+    seen = context.notes.get(id, "")
+    return Proof(bool(seen), seen or "no product was seen in the narrower format")
+
+
+def _check_kept(context: Context) -> None:
+    names = {name for name, _ in context.model.named_modules()}
+    missing = sorted(context.keep - names)
+    if missing:
+        raise NotApplied(f"the model has no module {missing[0]!r} to keep in the original precision")
+
+
+def _cast(context: Context, dtype: Any) -> None:
+    torch, model = context.torch, context.model
+    wide = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} & {torch.float32, torch.float64}
+    kept = {name: module for name, module in model.named_modules() if name in context.keep}
+    spared = {id(tensor) for module in kept.values() for tensor in (*module.parameters(), *module.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in wide and id(tensor) not in spared:
+            tensor.data = tensor.data.to(dtype)         # in place: tied weights stay tied
+    original = torch.float64 if torch.float64 in wide else torch.float32
+    for module in kept.values():
+        _wrap.around(module, _borders(torch, {dtype}, original, dtype))
+    _wrap.around(model, _borders(torch, {torch.float32, torch.float64}, dtype, original))
+
+
+def _borders(torch: Any, sources: set[Any], inside: Any, outside: Any) -> _wrap.Around:
+    """Floating-point inputs of `sources` become `inside`, outputs of `inside` become `outside`."""
+
+    def wrapper(inner: Any, args: Any, kwargs: Any) -> Any:
+        def inward(tensor: Any) -> Any:
+            return tensor.to(inside) if tensor.dtype in sources else tensor
+
+        def outward(tensor: Any) -> Any:
+            return tensor.to(outside) if tensor.dtype is inside else tensor
+
+        output = inner(*_wrap.mapped(torch, args, inward), **_wrap.mapped(torch, kwargs, inward))
+        return _wrap.mapped(torch, output, outward)
+
+    return wrapper
+
+
+def _under_autocast(context: Context, dtype: Any) -> None:
+    torch, device = context.torch, context.device
+
+    def within(inner: Any, args: Any, kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            output = inner(*args, **kwargs)
+        return _wrap.mapped(torch, output, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor)
+
+    def without(inner: Any, args: Any, kwargs: Any) -> Any:
+        def widen(tensor: Any) -> Any:
+            return tensor.float() if tensor.dtype is dtype else tensor
+
+        with torch.autocast(device, enabled=False):
+            return inner(*_wrap.mapped(torch, args, widen), **_wrap.mapped(torch, kwargs, widen))
+
+    for name, module in context.model.named_modules():
+        if name in context.keep:
+            _wrap.around(module, without)
+    _wrap.around(context.model, within)
+

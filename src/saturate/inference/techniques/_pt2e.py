@@ -1,0 +1,318 @@
+"""What the techniques share that quantize the exported graph (PT2E) for the kernels of an x86 CPU.
+
+    capture     the model as a graph, by torch.export
+    prepared    observers, or fake quantizers, around products, where torchao's X86InductorQuantizer puts them
+    converted   calibrated, or trained, and rounded: still a graph that multiplies in float32, at a third of the speed
+    serve       compiled by AOTInductor with frozen weights: only there the integer kernels appear
+
+The quantizer recognizes an operator by the layer that it came from, and stumbles over layers that are called twice (one
+nn.ReLU for a whole block), over functions instead of layers and over sums with a number. So each operator is told to be
+a layer of its own first (`_label`). torchao folds BatchNorm into the product before it, also where others read that
+product or share its weight; those get copies first (`_separate`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saturate.inference import structure
+from saturate.inference.formats import _program, aoti
+from saturate.inference.techniques import _onnx
+from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
+from saturate.inference.techniques._torchao import kept
+from saturate.machine import facts as machine
+from saturate.records.inference import ModelFacts
+
+#: Inductor counts the products that it replaced by integer kernels under these names.
+LOWERED = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher_count")
+
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which operators, and how. `qat`: fake quantizers that gradients pass, instead of observers. `dynamic`: inputs are
+    rounded anew at each call; linear layers only, as there is no such kernel for convolutions."""
+
+    qat: bool = False
+    dynamic: bool = False
+
+
+def refusal(facts: ModelFacts) -> Ineligible | None:
+    """Why these kernels cannot help, or None."""
+    if facts.device != "cpu":
+        return Ineligible(f"these kernels are for x86 CPUs; the model is on the {facts.device}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Ineligible(f"these kernels are for x86 CPUs, this is {platform.machine()}")
+    if "torchao" not in facts.installed:
+        return Ineligible("torchao is not installed: pip install 'saturate[inference]'")
+    if not machine.compiler(os.environ):
+        return Ineligible("compiling needs a C++ compiler (g++ or clang++) on PATH")
+    if facts.exportable is False:
+        return Ineligible(f"torch.export does not take the model: {facts.export_problem}")
+    if facts.random:
+        return Ineligible("the model draws random numbers; compiled code draws others")
+    narrow = [name for name in facts.dtypes if name != "float32"]
+    if narrow:
+        return Ineligible(f"parameters are {', '.join(narrow)}; these kernels round float32")
+    return None
+
+
+def captured(context: Context) -> _program.Program:
+    """The model as a graph over flat tensors. Attention is not fused into one operator, which would hide its products."""
+    torch = context.torch
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return _program.capture(context)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def prepared(context: Context, program: _program.Program, recipe: Recipe) -> Any:
+    """The graph with observers. Raises NotApplied where torchao does not load, or finds nothing to quantize."""
+    try:
+        from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+    except ImportError as error:
+        raise NotApplied(f"torchao does not load here ({error}): pip install 'saturate[inference]'") from error
+    torch = context.torch
+    exported = program.exported
+    if any(map(_overwrites, exported.graph.nodes)):
+        exported = exported.run_decompositions({})      # without operators that write into their inputs; all others stay
+    graph = exported.module()
+    found = _label(torch, graph, context, recipe)
+    if not found:
+        raise NotApplied("no " + ("linear layer" if recipe.dynamic else "convolution or linear layer") + " is left to quantize")
+    _separate(torch, graph)
+    _straighten(torch, graph)
+    return _free(prepare_pt2e(graph, _quantizer(torch, recipe, reduced=not _onnx.vnni(context.facts))))
+
+
+def calibrate(context: Context, graph: Any, batches: Sequence[tuple[Any, ...]]) -> int:
+    """Run batches through a prepared graph. Returns how many fitted the captured shapes; raises NotApplied for none."""
+    torch, done = context.torch, 0
+    problem: Exception | None = None
+    with torch.no_grad():
+        for batch in batches:
+            try:
+                graph(*[tensor.contiguous() for tensor in structure.flatten(torch, batch)[1]])
+                done += 1
+            except (RuntimeError, AssertionError, ValueError) as error:     # a smaller batch, where the graph has one size
+                problem = error
+    if not done:
+        raise NotApplied(f"no calibration batch goes through the captured graph: {problem}" if problem
+                         else "there are no calibration inputs")
+    return done
+
+
+def converted(graph: Any) -> Any:
+    """The graph with rounded weights, between operators that round and widen."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    return _free(convert_pt2e(graph))
+
+
+def served(torch: Any, graph: Any, program: _program.Program) -> Any:
+    """A module with the inputs and outputs of the model that runs `graph`, which knows flat tensors only."""
+
+    class Served(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph = graph
+
+        def forward(self, *inputs: Any) -> Any:
+            tensors = self.graph(*structure.flatten(torch, inputs)[1])
+            return structure.rebuild(program.signature["outputs"], list(tensors), program.classes)
+
+    return Served()
+
+
+def serve(context: Context, technique: str, graph: Any, program: _program.Program) -> str:
+    """Compile a converted graph and make it what the candidate serves. Raises NotApplied where it does not compile."""
+    torch = context.torch
+    context.model = served(torch, graph, program).requires_grad_(False)
+    path = context.folder / f"{technique}.pt2"
+    try:
+        compiled, package, lowered = _built(context, path)
+    except NotApplied:          # some of torchao's patterns stumble over sizes that are open: then the batch size is fixed
+        fixed = dataclasses.replace(context, facts=dataclasses.replace(context.facts, batch_size=None))
+        compiled, package, lowered = _built(fixed, path)
+    compiled.signature["parameters"] = program.signature["parameters"]
+    context.notes[f"{technique} products"] = str(quantized(graph))
+    context.notes[f"{technique} lowered"] = str(lowered)
+    context.call = aoti.opened(torch, package, compiled.signature, context.device, program.classes)
+    context.save = lambda folder: aoti.save(context, folder, package, compiled)
+    sizes = {size for tensor in compiled.signature["tensors"] for size in tensor["shape"] if isinstance(size, str)}
+    words = "other batch sizes too" if sizes else f"batches of shape {compiled.signature['tensors'][0]['shape']} only"
+    return f"{quantized(graph)} products rounded to int8, compiled by AOTInductor for {words}"
+
+
+def _built(context: Context, path: Path) -> tuple[_program.Program, Path, int]:
+    """The program, its package, and how many products became integer kernels."""
+    before = _lowered()
+    program = _program.capture(context)
+    package = aoti.build(context, program, path, {"freezing": True})
+    programs = 2 if "fixed" in program.signature else 1         # for open sizes, and for the measured ones
+    return program, package, (_lowered() - before) // programs
+
+
+def proof(context: Context, technique: str) -> Proof:
+    """Rounded is not enough: the compiler must have put integer kernels in place of the rounded products."""
+    lowered, products = (int(context.notes.get(f"{technique} {key}", 0)) for key in ("lowered", "products"))
+    if not lowered:
+        return Proof(False, f"the compiler put no integer kernel in place of {products} rounded products")
+    return Proof(True, f"integer kernels for {lowered} of {products} rounded products")
+
+
+def quantized(graph: Any) -> int:
+    """How many products of a converted graph take rounded inputs and rounded weights."""
+    def rounded(value: Any) -> bool:
+        return "dequantize" in str(getattr(value, "target", ""))
+
+    return sum(_operator(node) in PRODUCTS and all(map(rounded, node.args[:2])) for node in graph.graph.nodes)
+
+
+# -- the graph -----------------------------------------------------------------------------------------------------------
+
+#: Operators, as torch writes them, and the layer that the quantizer knows them by.
+PRODUCTS = {"aten.conv1d.default": "Conv1d", "aten.conv2d.default": "Conv2d", "aten.linear.default": "Linear"}
+LAYERS = {"relu": "ReLU", "relu6": "ReLU6", "hardtanh": "Hardtanh", "hardswish": "Hardswish", "silu": "SiLU",
+          "leaky_relu": "LeakyReLU", "tanh": "Tanh", "gelu": "GELU"}
+SUMS = ("aten.add.Tensor", "aten.add_.Tensor")
+
+
+def _operator(node: Any) -> str:
+    return str(node.target) if node.op == "call_function" else ""
+
+
+def _overwrites(node: Any) -> bool:
+    """Whether an operator changes a tensor that others read: rounding makes copies, which would not see it."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and (not node.users or len(node.args[0].users) > 1)
+
+
+def _label(torch: Any, graph: Any, context: Context, recipe: Recipe) -> int:
+    """Tell the quantizer what each operator is: a layer of its own, or nothing that it knows. Returns the number of
+    products that it may quantize."""
+    import operator
+
+    found = 0
+    for node in graph.graph.nodes:
+        name = _operator(node)
+        if not name:
+            continue
+        source: Any = name
+        if name in PRODUCTS:
+            if not (_kept(node, context) or (recipe.dynamic and name != "aten.linear.default")):
+                source = getattr(torch.nn, PRODUCTS[name])
+                found += 1
+        elif _activation(name) in LAYERS:
+            source = getattr(torch.nn, LAYERS[_activation(name)])
+        elif name in SUMS and _of_two_tensors(torch, node):
+            source = operator.add
+        node.meta["source_fn_stack"] = [(node.name, source)]
+    return found
+
+
+def _activation(name: str) -> str:
+    """"aten.relu_.default" is "relu", in place or not."""
+    return name.removeprefix("aten.").removesuffix(".default").removesuffix("_")
+
+
+def _kept(node: Any, context: Context) -> bool:
+    """Whether the operator was called inside a module that stays as it is. Paths look like "L['self'].model.block.conv@1"."""
+    stack = node.meta.get("nn_module_stack", {}).values()
+    paths = [re.sub(r"@\d+", "", path.removeprefix("L['self'].")) for path, _ in stack]
+    names = [path.removeprefix("model.") for path in paths if path.startswith("model.")]
+    return any(kept(name, context.keep) for name in names) or "" in context.keep
+
+
+def _of_two_tensors(torch: Any, node: Any) -> bool:
+    """Whether a sum is one of two different tensors of the same shape, which an integer kernel can take along."""
+    values = [getattr(value, "meta", {}).get("val") for value in node.args]
+    return (len(node.args) == 2 and not node.kwargs and node.args[0] is not node.args[1]
+            and all(isinstance(value, torch.Tensor) for value in values) and values[0].shape == values[1].shape)
+
+
+def _separate(torch: Any, graph: Any) -> None:
+    """Before BatchNorm is folded into the product before it: where others read that product, BatchNorm gets one of its
+    own; where others share its weight, it gets a copy."""
+    for norm in [node for node in graph.graph.nodes if "batch_norm" in _operator(node)]:
+        product = norm.args[0]
+        if not _operator(product).startswith(("aten.conv", "aten.linear")):
+            continue
+        if len(product.users) > 1:
+            with graph.graph.inserting_before(product):
+                own = graph.graph.node_copy(product)
+            own.meta["source_fn_stack"] = [(own.name, source) for _, source in product.meta.get("source_fn_stack", ())]
+            norm.replace_input_with(product, own)
+            product = own
+        for place, value in enumerate(product.args[1:3], start=1):
+            if getattr(value, "op", "") != "get_attr" or len(value.users) == 1:
+                continue
+            name = f"{product.name}_own_{place}"
+            shared = _attribute(graph, value.target).detach()
+            graph.register_parameter(name, torch.nn.Parameter(shared.clone(), requires_grad=False))
+            with graph.graph.inserting_before(product):
+                own_value = graph.graph.get_attr(name)
+            own_value.meta.update(value.meta)
+            product.update_arg(place, own_value)
+    graph.recompile()
+
+
+def _straighten(torch: Any, graph: Any) -> None:
+    """Copy the input of a linear layer where it is not contiguous (attention with the batch first): torch would turn it into
+    a batched product, which becomes no integer kernel when its sizes are open. The copy and the rounding are one loop."""
+    for node in [node for node in graph.graph.nodes if _operator(node) == "aten.linear.default"]:
+        value = node.args[0].meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.is_contiguous():
+            continue
+        with graph.graph.inserting_before(node):
+            copy = graph.graph.call_function(
+                torch.ops.aten.clone.default, (node.args[0],), {"memory_format": torch.contiguous_format})
+        copy.meta.update(node.args[0].meta, val=value.contiguous(), source_fn_stack=[(copy.name, "copy")])
+        node.update_arg(0, copy)
+    graph.recompile()
+
+
+def _attribute(graph: Any, path: str) -> Any:
+    found = graph
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _quantizer(torch: Any, recipe: Recipe, reduced: bool) -> Any:
+    """torchao's quantizer for x86. `reduced`: inputs take 7 bits, because a CPU without VNNI adds products in 16 bits,
+    which saturate."""
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer()
+    quantizer.set_global(x86.get_default_x86_inductor_quantization_config(
+        is_qat=recipe.qat, is_dynamic=recipe.dynamic, reduce_range=reduced))
+    functions: list[Callable[..., Any]] = [torch.mul]       # of two activations: costs accuracy, and is no faster
+    if recipe.dynamic:
+        of = torch.nn.functional
+        functions += [torch.cat, torch.flatten, of.max_pool2d, of.avg_pool2d, of.adaptive_avg_pool2d]
+    for function in functions:
+        quantizer.set_function_type_qconfig(function, None)
+    return quantizer
+
+
+def _free(graph: Any) -> Any:
+    """torchao makes `train` and `eval` raise; the graph was captured for inference and has no other mode."""
+    for name in ("train", "eval"):
+        vars(graph).pop(name, None)
+    return graph
+
+
+def _lowered() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["inductor"][name] for name in LOWERED)

@@ -1,0 +1,40 @@
+"""What several techniques need: functions around a module's forward that survive a copy, and trees of tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from saturate.techniques import _trees
+
+#: inner(*args, **kwargs) is the forward of the module that was called.
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def around(module: Any, wrapper: Around) -> None:
+    """Put `wrapper(inner, args, kwargs)` around the forward of one module, outside of earlier wrappers.
+
+    A bound method takes the old one's place, so module names stay, hooks run outside of it, a deep copy runs its own
+    weights, and both dynamo and torch.export trace it as they trace any forward.
+    """
+    before = module.forward
+    inner = getattr(before, "__func__", None) if getattr(before, "__self__", None) is module else None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return before(*args, **kwargs) if inner is None else inner(self, *args, **kwargs)
+
+        return wrapper(call, args, kwargs)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def mapped(torch: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested tuples, lists, mappings and dataclasses with `change(tensor)` in place of every tensor."""
+    return _trees.copied(value, lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def tensors(torch: Any, value: Any) -> list[Any]:
+    """Every tensor that `mapped` would change."""
+    return _trees.taken_apart(value, torch)[1]

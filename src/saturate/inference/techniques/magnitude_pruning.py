@@ -1,0 +1,176 @@
+"""Set the smallest weights to zero, more and more of them while the rest is trained: a smaller file, not a faster model.
+
+What it does
+------------
+Weights of linear layers and convolutions whose magnitude is small become exactly zero, with training data step by step
+along a cubic schedule, so that the others take over. Shapes stay, and so does every runtime's speed.
+
+When it helps
+-------------
+Size on disk and in transfer: zeros compress. The sentence of the candidate gives the compressed size before and after.
+
+When it hurts
+-------------
+Dense kernels multiply zeros like other numbers, so latency does not change; runtimes with sparse kernels are rare.
+Without training data much above a fifth of the weights costs accuracy.
+
+Numerics
+--------
+`convergence`: it is another function.
+
+How it is applied
+-----------------
+Per parameter (embeddings, biases and norms are left alone), the smallest share by magnitude; the share follows
+s (1 - (1 - t)^3) over the first seven tenths of the training and stays for the rest. The mask acts after each step of the
+optimizer. The model teaches: its outputs and the user's loss are the target. Without `train` it is done at once.
+
+References
+----------
+Zhu and Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model compression", 2017.
+Han et al., "Learning both Weights and Connections for Efficient Neural Networks", NeurIPS 2015.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saturate.inference.techniques import _training
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.records.inference import ModelFacts
+
+TECHNIQUE = Technique(
+    id="magnitude-pruning",
+    title="zeros for small weights (size, not speed)",
+    numerics="convergence",
+    stage="train",
+    touches=(Touch("weights-trained"),),        # alone: training after it would fill the zeros in again
+)
+
+#: Of the training, until the final share is reached.
+RAMP = 0.7
+
+#: The mask moves when the share has grown by this.
+STRIDE = 0.01
+
+#: Of each parameter, to estimate the compressed size from.
+SAMPLE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Options:
+    """`sparsity`: share of zeros in each weight."""
+
+    sparsity: float = 0.2
+
+
+def eligible(facts: ModelFacts) -> Eligible | Ineligible:
+    if not facts.linears + facts.convolutions or not facts.dtypes:
+        return Ineligible("no linear layer or convolution with floating-point weights")
+    return Eligible(f"zeros in {facts.linears + facts.convolutions} layers make a smaller file; no runtime here is faster for it")
+
+
+def variants(facts: ModelFacts) -> Sequence[Options]:
+    return [Options(0.8), Options(0.5)] if facts.trainable else [Options(0.2)]
+
+
+def bound(facts: ModelFacts) -> float | None:
+    return 1.0
+
+
+def apply(context: Context, options: Options) -> str:
+    if not 0.0 < options.sparsity < 1.0:
+        raise NotApplied(f"a share of {options.sparsity} of the weights cannot be zero")
+    torch = context.torch
+    model = copy.deepcopy(context.model)
+    weights = _weights(torch, model)
+    if not weights:
+        raise NotApplied("no parameter of two or more dimensions outside of embeddings")
+    before = _compressed_bytes(weights)
+    pruner = _Pruner(torch, weights, options.sparsity)
+    said = ""
+    if context.train is not None:
+        recovery = _training.recover(context, model, context.model, after_step=pruner.step, ready=pruner.done)
+        said = f"; {recovery.sentence()}"
+    pruner.step(1.0)
+    share = _zeros(weights)
+    after = _compressed_bytes(weights)
+    context.model = model
+    context.notes[TECHNIQUE.id] = (f"{share:.1%} of {sum(weight.numel() for weight in weights)} weights are zero; compressed they take "
+                                   f"{after / 1e6:.2f} MB instead of {before / 1e6:.2f} MB")
+    return f"{context.notes[TECHNIQUE.id]}{said}; dense kernels are not faster for it"
+
+
+def active(context: Context, options: Options) -> Proof:
+    said = context.notes.get(TECHNIQUE.id)
+    weights = _weights(context.torch, context.model)
+    share = _zeros(weights) if weights else None        # None: another technique has packed them
+    if said is None or (share is not None and share < 0.99 * options.sparsity):
+        return Proof(False, f"{share or 0.0:.1%} of the weights are zero")
+    return Proof(True, said)
+
+
+def as_code(options: Options) -> str:
+    return (
+        "masks = {}\n"
+        "for step, (*inputs, target) in enumerate(loader):\n"
+        "    loss(model(*inputs), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
+        f"    share = {options.sparsity} * (1 - (1 - min(step / (0.7 * len(loader)), 1)) ** 3)\n"
+        "    for name, weight in model.named_parameters():\n"
+        "        if weight.ndim > 1:\n"
+        "            size = weight.detach().abs()\n"
+        "            weight.data *= size > size.flatten().kthvalue(max(1, int(share * size.numel()))).values"
+    )
+
+
+class _Pruner:
+    """Keeps the smallest weights at zero, a growing share of them."""
+
+    def __init__(self, torch: Any, weights: list[Any], sparsity: float) -> None:
+        self.torch, self.weights, self.sparsity = torch, weights, sparsity
+        self.share = 0.0
+        self.masks: list[Any] = []
+
+    def done(self) -> bool:
+        return self.share >= self.sparsity
+
+    def step(self, progress: float) -> None:
+        share = self.sparsity * (1.0 - (1.0 - min(progress / RAMP, 1.0)) ** 3)
+        with self.torch.no_grad():
+            if share >= self.share + STRIDE or (share >= self.sparsity and not self.done()):
+                self.share, self.masks = share, [_mask(self.torch, weight, share) for weight in self.weights]
+            for weight, mask in zip(self.weights, self.masks):
+                weight.mul_(mask)
+
+
+def _mask(torch: Any, weight: Any, share: float) -> Any:
+    count = round(share * weight.numel())
+    mask = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
+    mask[weight.detach().abs().flatten().topk(count, largest=False).indices] = False
+    return mask.view(weight.shape)
+
+
+def _weights(torch: Any, model: Any) -> list[Any]:
+    """What is multiplied: plain floating-point parameters of two or more dimensions, without those of embeddings."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))}
+    return [parameter for parameter in model.parameters() if type(parameter) is torch.nn.Parameter and parameter.ndim > 1
+            and parameter.is_floating_point() and id(parameter) not in looked_up]
+
+
+def _zeros(weights: list[Any]) -> float:
+    return sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+
+
+def _compressed_bytes(weights: list[Any]) -> float:
+    """By zlib, from the beginning of each."""
+    total = 0.0
+    for weight in weights:
+        flat = weight.detach().cpu().contiguous()
+        size = flat.numel() * flat.element_size()
+        sample = ctypes.string_at(flat.data_ptr(), min(size, SAMPLE_BYTES))
+        total += len(zlib.compress(sample, 1)) * size / max(len(sample), 1)
+    return total

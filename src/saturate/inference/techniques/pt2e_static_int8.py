@@ -1,0 +1,102 @@
+"""Run convolutions and linear layers in 8-bit integers, with ranges learned from calibration inputs.
+
+What it does
+------------
+Captures the model as a graph, watches the range of every tensor that enters or leaves a product while calibration
+inputs run through it, rounds weights to 8 bits per output channel and activations to 8 bits per tensor, and compiles the
+graph ahead of time with the CPU's integer kernels. Sums and activations after a product are done in the same kernel.
+
+When it helps
+-------------
+Convolutional networks and transformers on x86 CPUs with integer dot products (AVX512-VNNI, AVX-VNNI, AMX): the largest
+gain of all number formats there.
+
+When it hurts
+-------------
+Activations with rare large values: one range per tensor leaves few steps for all others. Inputs unlike the calibration
+inputs. CPUs without VNNI: ranges are halved there so that sums do not saturate, and little may be gained.
+
+Numerics
+--------
+`precision`: 8 bits for weights and for inputs of products; sums are 32 bits, everything between products is float32.
+The same program may give other results on a CPU without VNNI.
+
+How it is applied
+-----------------
+`torchao.quantization.pt2e` with `X86InductorQuantizer`, BatchNorm folded first; then AOTInductor with frozen weights. Layers
+that a repair keeps are not annotated. Elementwise products (gates) stay in float32. A converted graph that is not
+lowered is slower than float32, so lowered products are counted.
+
+References
+----------
+pytorch/ao, torchao/quantization/pt2e (X86InductorQuantizer).
+Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saturate.inference.techniques import _onnx, _pt2e
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
+from saturate.records.inference import ModelFacts
+
+TECHNIQUE = Technique(
+    id="pt2e-static-int8",
+    title="int8 graph with calibrated ranges, compiled for x86",
+    numerics="precision",
+    stage="runtime",
+    touches=(Touch("number-format"), Touch("runtime"), Touch("module-classes")),
+)
+
+
+RECIPE = _pt2e.Recipe()
+
+
+@dataclass(frozen=True)
+class Options:
+    """`batches`: at most so many calibration batches."""
+
+    batches: int = 32
+
+
+def eligible(facts: ModelFacts) -> Eligible | Ineligible:
+    refused = _pt2e.refusal(facts)
+    if refused is not None:
+        return refused
+    if not facts.calibration_samples:
+        return Ineligible("there are no calibration inputs to learn ranges from")
+    if not facts.linears + facts.convolutions + facts.attentions:
+        return Ineligible("no convolution and no linear layer")
+    return Eligible(f"{facts.convolutions} convolutions and {facts.linears} linear layers; {_onnx.about_int8(facts)}")
+
+
+def variants(facts: ModelFacts) -> list[Options]:
+    return [Options()]
+
+
+def bound(facts: ModelFacts) -> float | None:
+    return 6.8 if _onnx.vnni(facts) else 1.5       # BERT-base on one core with VNNI
+
+
+def apply(context: Context, options: Options) -> str:
+    program = _pt2e.captured(context)
+    graph = _pt2e.prepared(context, program, RECIPE)
+    count = _pt2e.calibrate(context, graph, context.calibration[: options.batches])
+    return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}, ranges from {count} batches"
+
+
+def active(context: Context, options: Options) -> Proof:
+    return _pt2e.proof(context, TECHNIQUE.id)
+
+
+def as_code(options: Options) -> str:
+    return ("# pip install torchao\n"
+            "from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e\n"
+            "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
+            "quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())\n"
+            "graph = prepare_pt2e(torch.export.export(model.eval(), example).module(), quantizer)\n"
+            f"for batch in calibration[:{options.batches}]:\n"
+            "    graph(*batch)\n"
+            "program = torch.export.export(convert_pt2e(graph), example)\n"
+            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")

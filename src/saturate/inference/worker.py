@@ -1,0 +1,324 @@
+"""A candidate's process: loads the user's model and inputs, applies the techniques, serves calls, times itself.
+
+`process.Worker` starts it as a fresh interpreter with the user's `sys.path`, and is the other end of its socket. One
+request at a time, answered in order: ("ok", value) or ("raised", kind, reason, traceback). What the model prints goes
+to the log. Calls run in inference mode; the module is in evaluation mode, unless it came in evaluation mode with
+parts of it in training mode: that was done on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import gc
+import importlib
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saturate.errors import SaturateError
+from saturate.inference import batches as trees
+from saturate.inference import facts as observing
+from saturate.inference import wire
+from saturate.inference.source import Source
+from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
+from saturate.records.inference import ModelFacts
+from saturate.techniques._trees import copied
+
+#: torch.export is given no longer: what needs an export would take as long again for each candidate.
+EXPORT_S = 120.0
+
+#: Of the time for preparation, a training stage may use so much: converting, compiling and the first call come after
+#: it.
+_TRAINING_SHARE = 0.6
+
+#: Calibration batches that layers are ranked with.
+_RANKING_BATCHES = 8
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the other end is closed."""
+    stream = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    server = Server()
+    while True:
+        try:
+            request, arguments = wire.receive(stream, device=server.device)
+            answer = _answer(server, request, arguments)
+        except wire.Closed:
+            return
+        except wire.Unreadable as error:
+            text = traceback.format_exc()
+            answer = "raised", "failed", f"the inputs cannot be used in another process: {error}", text
+        try:
+            wire.send(stream, answer, home=server.home)
+        except wire.Unsendable as error:
+            wire.send(stream, ("raised", "failed", f"the output cannot be sent to another process: {error}", ""))
+
+
+def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    try:
+        return "ok", getattr(server, f"do_{request}")(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a model or technique raises anything; it is a fate
+        text = traceback.format_exc()
+        print(text, flush=True)
+        kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
+        kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
+        return "raised", kind, server.reason(error), text
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a process is to become. `techniques`: (module name, its file, options) in the order of application."""
+
+    source: str
+    artifact: str | None                # a folder; None: the source's model with the techniques
+    techniques: list[tuple[str, str, dict[str, Any]]]
+    keep: frozenset[str]
+    folder: str
+    threads: int
+    limit_s: float
+    memory_bytes: int | None
+    facts: ModelFacts | None            # None: found in the source, or observed
+    home: frozenset[tuple[str, str]] = frozenset()      # classes that came by value: see `wire.send`
+
+
+class Server:
+    """What a process knows; `do_...` are the requests."""
+
+    def __init__(self) -> None:
+        self.device = "cpu"
+        self.torch: Any = None
+        self.context: Context | None = None         # None in a process that serves an artifact
+        self.call: Callable[..., Any] | None = None
+        self.inputs: list[tuple[Any, ...]] = []
+        self.facts = ModelFacts()
+        self.home: frozenset[tuple[str, str]] = frozenset()
+        self._parts: list[tuple[Any, Any]] = []     # modules of techniques with their options
+        self._doing = ""                            # the technique at work, for the reason of a failure
+        self._next = 0                              # input of the next timed call
+
+    # -- preparation -----------------------------------------------------------------------------------------------
+
+    def do_prepare(self, order: Order) -> dict[str, Any]:
+        """Load, apply, and call once with every shape."""
+        began = time.monotonic()
+        import torch
+
+        self.torch, self.home = torch, order.home
+        torch.set_num_threads(order.threads)
+        source = Source.open(Path(order.source))
+        if order.artifact is None:
+            done = self._become_candidate(order, source, began)
+        else:
+            done = self._become_artifact(order, source)
+        prepared = time.monotonic()
+        self._call(self.inputs[0])
+        called = time.monotonic()
+        self._meet_other_shapes()
+        proofs = [self._proof(module, options) for module, options in self._parts]
+        peak = self.do_memory()
+        self._settle()
+        return {"prepare_s": time.monotonic() - began - (called - prepared), "first_call_s": called - prepared,
+                "done": done, "proofs": proofs, "device_peak_bytes": peak, "facts": self.facts,
+                "notes": dict(self.context.notes) if self.context else {}}
+
+    def _become_candidate(self, order: Order, source: Source, began: float) -> list[str]:
+        torch = self.torch
+        model = source.model(torch)
+        if source.training:
+            model.eval()
+        facts = order.facts or source.facts(torch)
+        if facts is None:       # the export comes first: see `try_export`
+            on_cpu = dataclasses.replace(source, device="cpu").inputs(torch)
+            able, problem = observing.try_export(torch, model, on_cpu[0], min(EXPORT_S, order.limit_s / 2))
+        self._take_device(source, order.memory_bytes)
+        model.to(self.device)
+        if facts is None:
+            facts = observing.observe(
+                torch, model, self.inputs, self.device, kind=source.kind, exportable=able, export_problem=problem,
+                threads=source.threads, calibration_samples=source.calibration_samples,
+                training_mode=source.training, trainable=source.trainable, student=source.student,
+                generates=source.generates)
+            source.keep_facts(torch, facts)
+        self.facts = facts
+        self.context = Context(
+            torch=torch, model=model, device=self.device, inputs=self.inputs, calibration=source.calibration(torch),
+            facts=facts, folder=Path(order.folder), threads=order.threads,
+            train=source.train(torch) if source.trainable else None, keep=order.keep,
+            deadline_s=began + _TRAINING_SHARE * order.limit_s)
+        done = [self._apply(*technique) for technique in order.techniques]
+        self.call = self.context.call or self.context.model
+        return done
+
+    def _become_artifact(self, order: Order, source: Source) -> list[str]:
+        from saturate.inference import artifact
+
+        self._take_device(source, order.memory_bytes)
+        self.facts = order.facts or source.facts(self.torch) or ModelFacts(device=self.device)
+        self.call = artifact.load(Path(str(order.artifact)))
+        return []
+
+    def _take_device(self, source: Source, memory_bytes: int | None) -> None:
+        """Make the source's device this process's own, and put the inputs there. The memory limit of a GPU is the
+        allocator's."""
+        cuda = self.torch.cuda
+        self.device = source.device.partition(":")[0]
+        if self.device == "cuda":
+            cuda.set_device(source.device if ":" in source.device else "cuda:0")
+            if memory_bytes is not None:
+                total_bytes = cuda.get_device_properties(cuda.current_device()).total_memory
+                cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
+        self.inputs = source.inputs(self.torch)
+
+    def _apply(self, name: str, path: str, fields: dict[str, Any]) -> str:
+        from saturate.inference.techniques import _registry
+
+        assert self.context is not None
+        module = _registry.load_one(name, path)
+        options = module.Options(**fields)
+        self._doing = module.TECHNIQUE.id
+        trains = module.TECHNIQUE.stage == "train"
+        with self.torch.enable_grad() if trains else self.torch.no_grad():
+            said = module.apply(self.context, options)
+        if trains:
+            self.context.model.eval()
+        self._doing = ""
+        self._parts.append((module, options))
+        return said
+
+    def _proof(self, module: Any, options: Any) -> Proof:
+        self._doing = module.TECHNIQUE.id
+        proof = module.active(self.context, options)
+        self._doing = ""
+        return proof
+
+    def _meet_other_shapes(self) -> None:
+        """A shape that is new inside a timed block would compile there."""
+        met = {trees.signature(self.torch, self.inputs[0])}
+        for batch in self.inputs[1:]:
+            if (shapes := trees.signature(self.torch, batch)) not in met:
+                met.add(shapes)
+                self._call(batch)
+
+    def _settle(self) -> None:
+        """Give back what preparation left, so that the memory of serving is that of serving."""
+        compiling = sys.modules.get("torch._inductor.async_compile")
+        if compiling is not None:
+            compiling.shutdown_compile_workers()        # inductor starts new ones should it need any
+        gc.collect()
+        gc.freeze()                     # what lives now lives as long as the process
+        with contextlib.suppress(OSError, AttributeError):      # another C library has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+        if self.device == "cuda":
+            self.torch.cuda.empty_cache()
+            self.torch.cuda.reset_peak_memory_stats()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def do_run(self, inputs: tuple[Any, ...]) -> Any:
+        """The output for these inputs, which the wire has put on the device."""
+        return self._call(inputs)
+
+    def do_outputs(self) -> list[list[Any]]:
+        """For each input batch the tensors of the output, on the CPU."""
+        # Copies: of inputs, because a model may write to them; of outputs, because a runtime may use them again.
+        answers = (trees.tensors(self.torch, self._call(copy.deepcopy(batch))) for batch in self.inputs)
+        return [[tensor.detach().to("cpu", copy=True) for tensor in answer] for answer in answers]
+
+    def do_block(self, count: int, start: int | None) -> list[int]:
+        """Nanoseconds of each of `count` calls. The device is idle before and after each of them."""
+        call, inputs, clock = self.call, self.inputs, time.perf_counter_ns
+        wait = self.torch.cuda.synchronize if self.device == "cuda" else _nothing
+        prepare = self._seed if self.facts.random else _nothing
+        index = self._next if start is None else start
+        times: list[int] = []
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.torch.inference_mode():
+                for _ in range(count):
+                    batch = inputs[index % len(inputs)]
+                    index += 1
+                    prepare()
+                    wait()
+                    began = clock()
+                    output = call(*batch)
+                    wait()
+                    times.append(clock() - began)
+                    del output
+        finally:
+            self._next = index
+            if collects:
+                gc.enable()
+        return times
+
+    def do_memory(self) -> int | None:
+        """The most that the allocator of the device held, since the preparation; None on a CPU."""
+        return self.torch.cuda.max_memory_reserved() if self.device == "cuda" else None
+
+    def do_store(self, folder: str) -> Entry:
+        """Store the program in an empty folder. NotApplied where it cannot be stored."""
+        if self.context is None:
+            raise NotApplied("an artifact is stored already: copy it")
+        with self.torch.no_grad():
+            if self.context.save is not None:
+                return self.context.save(Path(folder))
+            from saturate.inference.formats import exported
+
+            return exported.save(self.context, Path(folder))
+
+    def do_sensitivity(self, limit_s: float) -> list[tuple[str, float]]:
+        """Layers with their scores, see `sensitivity.rank`."""
+        from saturate.inference import sensitivity
+
+        if self.context is None:
+            raise NotApplied("an artifact has no layers to rank")
+        deadline_s = time.monotonic() + 0.8 * limit_s
+        batches = [copied(batch, self._moved) for batch in self.context.calibration[:_RANKING_BATCHES]]
+        return sensitivity.rank(self.torch, self.context.model, batches, deadline_s=deadline_s)
+
+    def do_ask(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        """`function` ("module:name") with the context, or the callable of an artifact, as its first argument."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(self.context or self.call, *arguments)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
+        assert self.call is not None
+        if self.facts.random:
+            self._seed()
+        with self.torch.inference_mode():
+            output = self.call(*inputs)
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+        return output
+
+    def _moved(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf.to(self.device) if isinstance(leaf, self.torch.Tensor) else leaf
+
+    def _seed(self) -> None:
+        self.torch.manual_seed(0)
+        random.seed(0)
+
+    def reason(self, error: BaseException) -> str:
+        """One sentence on what happened, with the technique that it happened in."""
+        text = str(error)
+        if isinstance(error, SaturateError) and error.cause:
+            text = f"{error.message}: {error.cause}"
+        line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:300]
+        words = line if isinstance(error, (NotApplied, SaturateError)) else f"{type(error).__name__}: {line}"
+        return f"{self._doing}: {words}" if self._doing else words
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""

@@ -1,0 +1,148 @@
+"""What `saturate optimize` observed, tried and found: facts about a model, candidates, and the result.
+
+`ModelFacts` is filled in inside a candidate's process, so that part is standard-library dataclasses. `None` always means
+"not measurable here", never zero. Times are milliseconds per call of one batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA = 1
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+#: kept: the best. dominated: works, another is better. slower: not faster than the baseline. over_limit: memory or p99
+#: above what was asked. rejected_accuracy, rejected_behaviour (a guard), undecided (samples are missing).
+Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "over_limit", "rejected_accuracy", "rejected_behaviour",
+               "undecided", "not_applied", "not_applicable", "not_deployable", "failed", "not_tried"]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model with its inputs, before anything was changed."""
+
+    kind: str = ""                          # class name
+    device: str = "cpu"
+    torch: str = ""                         # version
+    parameters: int = 0                     # scalars
+    parameter_bytes: int = 0
+    dtypes: tuple[str, ...] = ()            # of floating-point parameters, "float32"
+    linears: int = 0
+    convolutions: int = 0
+    embeddings: int = 0
+    recurrents: int = 0
+    norms: int = 0
+    batch_norms: int = 0
+    attentions: int = 0                     # modules that look like attention, or calls of scaled_dot_product_attention
+    reused_modules: tuple[str, ...] = ()    # called more than once in a forward
+    batch_size: int | None = None           # first dimension of the first input, where all inputs agree
+    varying_shapes: bool = False            # the batches differ in a dimension (other than a smaller last batch)
+    exportable: bool | None = None          # torch.export took it; None: not tried
+    export_problem: str = ""                # why it did not: data-dependent control flow, for one
+    random: bool = False                    # two calls on one input differ
+    training_mode: bool = False             # it came in training mode, and was switched to evaluation
+    installed: dict[str, str] = field(default_factory=dict)     # onnxruntime, onnx, onnxscript, torchao, tensorrt ... -> version
+    cpu_flags: frozenset[str] = frozenset() # those that matter: avx2, avx512f, avx512_vnni, avx_vnni, avx512_bf16, amx_int8, amx_bf16
+    capability: tuple[int, int] | None = None       # CUDA compute capability
+    cores: int = 1                          # that this process may use
+    threads: int = 1                        # torch's, as the user has it
+    calibration_samples: int = 0
+    trainable: bool = False                 # `train` was given
+    student: bool = False                   # with a student to distil into
+    generates: bool = False                 # a causal language model that is asked to generate
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds per call, over all blocks of a race or a screening."""
+
+    p50: float
+    p90: float
+    p99: float
+    calls: int
+
+
+class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate and what became of it. Nothing vanishes: every one has a fate and a reason."""
+
+    id: str                                 # "bf16 + aot-inductor", label of techniques and options
+    techniques: list[dict[str, Any]]        # [{"id", "options"}], in the order of application
+    kept_layers: list[str] = []             # modules that stayed in the original precision (repair)
+    numerics: str = "exact"
+    fate: Fate
+    reason: str
+    latency_ms: Timing | None = None
+    throughput_per_s: float | None = None
+    speedup: float | None = None            # over the user's own baseline
+    speedup_ci: tuple[float, float] | None = None
+    accuracy: float | None = None
+    accuracy_drop: float | None = None
+    accuracy_drop_ci: tuple[float, float] | None = None
+    verdict: Verdict | None = None
+    samples_needed: int | None = None
+    flip_rate: float | None = None          # share of samples whose answer changed
+    agreement: float | None = None          # signal-to-noise ratio of the outputs against the baseline, dB
+    peak_memory_bytes: int | None = None
+    size_bytes: int | None = None           # of the stored program
+    prepare_s: float | None = None          # quantize, train, export, compile
+    first_call_s: float | None = None
+    seconds: float = 0.0                    # that this candidate cost the search
+    code: str = ""                          # the same without saturate
+
+
+class ThroughputRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples per second of the user's model or of the winner, at one batch size in some processes at once."""
+
+    of: Literal["baseline", "best"]
+    batch: int
+    processes: int
+    samples_per_s: float
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """The winner, re-loaded from its artifact in a fresh process, measured and scored again."""
+
+    recipe: list[dict[str, Any]]
+    latency_ms: Timing
+    speedup: float
+    speedup_ci: tuple[float, float]
+    speedup_over_lossless: float | None = None
+    speedup_over_lossless_ci: tuple[float, float] | None = None
+    accuracy: float | None = None
+    accuracy_drop: float | None = None
+    accuracy_drop_ci: tuple[float, float] | None = None
+    verdict: Verdict | None = None          # None: a lossless search without a check
+    samples_needed: int | None = None
+    peak_memory_bytes: int | None = None
+    size_bytes: int | None = None
+
+
+class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What `saturate optimize --json` prints, and what the report is made from."""
+
+    schema: int = SCHEMA
+    run: str
+    model: str
+    device: str
+    machine: str
+    torch: str
+    objective: str
+    batch_size: int | None
+    max_drop: float | None
+    confidence: float | None
+    limits: dict[str, float] = {}
+    verdict: Literal["faster", "nothing_helps", "inconclusive"]
+    baseline: CandidateRecord
+    best_lossless: CandidateRecord | None
+    best: Best | None
+    candidates: list[CandidateRecord]
+    throughput: list[ThroughputRow] = []    # objective throughput: what was measured, of both
+    throughput_ratio: float | None = None   # samples per second of the winner over the model's own, each at its best setting
+    throughput_ratio_ci: tuple[float, float] | None = None
+    notes: list[str] = []                   # what the user must know: random at inference, a float cannot certify ...
+    seconds: float = 0.0
+    artifact: str | None = None
+    report: str | None = None

@@ -1,0 +1,374 @@
+"""What `saturate optimize` says: a summary of at most twelve lines, the verdict first, the next command last; a
+table of every candidate; and the words that the page shares with them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from saturate.records.inference import Best, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.sizes import show
+from saturate.report import words
+from saturate.report.cells import cells, cut, fit
+
+MAX_LINES = 12
+LABEL = 10  # width of the label column
+MIN_WIDTH = 40
+
+Paint = Callable[..., str]
+
+_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
+
+#: In the order in which tables list them: the winner, what works, what was refused, what did not run.
+FATES = {
+    "kept": "kept",
+    "dominated": "dominated",
+    "no_difference": "no difference",
+    "slower": "slower",
+    "inconclusive": "inconclusive",
+    "undecided": "accuracy undecided",
+    "over_limit": "over a limit",
+    "rejected_accuracy": "rejected (accuracy)",
+    "rejected_behaviour": "rejected (behaviour)",
+    "not_deployable": "not deployable",
+    "not_applied": "not applied",
+    "failed": "failed",
+    "not_applicable": "not applicable",
+    "not_tried": "not tried",
+}
+
+#: What each fate but `kept` means, for somebody who reads it for the first time.
+MEANINGS = {
+    "dominated": "It is within the budget and the limits; the one that was kept is better by the objective.",
+    "no_difference": "Its speed differs from the model's own by too little to matter.",
+    "slower": "Slower than the model as it is, or than a better one that was known already: then it was not scored.",
+    "inconclusive": "The race could not decide: the machine was too noisy, or the time ended.",
+    "undecided": "The samples of the check are too few to say whether it is within the budget.",
+    "over_limit": "It needs more memory, or its slow calls are slower, than the limits allow.",
+    "rejected_accuracy": "With the confidence asked for it loses more than the budget.",
+    "rejected_behaviour": "Its answers are not usable as the model's are, whatever the score says.",
+    "not_deployable": "It could not be stored and loaded again with the same answers.",
+    "not_applied": "It was set, but the proof that it took effect is missing. Its time says nothing.",
+    "failed": "Its process ended with an error, or broke a limit of time or memory.",
+    "not_applicable": "This model or machine gives it nothing to do.",
+    "not_tried": "The time ended first, or it was left out.",
+}
+
+#: Fates whose reasons a reader wants first: it would have been worth having.
+_LOST = ("rejected_accuracy", "undecided", "rejected_behaviour", "over_limit", "not_deployable", "failed")
+
+
+# -- summary ---------------------------------------------------------------------------------------------------------
+
+
+def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
+    """The record as plain lines without a trailing newline; `width` in terminal cells, which only paths and the
+    command may exceed, so that they can be copied. `color` adds ANSI codes."""
+    width = max(width, MIN_WIDTH)
+    paint = _paint if color else _plain
+    room = width - LABEL
+    head = paint(
+        fit(title(record), width),
+        _BOLD,
+        *([_GREEN] if won(record) else [_YELLOW] if record.verdict == "inconclusive" else []),
+    )
+    tail = [
+        _row(label, words.clean(path), paint)
+        for label, path in (("artifact", record.artifact), ("report", record.report))
+        if path
+    ]
+    tail.append(_row("next", next_command(record), paint, _BOLD))
+    lines = [(label, fit(text, room)) for label, text in _facts(record) if text]
+    free = MAX_LINES - 1 - len(tail)
+    return "\n".join([head, *(_row(label, text, paint) for label, text in lines[:free]), *tail])
+
+
+def _plain(text: str, *_: str) -> str:
+    return text
+
+
+def _paint(text: str, *codes: str) -> str:
+    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
+
+
+def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
+    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
+
+
+def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:
+    """The lines between the verdict and the paths, the most important first: the last ones go where room ends."""
+    notes = record.notes
+    more = f" (+{len(notes) - 1} in the report)" if len(notes) > 1 and record.report else ""
+    note = ("note", notes[0] + more) if notes else ("", "")
+    counts, reason = lost(record)
+    if record.best is None:
+        return [
+            ("why", reason or why_nothing(record)),
+            ("latency", latency_words(record.baseline.latency_ms)),
+            ("tried", counts),
+            note,
+        ]
+    return [
+        ("with", kept_words(record)),
+        ("latency", change_words(record)),
+        ("accuracy", accuracy_words(record)),
+        ("lossless", lossless_words(record)),
+        ("memory", memory_words(record)),
+        note,
+        ("others", counts),
+        ("", reason),
+    ]
+
+
+# -- words, shared with the page -------------------------------------------------------------------------------------
+
+
+def won(record: OptimizeRecord) -> bool:
+    return record.best is not None and record.verdict == "faster" and record.best.verdict in ("pass", None)
+
+
+def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) -> str:
+    """The verdict in a few words."""
+    best = record.best
+    if best is not None and record.verdict == "faster":
+        kinds = {"fail": ", but not within the budget", "undecided": ", accuracy undecided", None: ", lossless"}
+        kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop)}")
+        speed = words.ratio(best.speedup, best.speedup_ci if interval else None, times)
+        before, after = record.baseline.peak_memory_bytes, best.peak_memory_bytes
+        if record.objective == "memory" and before and after:
+            return f"{before / after:.2f}{times} less memory, {speed} the speed{kind}"
+        return f"{speed.replace(times, f'{times} faster', 1)}{kind}"
+    if record.verdict == "inconclusive":
+        return "No answer yet"
+    bounds = [
+        name
+        for name, given in (("the budget", record.max_drop is not None), ("the limits", bool(record.limits)))
+        if given
+    ]
+    return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} is faster"
+
+
+def why_nothing(record: OptimizeRecord) -> str:
+    if record.baseline.fate == "failed":
+        return record.baseline.reason
+    tried = [one for one in record.candidates if one.speedup is not None]
+    if not tried:
+        return "no candidate could be measured"
+    best = max(tried, key=lambda one: one.speedup or 0.0)
+    return f"closest: {best.id} {words.ratio(best.speedup, best.speedup_ci)}, {FATES[best.fate]}: {best.reason}"
+
+
+def kept(record: OptimizeRecord) -> CandidateRecord | None:
+    """The winner among the candidates."""
+    return next((one for one in record.candidates if one.fate == "kept"), None)
+
+
+def kept_words(record: OptimizeRecord) -> str:
+    """What the winner is made of."""
+    winner = kept(record)
+    if winner is not None:
+        return winner.id
+    return " + ".join(str(part.get("id")) for part in record.best.recipe) if record.best else ""
+
+
+def latency_words(found: Timing | None) -> str:
+    if found is None:
+        return ""
+    return f"p50 {words.ms(found.p50)}, p90 {words.ms(found.p90)}, p99 {words.ms(found.p99)} ms per call"
+
+
+def change_words(record: OptimizeRecord) -> str:
+    """ "p50 77.5 -> 11.1, p99 80.1 -> 12.4 ms per call"."""
+    before, best = record.baseline.latency_ms, record.best
+    if best is None or before is None:
+        return latency_words(best.latency_ms if best else before)
+    parts = [
+        f"{name} {words.ms(getattr(before, name))} -> {words.ms(getattr(best.latency_ms, name))}"
+        for name in ("p50", "p99")
+    ]
+    batch = f" of {words.count(record.batch_size, 'sample')}" if record.batch_size else ""
+    return f"{', '.join(parts)} ms per call{batch}"
+
+
+def accuracy_words(record: OptimizeRecord) -> str:
+    best = record.best
+    if best is None:
+        return ""
+    if best.verdict is None and best.accuracy is None:
+        winner = kept(record)
+        agreed = f"; outputs agree to {winner.agreement:.0f} dB" if winner and winner.agreement is not None else ""
+        return f"no check was given: lossless candidates only{agreed}"
+    parts = [] if best.accuracy is None else [f"score {best.accuracy:.4g}"]
+    if best.accuracy_drop is not None:
+        parts.append(
+            f"drop {drop(best.accuracy_drop)}{drop_interval(best.accuracy_drop_ci)}"
+            + (f" of {drop(record.max_drop)} allowed" if record.max_drop is not None else "")
+        )
+    if best.verdict == "undecided" and best.samples_needed is not None:
+        parts.append(f"about {best.samples_needed:,} more samples needed")
+    return ", ".join([*parts, *([best.verdict] if best.verdict else [])])
+
+
+def lossless_words(record: OptimizeRecord) -> str:
+    best, other = record.best, record.best_lossless
+    if other is None or best is None or other.id == kept_words(record):
+        return ""
+    over = ""
+    if best.speedup_over_lossless is not None:
+        over = f"{words.ratio(best.speedup_over_lossless, best.speedup_over_lossless_ci)} over the best lossless: "
+    return f"{over}{other.id}" + (f" {words.ratio(other.speedup)}" if other.speedup is not None else "")
+
+
+def memory_words(record: OptimizeRecord) -> str:
+    """ "peak 212 MiB instead of 512 MiB, stored 45 MiB"."""
+    best = record.best
+    if best is None:
+        return ""
+    parts = []
+    if best.peak_memory_bytes is not None:
+        before = record.baseline.peak_memory_bytes
+        parts.append(
+            f"peak {show(best.peak_memory_bytes)}" + (f" instead of {show(before)}" if before is not None else "")
+        )
+    if best.size_bytes is not None:
+        parts.append(f"{show(best.size_bytes)} stored")
+    return ", ".join(parts)
+
+
+def lost(record: OptimizeRecord) -> tuple[str, str]:
+    """How many candidates had each fate but `kept`, and the fastest of those that were refused, with the reason."""
+    counts = [
+        f"{number} {FATES[fate]}"
+        for fate in FATES
+        if fate != "kept" and (number := sum(one.fate == fate for one in record.candidates))
+    ]
+    refused = [
+        one
+        for one in record.candidates
+        if one.fate in _LOST and (one.speedup or 0.0) > (record.best.speedup if record.best else 1.0)
+    ]
+    if not refused:
+        return ", ".join(counts), ""
+    first = max(refused, key=lambda one: one.speedup or 0.0)
+    return ", ".join(counts), f"{first.id} {words.ratio(first.speedup)}, {FATES[first.fate]}: {first.reason}"
+
+
+def drop(value: float | None) -> str:
+    """A drop of the score, in its own points, as short as its size allows.
+
+    >>> drop(0.01), drop(0.00123), drop(-2.5), drop(0.0)
+    ('0.01', '0.00123', '-2.5', '0')
+    """
+    return words.UNMEASURED if value is None else f"{value:.3g}"
+
+
+def drop_interval(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" [{drop(interval[0])}, {drop(interval[1])}]"
+
+
+def next_command(record: OptimizeRecord) -> str:
+    if record.artifact and record.best is not None:
+        size = record.batch_size or 1
+        sizes = ",".join(map(str, sorted({1, size, 4 * size})))
+        return words.clean(shlex.join(["saturate", "bench", record.artifact, "--batch", sizes]))
+    if record.baseline.fate == "failed":
+        return "saturate doctor"
+    return f"saturate explain {'inconclusive' if record.verdict == 'inconclusive' else 'no_difference'}"
+
+
+# -- table -----------------------------------------------------------------------------------------------------------
+
+
+def rows(record: OptimizeRecord) -> list[CandidateRecord]:
+    """The candidates as tables list them: by fate, the fastest first; the winner with its confirmed numbers."""
+    order = list(FATES)
+    return sorted(
+        (_confirmed(one, record.best) for one in record.candidates),
+        key=lambda one: (order.index(one.fate), -(one.speedup or 0.0)),
+    )
+
+
+def _confirmed(one: CandidateRecord, best: Best | None) -> CandidateRecord:
+    if best is None or one.fate != "kept":
+        return one
+    found = {
+        name: value
+        for name in (
+            "latency_ms",
+            "speedup",
+            "speedup_ci",
+            "accuracy",
+            "accuracy_drop",
+            "accuracy_drop_ci",
+            "peak_memory_bytes",
+            "size_bytes",
+        )
+        if (value := getattr(best, name)) is not None
+    }
+    return msgspec.structs.replace(one, **found)
+
+
+def table(record: OptimizeRecord, *, width: int | None = None) -> str:
+    """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, reason. Lines are cut to
+    `width` terminal cells; None: as wide as they are."""
+    head = ("candidate", "fate", "p50 ms", "p99 ms", "speed-up", "drop", "memory", "reason")
+    lines = [
+        head,
+        _columns(msgspec.structs.replace(record.baseline, speedup=None), "baseline"),
+        *(_columns(one, FATES[one.fate]) for one in rows(record)),
+    ]
+    numeric = (2, 3)
+    widths = [max(cells(row[column]) for row in lines) for column in range(len(head) - 1)]
+    shown = []
+    for row in lines:
+        padded = [
+            " " * (size - cells(cell)) + cell if index in numeric else cell + " " * (size - cells(cell))
+            for index, (cell, size) in enumerate(zip(row, widths))
+        ]
+        line = "  ".join([*padded, row[-1]]).rstrip()
+        shown.append(line if width is None else cut(line, width))
+    return "\n".join(shown)
+
+
+def _columns(one: CandidateRecord, fate: str) -> tuple[str, ...]:
+    times = one.latency_ms
+    return (
+        words.one_line(one.id),
+        fate,
+        words.ms(times.p50) if times else "",
+        words.ms(times.p99) if times else "",
+        words.ratio(one.speedup, one.speedup_ci) if one.speedup is not None else "",
+        f"{drop(one.accuracy_drop)}{drop_interval(one.accuracy_drop_ci)}" if one.accuracy_drop is not None else "",
+        show(one.peak_memory_bytes) if one.peak_memory_bytes is not None else "",
+        words.one_line(one.reason),
+    )
+
+
+# -- the front -------------------------------------------------------------------------------------------------------
+
+
+def front(candidates: Sequence[CandidateRecord]) -> list[CandidateRecord]:
+    """Those that no other beats in both latency and accuracy, the fastest first. A lossless one without a score has
+    lost nothing; what was refused for its behaviour, did not take effect or was not measured, is not on it."""
+    usable = [
+        one
+        for one in candidates
+        if one.latency_ms is not None
+        and place_of(one) is not None
+        and one.fate not in ("rejected_behaviour", "not_applied", "not_deployable", "failed")
+    ]
+    usable.sort(key=lambda one: (one.latency_ms.p50 if one.latency_ms else 0.0, place_of(one) or 0.0))
+    found: list[CandidateRecord] = []
+    for one in usable:
+        if not found or (place_of(one) or 0.0) < (place_of(found[-1]) or 0.0):
+            found.append(one)
+    return found
+
+
+def place_of(one: CandidateRecord) -> float | None:
+    """Where it stands on the axis of accuracy: its drop, 0 for a lossless one that nobody had to score."""
+    if one.accuracy_drop is None and one.numerics in ("exact", "reordering"):
+        return 0.0
+    return one.accuracy_drop

@@ -1,0 +1,309 @@
+"""An optimization as one self-contained HTML file: no script, nothing loaded, everything escaped."""
+
+from __future__ import annotations
+
+import msgspec
+
+from saturate.records.inference import CandidateRecord, OptimizeRecord
+from saturate.records.sizes import show
+from saturate.report import analysis_html, svg, words
+from saturate.report import inference as say
+from saturate.report import inference_charts as charts
+from saturate.report.markup import Markup, join, table, tag
+from saturate.report.trim import within
+
+#: Fields whose keys are data.
+_MAPPINGS = frozenset({"limits", "options"})
+
+_CODE_LIMIT = 20_000  # characters of the lines that reproduce the winner
+TIMES = "\u00d7"
+
+#: The signs of `svg`, told apart by shape.
+_SIGNS = {
+    "kept": "kept",
+    "dominated": "no_difference",
+    "no_difference": "no_difference",
+    "slower": "slower",
+    "inconclusive": "inconclusive",
+    "undecided": "inconclusive",
+    "over_limit": "rejected_numerics",
+    "rejected_accuracy": "rejected_numerics",
+    "rejected_behaviour": "rejected_numerics",
+    "not_deployable": "not_applied",
+    "not_applied": "not_applied",
+    "failed": "failed",
+    "not_applicable": "not_applicable",
+    "not_tried": "not_tried",
+}
+
+
+def render(record: OptimizeRecord) -> str:
+    """The page, less than `analysis_html.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
+    demands, and the page says so."""
+    # The winner first: what is cut is cut from the end.
+    record = msgspec.structs.replace(record, candidates=say.rows(record))
+    winner = say.kept(record)
+    code = words.clean(winner.code)[:_CODE_LIMIT] if winner is not None else ""
+    page = ""
+    for limits in analysis_html.LADDER:
+        flat, cuts = within(msgspec.to_builtins(record), limits, _MAPPINGS)
+        shown = msgspec.convert(flat, OptimizeRecord)
+        sections = [
+            ("pareto", "Latency", _picture(shown)),
+            ("decisions", "Candidates", _decisions(shown)),
+            ("lost", "Why the others lost", _lost(shown)),
+            ("reproduce", "Reproduce", _reproduce(shown, code)),
+            ("method", "Method", _method(shown, cuts)),
+        ]
+        body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
+        page = analysis_html.shell(
+            say.title(shown), _header(shown), body, analysis_html._embedded(shown), rules=charts.RULES
+        )
+        if len(page.encode()) < analysis_html.MAX_BYTES:
+            break
+    return page
+
+
+def _header(record: OptimizeRecord) -> Markup:
+    best = record.best
+    over = (
+        [("Over the best lossless", words.ratio(best.speedup_over_lossless, best.speedup_over_lossless_ci, TIMES))]
+        if best is not None and say.lossless_words(record) and best.speedup_over_lossless is not None
+        else []
+    )
+    facts = [
+        *over,
+        ("Device", record.device),
+        ("Objective", record.objective),
+        ("Batch", str(record.batch_size) if record.batch_size else "varies"),
+        *_budget(record),
+        *((name.replace("_", " "), f"at most {value:g}") for name, value in record.limits.items()),
+        ("Candidates", str(len(record.candidates))),
+        ("Search", words.seconds(record.seconds)),
+        ("Machine", record.machine),
+        ("torch", record.torch),
+    ]
+    notes = (
+        tag("ul", *(tag("li", note) for note in record.notes), class_="notes small", aria_label="Notes")
+        if record.notes
+        else ""
+    )
+    brand = tag("p", tag("b", "saturate"), f" optimize: {record.model}, run {record.run}", class_="brand")
+    lede = say.accuracy_words(record) if record.best is not None else say.why_nothing(record)
+    return tag(
+        "header",
+        brand,
+        tag("h1", say.title(record, TIMES, interval=False)),
+        tag("p", _capital(lede), class_="lede"),
+        _change(record) or "",
+        tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts"),
+        notes,
+        class_="win" if say.won(record) else None,
+    )
+
+
+def _budget(record: OptimizeRecord) -> list[tuple[str, str]]:
+    if record.max_drop is None:
+        return [("Accuracy budget", "lossless only")]
+    sure = "point estimates" if record.confidence is None else f"{record.confidence:.0%}"
+    return [("Accuracy budget", say.drop(record.max_drop)), ("Confidence", sure)]
+
+
+def _change(record: OptimizeRecord) -> Markup | None:
+    """The model as it is, the best lossless candidate, and the best: bars, and the numbers of all three."""
+    base = record.baseline.latency_ms
+    if base is None:
+        return None
+    found = [("as it is", record.baseline, "base")]
+    if record.best_lossless is not None and record.best_lossless.id != say.kept_words(record):
+        found.append(("best lossless", record.best_lossless, "base"))
+    if record.best is not None:
+        found.append(("best", record.best, "tuned"))
+    timed = [(name, one, one.latency_ms, css) for name, one, css in found if one.latency_ms is not None]
+    full = 1.05 * max(times.p50 for _, _, times, _ in timed)
+    rows, numbers = [], []
+    for name, one, times, css in timed:
+        ci = one.speedup_ci if one is not record.baseline else None
+        ends = (base.p50 / ci[1], base.p50 / ci[0]) if ci is not None and min(ci) > 0 else None
+        rows.append(
+            tag(
+                "li",
+                tag("span", name),
+                svg.bar(times.p50, full, label=f"{name}: {words.ms(times.p50)} ms", css=css, interval=ends),
+                tag("span", join([tag("b", words.ms(times.p50)), " ms"]), class_="value"),
+            )
+        )
+        speed = words.ratio(one.speedup, ci, TIMES) if one.speedup is not None and one is not record.baseline else ""
+        numbers.append(
+            [
+                name,
+                words.ms(times.p50),
+                words.ms(times.p90),
+                words.ms(times.p99),
+                speed,
+                _bytes(one.peak_memory_bytes),
+                _bytes(one.size_bytes),
+            ]
+        )
+    return tag(
+        "div",
+        tag("ol", *rows, class_="rows short"),
+        table(
+            ["", "p50 ms", "p90 ms", "p99 ms", "Speed-up", "Peak memory", "Stored"],
+            numbers,
+            label="Baselines and best",
+            numeric=(1, 2, 3, 4, 5, 6),
+        ),
+    )
+
+
+def _picture(record: OptimizeRecord) -> Markup | None:
+    drawn = charts.pareto(record)
+    if drawn is not None:
+        return tag(
+            "section",
+            tag("h2", "Latency and accuracy"),
+            tag("p", "Up and left is better. What loses more than the picture shows sits at its lower edge."),
+            charts.key(),
+            drawn,
+            id="pareto",
+        )
+    drawn = charts.bars(record)
+    if drawn is None:
+        return None
+    return tag(
+        "section",
+        tag("h2", "Latency"),
+        tag("p", "The fastest candidates; nothing was scored. Whiskers are intervals."),
+        drawn,
+        id="pareto",
+    )
+
+
+def _decisions(record: OptimizeRecord) -> Markup | None:
+    if not record.candidates:
+        return None
+    rows = [_decision(index, one) for index, one in enumerate(record.candidates, 1)]
+    return tag(
+        "section",
+        tag("h2", "Candidates"),
+        tag(
+            "p",
+            "Everything that was considered, and what became of it. Latency in milliseconds per call; speed-up over "
+            "the model as it is.",
+        ),
+        table(
+            ["Candidate", "Fate", "p50 / p90 / p99", "Speed-up", "Drop", "Memory"],
+            rows,
+            label="Every candidate",
+            numeric=(2, 3, 4, 5),
+            short=(1,),
+            class_="stacked decisions small",
+        ),
+        id="decisions",
+    )
+
+
+def _decision(index: int, one: CandidateRecord) -> list[object]:
+    times = one.latency_ms
+    latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
+    prepared = f" Prepared in {words.seconds(one.prepare_s)}." if one.prepare_s is not None else ""
+    layers = (
+        f" {words.count(len(one.kept_layers), 'layer')} kept in the original precision." if one.kept_layers else ""
+    )
+    return [
+        join(
+            [
+                tag("b", f"{index}. {one.id}"),
+                tag("span", f"{_capital(one.reason.rstrip('.'))}.{layers}{prepared}", class_="sub"),
+            ]
+        ),
+        tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),
+        latency,
+        _with_interval(words.ratio(one.speedup, one.speedup_ci, TIMES)) if one.speedup is not None else "",
+        _with_interval(f"{say.drop(one.accuracy_drop)}{say.drop_interval(one.accuracy_drop_ci)}")
+        if one.accuracy_drop is not None
+        else "",
+        _bytes(one.peak_memory_bytes),
+    ]
+
+
+def _with_interval(text: str) -> Markup:
+    value, _, interval = text.partition(" ")
+    return join([value, tag("span", interval, class_="sub") if interval else ""])
+
+
+def _bytes(size: int | None) -> str:
+    return show(size) if size is not None else ""
+
+
+def _lost(record: OptimizeRecord) -> Markup | None:
+    """Per fate: how many, what it means, and the fastest of them with its reason."""
+    rows: list[list[object]] = []
+    for fate, meaning in say.MEANINGS.items():
+        those = [one for one in record.candidates if one.fate == fate]
+        if not those:
+            continue
+        first = max(those, key=lambda one: one.speedup or 0.0)
+        speed = f" {words.ratio(first.speedup, first.speedup_ci, TIMES)}" if first.speedup is not None else ""
+        example = "" if first.fate == "dominated" and not first.reason else f"{first.id}{speed}: {first.reason}"
+        rows.append(
+            [
+                join([tag("span", svg.sign(_SIGNS[fate]), f"{len(those)} {say.FATES[fate]}", class_="fate")]),
+                meaning,
+                example,
+            ]
+        )
+    if not rows:
+        return None
+    return tag(
+        "section",
+        tag("h2", "Why the others lost"),
+        table(["Fate", "What it means", "The fastest of them"], rows, label="Fates", short=(0,)),
+        id="lost",
+    )
+
+
+def _reproduce(record: OptimizeRecord, code: str) -> Markup:
+    parts: list[object] = []
+    if code:
+        parts += [tag("li", tag("p", "Without saturate, from your model:"), tag("pre", code))]
+    if record.artifact:
+        parts += [
+            tag(
+                "li",
+                tag("p", "The stored program, with saturate:"),
+                tag("pre", f"import saturate\nbest = saturate.load({record.artifact!r})\nanswer = best(*inputs)"),
+            ),
+            tag(
+                "li",
+                tag(
+                    "p",
+                    "Without it: the artifact's manifest.json names the format, reproduce.py holds the lines above, "
+                    "and docs/optimize.md shows how ONNX Runtime, plain PyTorch and a serving engine load it.",
+                ),
+            ),
+        ]
+    parts.append(tag("li", tag("p", "Next:"), tag("pre", say.next_command(record))))
+    return tag("section", tag("h2", "Reproduce"), tag("ul", *parts, class_="steps"), id="reproduce")
+
+
+def _method(record: OptimizeRecord, cuts: list[str]) -> Markup:
+    lines = [
+        "Each candidate runs in a process of its own. Latency is raced: blocks of calls of two programs take turns "
+        "while the other is frozen, in fresh pairs of processes; the interval is of the ratio.",
+        "The best was stored, loaded again in a fresh process, and measured and scored there, on samples that the "
+        "selection had not used.",
+        "A drop counts in the score's own points, in the direction that is worse; its interval comes from the same "
+        "samples answered by both.",
+        *(f"Left out of this page for its size: {cut}" for cut in cuts),
+    ]
+    if record.best is None:
+        del lines[1]
+    return tag(
+        "section", tag("h2", "Method"), tag("ul", *(tag("li", line.rstrip(".") + ".") for line in lines)), id="method"
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,110 @@
+"""bench/inference.py and bench/inference_search.py: they run, and judge what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch")
+pytest.importorskip("onnxruntime", reason="the extra saturate[inference]")
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+LINES = {
+    "inference": r"^    over eager float32 \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(target 6\.5\)$",
+    "inference_search": r"^resnet50   search / exhaustive optimum \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  in \d+% of its time$",
+}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a benchmark as a module."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_smoke(name, tmp_path, clean_environment):
+    numbers = tmp_path / "numbers.json"
+    found = subprocess.run(
+        [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
+        env={**clean_environment, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=900)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert re.search(LINES[name], found.stdout, re.MULTILINE), found.stdout
+    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
+    written = json.loads(numbers.read_text())
+    assert written["benchmark"] == name and written["targets_met"] is None and written["rows"]
+    assert not list(tmp_path.glob("saturate*")), "a scratch folder was left behind"
+
+
+def test_the_models_are_those_that_everybody_means(bench):
+    """By their number of parameters, as published (BERT without segments, and with a head of 16 classes)."""
+    models = bench("_inference_models")
+    with torch.device("meta"):
+        counts = [sum(parameter.numel() for parameter in kind().parameters()) for kind in (models.ResNet, models.Bert, models.ViT)]
+    assert counts == [25_557_032, 109_482_240 - 2 * 768 + 16 * 769, 86_567_656]
+
+
+def test_small_models_answer_and_are_the_same_in_every_process(bench):
+    models = bench("_inference_models")
+    for name in models.NAMES:
+        subject, again = models.build(name, small=True), models.build(name, small=True)
+        first, second = subject.model(*subject.held_out[0]), again.model(*again.held_out[0])
+        assert first.shape[0] == 1 and torch.isfinite(first).all() and torch.equal(first, second)
+        assert len({subject.model(*batch).argmax().item() for batch in subject.held_out}) > 1, "top-1 tells nothing apart"
+    with pytest.raises(ValueError, match="alexnet"):
+        models.build("alexnet")
+
+
+def test_everything_is_every_set_that_goes_together(bench):
+    search = bench("inference_search")
+    from saturate.inference import plan
+    from saturate.inference.candidates import Part
+    from saturate.inference.techniques import onnx_int8_dynamic, onnx_runtime
+    from saturate.techniques._api import Technique, Touch
+
+    free = types.SimpleNamespace(TECHNIQUE=Technique("free", "free", "exact", "session", (Touch("something"),)))
+    parts = [Part(onnx_runtime, onnx_runtime.Options()), Part(onnx_runtime, onnx_runtime.Options(spin=False))]
+    switch = Part(free, onnx_runtime.Options())
+    number = Part(onnx_int8_dynamic, onnx_int8_dynamic.Options())
+    found = [candidate.label() for candidate in search.everything(plan.Pool([switch], parts, [number]))]
+    assert sorted(found) == sorted(["free", "onnx-runtime", "onnx-runtime spin=False", "onnx-int8-dynamic", "free + onnx-runtime",
+                                    "free + onnx-runtime spin=False", "free + onnx-int8-dynamic"])
+
+
+@pytest.mark.parametrize("eager, lossless, by_hand, met", [
+    (6.6, 3.3, (0.97, 0.94, 1.01), True),       # a loss within the noise is none
+    (6.4, 3.3, (1.0, 1.0, 1.0), False),
+    (6.6, 3.1, (1.0, 1.0, 1.0), False),
+    (6.6, 3.3, (0.95, 0.92, 0.98), False),
+])
+def test_what_meets_the_targets(bench, tmp_path, eager, lossless, by_hand, met):
+    contest = bench("inference").Contest("resnet50", True, tmp_path)
+    ratios = {"eager": (eager, 0.0, 9.0), "lossless": (lossless, 0.0, 9.0), "by hand": by_hand}
+    assert contest.met(ratios) is met
+
+
+def test_a_peer_that_fails_says_why(bench, tmp_path):
+    peers = bench("_inference_peers")
+    with pytest.raises(peers.Failed, match="no-such-peer"):
+        peers.Peer("no-such-peer", "resnet50", True, 1, tmp_path / "log")
+
+
+def test_a_peer_times_its_calls_while_it_is_not_frozen(bench, tmp_path):
+    peers = bench("_inference_peers")
+    peer = peers.Peer("eager", "bert-base", True, 1, tmp_path / "log")
+    try:
+        peer.freeze()
+        peer.thaw()
+        times = peer.block(3)
+        assert len(times) == 3 and all(time > 0 for time in times) and peer.agreement == 1.0
+    finally:
+        peer.close()

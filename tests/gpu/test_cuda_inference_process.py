@@ -1,0 +1,66 @@
+"""A candidate's process on a GPU. Written on a machine without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cloudpickle", reason="the extra inference")
+
+from saturate.inference.candidates import Candidate  # noqa: E402 - after the check for torch
+from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.source import Source  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+WIDTH = 1024
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()).cuda()
+    made = Source.write(tmp_path_factory.mktemp("study") / "source", model, [torch.rand(8, WIDTH, device="cuda") for _ in range(4)])
+    assert next(model.parameters()).is_cuda and made.device == "cuda:0"
+    return made
+
+
+@pytest.fixture(scope="module")
+def worker(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with Worker(source, Candidate(), folder=tmp_path_factory.mktemp("work"), threads=2, prepare_s=300.0) as made:
+        yield made
+
+
+def test_facts_are_those_of_the_device(worker: Worker) -> None:
+    facts = worker.ready.facts
+    assert (facts.device, facts.exportable, facts.export_problem) == ("cuda", True, "")
+    assert facts.capability == torch.cuda.get_device_capability()
+
+
+def test_answers_are_where_the_inputs_are(worker: Worker) -> None:
+    x = torch.rand(3, WIDTH)
+    assert not worker.run(x).is_cuda and worker.run(x.cuda()).device == x.cuda().device
+    assert torch.equal(worker.run(x.cuda()).cpu(), worker.run(x))
+    assert all(not tensor.is_cuda for batch in worker.outputs() for tensor in batch)
+
+
+def test_a_call_is_timed_until_the_device_is_idle(worker: Worker) -> None:
+    assert len(times := worker.block(20)) == 20 and min(times) > 5_000       # a launch alone takes some microseconds
+
+
+def test_memory_is_that_of_the_allocator(worker: Worker) -> None:
+    weights = 4 * WIDTH * (WIDTH + 1)
+    assert weights <= worker.memory_bytes() < 200 * 2**20
+    assert worker.ready.peak_memory_bytes >= weights
+    worker.freeze()
+    assert worker.memory_bytes() >= weights and worker.frozen
+
+
+def test_a_limit_of_memory_is_the_allocator_s(source: Source, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught, Worker(
+            source, Candidate(), folder=tmp_path, threads=2, prepare_s=300.0, memory_bytes=64 * 2**20) as worker:
+        worker.run(torch.rand(2**15, WIDTH))
+    assert caught.value.kind == "out_of_memory"

@@ -1,0 +1,113 @@
+"""Models of Hugging Face transformers: the loop gives what their own `generate` gives; what it cannot do is refused
+by name."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="generation needs torch")
+transformers = pytest.importorskip("transformers", reason="the models under test are its")
+
+from saturate.errors import UsageError  # noqa: E402
+from saturate.inference.generation import generate  # noqa: E402
+from saturate.inference.generation.models import context_of  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 9, 8, 9, 8, 9, 8, 9]]
+NEW = 20
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.6,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def made(name, seed=0, **changes):
+    torch.manual_seed(seed)
+    if name == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=40,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            initializer_range=0.6,
+            eos_token_id=None,
+            bos_token_id=None,
+            **changes,
+        )
+        return transformers.GPT2LMHeadModel(config).eval()
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def own(model, prompt):
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)[
+        0, len(prompt) :
+    ].tolist()
+
+
+KINDS = {
+    "Llama": {"num_key_value_heads": 2},
+    "GPT2": {},
+    "Qwen2": {"num_key_value_heads": 2},
+    "GPTNeoX": {},
+    "Llama, eager": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_their_own_generate(kind):
+    changes = {**KINDS[kind], **({"attn_implementation": "eager"} if "eager" in kind else {})}
+    name = kind.partition(",")[0]
+    model = made(name, **changes)
+    wanted = [own(model, prompt) for prompt in PROMPTS]
+    assert len({tuple(text) for text in wanted}) == len(wanted)
+    assert generate(model, PROMPTS, max_new_tokens=NEW).tokens == wanted
+    assert generate(model, PROMPTS[:1], max_new_tokens=NEW).tokens == wanted[:1]
+    draft = made(name, **changes)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    found = generate(model, PROMPTS, max_new_tokens=NEW, draft=draft, lengths=(3,))
+    assert found.tokens == wanted and 0 < found.acceptance_rate < 1
+    assert generate(model, PROMPTS, max_new_tokens=NEW, draft="prompt-lookup").tokens == wanted
+
+
+def test_the_end_of_a_text_comes_from_the_models_configuration():
+    model = made("Llama")
+    ends = own(model, PROMPTS[0])[4]
+    model.generation_config.eos_token_id = [ends]
+    assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens[0] == own(model, PROMPTS[0])
+
+
+def test_a_sliding_window_ends_the_context():
+    model = made("Mistral", sliding_window=24, num_key_value_heads=4)
+    assert context_of(model) == 24
+    assert generate(model, PROMPTS[:1], max_new_tokens=10).tokens[0] == own(model, PROMPTS[0])[:10]
+    with pytest.raises(UsageError, match="takes 24"):
+        generate(model, PROMPTS, max_new_tokens=NEW)
+
+
+def test_stateful_models_are_refused():
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
+    ).eval()
+    with pytest.raises(UsageError, match="MambaForCausalLM keeps a state that cannot be rolled back"):
+        generate(model, PROMPTS, max_new_tokens=NEW)
+
+
+def test_encoder_decoders_are_refused():
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    with pytest.raises(UsageError):
+        generate(transformers.T5ForConditionalGeneration(config).eval(), PROMPTS, max_new_tokens=NEW)

@@ -1,0 +1,176 @@
+"""Which way is the fastest: every way has a fate and a reason, and the winner holds on prompts that did not choose
+it."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch", reason="generation needs torch")
+
+import generation_models as toys  # noqa: E402
+
+from saturate.errors import UsageError  # noqa: E402
+from saturate.inference.generation import Budget, decode, generate, optimize, tune  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
+NEW = 12
+
+
+class Slow(toys.Cached):
+    """Takes as long for several tokens as for one, like a large model that waits for its weights: time of a clock
+    that nothing else moves, see `clock`."""
+
+    def __init__(self, seed: int = 0, step_ns: int = 1_000_000):
+        super().__init__(seed)
+        self.step_ns = step_ns
+
+    def forward(self, ids, cache=None):
+        CLOCK[0] += self.step_ns
+        return super().forward(ids, cache)
+
+
+CLOCK = [0]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """What loops read instead of the machine's time."""
+    monkeypatch.setattr(decode.Loop, "_now", lambda self: CLOCK[0])
+
+
+class Failing(toys.Cached):
+    def forward(self, ids, cache=None):
+        if cache is not None:
+            raise RuntimeError("planted")
+        return super().forward(ids, cache)
+
+
+#: Compiling takes half a minute.
+UNCOMPILED = ("draft", "lookup", "weights")
+
+
+def fates(result):
+    return {row.id: row.fate for row in result.record.candidates}
+
+
+def test_a_draft_that_pays_wins():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
+    record = result.record
+    assert result.best == "speculative, draft model" and record.verdict == "faster"
+    assert fates(result)["speculative, draft model"] == "kept"
+    best = record.best
+    assert 2 < best.speedup < 8 and best.identical == 1 and best.speculation.acceptance_rate == 1
+    assert (
+        best.speculation.cost_ratio == pytest.approx(0.05)
+        and best.timing.decode_tokens_per_s > record.baseline.timing.decode_tokens_per_s
+    )
+    assert result.generate([4, 4, 4]).tokens == generate(Slow(), [4, 4, 4], max_new_tokens=NEW).tokens
+    assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
+    assert "speculative, draft model" in result.table() and "acceptance 1.00 at cost ratio" in result.table()
+
+
+def test_a_draft_that_does_not_pay_is_refused_by_a_measurement():
+    """A draft as slow as its target, that is mostly wrong."""
+    draft = Slow(9)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=draft, time="30s", ways=("draft",))
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    assert row.fate == "slower" and row.speedup_ci[1] < 1 and row.reason.startswith("acceptance 0.")
+    assert result.best != "speculative, draft model"
+
+
+def test_a_way_that_fails_costs_a_row():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=8, draft=Failing(), time="30s", ways=("draft",))
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    assert (row.fate, row.reason) == ("failed", "RuntimeError: planted")
+
+
+def test_other_text_is_rejected(monkeypatch):
+    """Drafts that are taken unseen are the fastest, and wrong."""
+    from saturate.inference.generation import sampling
+
+    def unseen(torch, logits, drafted, counts, tolerance):
+        return (
+            counts.clone(),
+            logits.argmax(-1).gather(1, counts.unsqueeze(1)).squeeze(1),
+            torch.zeros_like(counts, dtype=torch.bool),
+        )
+
+    monkeypatch.setattr(sampling, "accept_greedy", unseen)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(9, 50_000), time="30s", ways=("draft",))
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    assert row.fate == "rejected_behaviour" and "differs from the plain loop at token" in row.reason
+    assert result.best == "plain"
+
+
+def test_without_time_nothing_is_tried():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=4, time=0.000001, ways=UNCOMPILED)
+    assert result.best == "plain" and result.record.verdict == "inconclusive"
+    assert set(fates(result).values()) <= {"not_tried", "not_applicable"}
+    assert result.generate(PROMPTS[0]).tokens[0] == toys.greedy(toys.Cached(), PROMPTS[0], 4)
+
+
+def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
+    real = tune.Search._raced
+
+    def only_here(self, ready, batches):
+        record = real(self, ready, batches)
+        return tune._with(record, fate="slower") if batches is self.confirmation else record
+
+    monkeypatch.setattr(tune.Search, "_raced", only_here)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
+    assert result.best == "plain" and any("not on others" in note for note in result.record.notes)
+    assert fates(result)["speculative, draft model"] == "slower"
+
+
+def test_ways_that_change_numbers_need_a_check():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=4, time="10s", ways=UNCOMPILED)
+    rows = [row for row in result.record.candidates if row.numerics == "precision"]
+    assert rows and all(row.fate in ("not_tried", "not_applicable") for row in rows)
+    with pytest.raises(UsageError, match="a check needs a budget"):
+        optimize(Slow(), PROMPTS, max_new_tokens=4, budget=Budget(max_drop=0.1))
+
+
+def test_weights_in_8_bits_are_judged_by_the_check():
+    pytest.importorskip("torchao", reason="saturate[inference] brings it")
+    model = Slow()
+    prompts = [[token, 1, 2] for token in range(13)]
+    wanted = generate(model, prompts, max_new_tokens=4).tokens
+
+    def check(run):
+        return [float(a == b) for ours, theirs in zip(wanted, run(prompts)) for a, b in zip(ours, theirs)]
+
+    result = optimize(
+        model,
+        prompts,
+        max_new_tokens=4,
+        time="30s",
+        batch_size=4,
+        check=check,
+        budget=Budget(max_drop=0.9),
+        ways=UNCOMPILED,
+    )
+    row = next(row for row in result.record.candidates if row.id == "torchao-weight-only")
+    assert row.accuracy is not None and row.verdict is not None, row
+    assert isinstance(model.head.weight, torch.nn.Parameter) and type(model.head.weight) is torch.nn.Parameter, (
+        "the user's is as it was"
+    )
+    import torch._inductor.config as settings
+
+    assert not settings.coordinate_descent_tuning
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_text(monkeypatch):
+    monkeypatch.setattr(decode.Loop, "_now", lambda self: time.perf_counter_ns())
+    result = optimize(toys.Cached(), PROMPTS, max_new_tokens=16, time="10m")
+    row = next(row for row in result.record.candidates if row.id == "compile")
+    assert row.identical == 1 and row.speedup is not None, row
+
+
+@pytest.mark.parametrize("wrong", ["soon", "0", "-5s", ""])
+def test_what_is_no_time_is_refused(wrong):
+    with pytest.raises(UsageError, match="is not a time"):
+        optimize(Slow(), PROMPTS, max_new_tokens=4, time=wrong)

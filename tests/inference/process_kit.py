@@ -1,0 +1,91 @@
+"""Models that a candidate's process imports by name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    extra: dict[str, torch.Tensor]
+    name: str = "answer"
+
+
+@dataclass
+class OnlyIn:
+    """Can be unpickled in one process only."""
+
+    process: int
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if state["process"] != os.getpid():
+            raise RuntimeError("only here")
+
+
+def only_in_this(context: object) -> OnlyIn:
+    return OnlyIn(os.getpid())
+
+
+class Pair(torch.nn.Module):
+    """Returns a tuple; refuses inputs with another number of features by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x)
+        return y, y.softmax(-1)
+
+
+class Structured(torch.nn.Module):
+    """A dataclass with a dictionary inside, two inputs, an integer one among them, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = torch.nn.Embedding(11, 4)
+        self.head = torch.nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.act = torch.nn.ReLU()
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> Answer:
+        hidden = self.act(self.norm(self.act(self.embedding(ids))))
+        hidden = torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden) * scale
+        return Answer(self.head(hidden), {"hidden": hidden, "again": hidden})
+
+
+class Branches(torch.nn.Module):
+    """Control flow that depends on the values of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x * 2
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5, training=True)
+
+
+class Slow(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(30)
+        return x
+
+
+class Encoder(torch.nn.Module):
+    """Served through a method."""
+
+    def encode(self, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+        return x.flatten(1) + shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x

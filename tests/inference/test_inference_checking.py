@@ -1,0 +1,286 @@
+"""The user's check, whatever it does; and whether a check can tell good from bad."""
+
+from __future__ import annotations
+
+import collections
+import io
+import random
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from saturate.inference import samples
+from saturate.inference.accuracy import Budget
+from saturate.inference.checking import CheckFailed, controls, scored
+
+torch = pytest.importorskip("torch", reason="models need torch")
+
+LABELS = torch.arange(60) % 4
+INPUTS = torch.nn.functional.one_hot(LABELS, 4).float() + torch.linspace(0, 0.3, 60).unsqueeze(1) * torch.tensor([1.0, -1, 1, -1])
+BATCHES = list(zip(INPUTS.split(16), LABELS.split(16)))
+
+
+def run(x):
+    """A good model."""
+    return 5 * x
+
+
+def right(run) -> list[bool]:
+    return [bool(hit) for x, y in BATCHES for hit in run(x).argmax(-1) == y]
+
+
+def loss(run) -> list[float]:
+    return torch.cat([torch.nn.functional.cross_entropy(run(x), y, reduction="none") for x, y in BATCHES]).tolist()
+
+
+# -- one run of the check ------------------------------------------------------------------------------------------
+
+
+def test_scores_samples_and_answers_are_known_afterwards():
+    found = scored(right, run)
+    assert found.problem is None and found.scores is not None and found.scores.mean == 1.0
+    assert found.calls == 4 and len(found.samples) == 60 and found.seconds >= 0
+    assert scored(right, run).answers == found.answers
+    assert scored(right, lambda x: 5 * x * (1 + 2**-22)).answers != found.answers
+    assert scored(right, run).asked == found.asked != scored(lambda run: run(INPUTS[:2]).sum(), run).asked
+    assert found.required() is found.scores
+
+
+def raises(run):
+    run(INPUTS)
+    return {}["accuracy"]
+
+
+@pytest.mark.parametrize("check, kind, says", [
+    (raises, "raised", r"KeyError: 'accuracy' \(.*test_inference_checking.py:\d+\)"),
+    (lambda run: run(INPUTS) and None, "raised", "RuntimeError"),
+    (lambda run: [run(INPUTS), sys.exit(3)], "exited", "exit code 3"),
+    (lambda run: None if run(INPUTS) is not None else 0, "unusable", "None"),
+    (lambda run: float(run(INPUTS).sum()) * float("nan"), "unusable", "nan"),
+    (lambda run: run(INPUTS), "unusable", "2 dimensions"),
+    (lambda run: 0.93, "silent", "never called"),
+    (lambda run: run(INPUTS, INPUTS), "run", "TypeError"),
+])
+def test_whatever_a_check_does_has_a_name(check, kind, says):
+    found = scored(check, run)
+    assert found.scores is None and found.problem is not None
+    assert found.problem.kind == kind
+    assert __import__("re").search(says, found.problem.what), found.problem.what
+    with pytest.raises((CheckFailed, TypeError)):
+        found.required()
+
+
+def test_a_model_that_fails_is_not_blamed_on_the_check_even_where_it_is_caught():
+    def broken(x):
+        raise OSError("the process is gone")
+
+    def careful(run):
+        try:
+            return float(run(INPUTS).sum())
+        except OSError:
+            return 0.0
+
+    for check in (careful, right):
+        found = scored(check, broken)
+        assert found.problem is not None and found.problem.kind == "run" and found.scores is None
+        with pytest.raises(OSError, match="gone"):
+            found.required()
+
+
+def test_ctrl_c_is_no_problem_of_the_check():
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(interrupted, run)
+
+
+def test_what_a_check_prints_is_kept_and_shown_but_not_on_stdout(capsys):
+    shown = io.StringIO()
+
+    def chatty(run):
+        print("fold 1")
+        print(0.5, file=sys.stdout, flush=True)
+        return right(run)
+
+    found = scored(chatty, run, echo=shown)
+    assert found.output == shown.getvalue() == "fold 1\n0.5\n"
+    scored(chatty, run)
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == "fold 1\n0.5\n"
+    assert "KeyError" in scored(raises, run).output
+    assert len(scored(lambda run: [print("x" * 10**6), *right(run)][1:], run, echo=shown).output) <= 65536
+
+
+def test_named_inputs_and_structured_answers_go_through():
+    @dataclass
+    class Output:
+        logits: object
+        loss: object = None
+
+    def model(x, scale=1.0):
+        return Output(5 * scale * x)
+
+    found = scored(lambda run: float(run(INPUTS, scale=2.0).logits.sum()), model)
+    assert found.problem is None and found.scores is not None and len(found.samples) == 60
+
+
+# -- controls of the check -----------------------------------------------------------------------------------------
+
+
+def test_a_sound_check_passes_its_controls():
+    found = controls(right, run, Budget(0.02))
+    assert found.problem is None and found.notes == () and found.spread == 0
+    assert found.noise is not None and found.noise < 0.6
+    assert found.baseline.scores is not None
+    lower = controls(loss, run, Budget(0.02, higher_is_better=False))
+    assert lower.problem is None and lower.noise is not None and lower.noise > 1
+
+
+@pytest.mark.parametrize("check, budget, kind, says", [
+    (loss, Budget(0.02), "direction", "higher_is_better=False"),
+    (lambda run: sum(loss(run)) / 60, Budget(0.02), "direction", "higher_is_better=False"),
+    (right, Budget(0.02, higher_is_better=False), "direction", "higher_is_better=True"),
+    (lambda run: [float(run(x) is not None) for x, _ in BATCHES], Budget(0.02), "blind", "run"),
+    (lambda run: len(run(INPUTS)) / 60, Budget(0.02), "blind", "run"),
+    (lambda run: [v + random.random() for v in right(run)][0], Budget(1e-9), "unstable", "seed"),
+    (lambda run: right(run)[:random.randint(1, 50)], Budget(0.02), "unstable", "same samples"),
+    (right, Budget(1), "budget", "unit"),
+    (raises, Budget(0.02), "raised", ""),
+])
+def test_a_check_that_cannot_judge_is_refused_with_a_remedy(check, budget, kind, says):
+    random.seed(1)
+    found = controls(check, run, budget)
+    assert found.problem is not None and found.problem.kind == kind, found.problem
+    assert says in found.problem.remedy
+
+
+def test_a_random_model_or_check_is_known_by_its_spread():
+    def dropout(x):
+        return torch.nn.functional.dropout(5 * x, 0.3)
+
+    torch.manual_seed(0)
+    found = controls(loss, dropout, Budget(3.0, higher_is_better=False))
+    assert found.problem is None and found.spread is not None and found.spread > 0
+    assert any("the model gives other answers each time" in note for note in found.notes)
+    hidden = controls(lambda run: [float(len(run(x)) == 16 and x.sum() < 99) for x, _ in BATCHES], dropout, Budget(0.5))
+    assert any("the scores are the same" in note for note in hidden.notes)
+
+    def subset(run):
+        chosen = random.sample(range(60), 30)
+        return [float(hit) for hit in run(INPUTS[chosen]).argmax(-1) == LABELS[chosen]]
+
+    def jittered(run):
+        return [value + random.gauss(0, 1e-3) for value in right(run)]
+
+    random.seed(2)
+    weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
+    assert any("other samples each time" in note for note in controls(subset, weak, Budget(0.4)).notes)
+    assert any("scores the same answers differently" in note for note in controls(jittered, run, Budget(0.1)).notes)
+
+
+def test_a_check_at_chance_is_said_to_see_little():
+    generator = torch.Generator().manual_seed(0)
+
+    def untrained(x):
+        return torch.randn(x.shape, generator=generator.manual_seed(int(x.sum() * 100)))
+
+    found = controls(right, untrained, Budget(0.02))
+    assert found.problem is None
+    assert any("hardly" in note for note in found.notes)
+
+
+def test_what_refuses_noise_does_look_at_the_answers():
+    def strict(run):
+        answer = run(INPUTS)
+        assert torch.allclose(answer, 5 * INPUTS), "not the answer"
+        return answer.argmax(-1) == LABELS
+
+    found = controls(strict, run, Budget(0.02))
+    assert found.problem is None and any("does look at the answers" in note for note in found.notes)
+
+
+def test_constant_answers_say_nothing_about_the_check():
+    found = controls(right, lambda x: torch.zeros(len(x), 4), Budget(0.02))
+    assert found.problem is None and any("one number only" in note for note in found.notes)
+
+
+def test_noise_leaves_the_models_answers_and_the_users_random_numbers_alone():
+    kept = {}
+
+    def model(x):
+        answer = 5 * x
+        kept[len(kept)] = (answer, answer.clone())
+        return {"logits": answer, "ids": answer.argmax(-1)}
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = controls(lambda run: [float(h) for x, y in BATCHES for h in run(x)["ids"] == y], model, Budget(0.02))
+    assert found.problem is None and found.noise is not None and found.noise < 0.6
+    assert all(torch.equal(answer, copy) for answer, copy in kept.values())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_sample_per_call_and_scalar_answers_have_noise_too():
+    def each(run):
+        return [-abs(float(run(x[None])) - float(x @ weights)) for x in INPUTS]
+
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = controls(each, lambda x: (x @ weights).sum(), Budget(0.05))
+    assert found.problem is None and found.noise is not None and found.noise < -0.05
+
+
+# -- samples -------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_that_is_scored_is_found_in_any_batch_and_order():
+    used = scored(right, run).samples
+    assert samples.overlap([(INPUTS[5:8],), (INPUTS[torch.tensor([59, 0])],)], used) == samples.Overlap(5, 5)
+    fresh = [(INPUTS + 9,)]
+    assert samples.overlap(fresh, used) == samples.Overlap(0, 60) and not samples.overlap(fresh, used).refused
+    some = samples.overlap([(INPUTS[:3],), (INPUTS + 9,)], used)
+    assert some.refused and "3 of 63" in some.words()
+    assert not samples.Overlap(1, 500).refused         # what a data set repeats by itself
+    assert not samples.Overlap(0, 0).refused
+
+
+def test_padding_does_not_hide_a_sample():
+    ids = torch.tensor([[5, 6, 7, 0, 0, 0], [5, 6, 8, 9, 0, 0]])
+    mask = (ids > 0).long()
+    alone = samples.names((ids[:1, :3], mask[:1, :3]))[0]
+    padded, other = samples.names((ids, mask))
+    assert set(alone) & set(padded) and not set(alone) & set(other)
+    left = samples.names((ids.flip(1), mask.flip(1)))[0]
+    assert set(left) & set(samples.names((ids[:1, :3].flip(1), mask[:1, :3].flip(1)))[0])
+    same = samples.names((torch.zeros(2, 4, dtype=torch.long),))
+    assert same[0] == same[1] and len(same[0]) == 1
+
+
+@pytest.mark.parametrize("inputs, count", [
+    ((torch.zeros(3, 2), torch.zeros(3)), 3),                       # the label-like one belongs to its row
+    ((torch.zeros(5, 2), torch.zeros(2, 9, dtype=torch.long)), 2),  # the largest says what a row is
+    ((torch.arange(7),), 1),                                        # no batch: its numbers are no samples
+    ((torch.arange(7), torch.arange(7)), 7),
+    ((torch.tensor(1.0),), 1),
+    ((["a text", "another"],), 2),
+    (({"ids": torch.zeros(4, 2), "names": ["x"]},), 4),
+    ((torch.zeros(0, 2),), 0),
+    ((torch.zeros(2, 3, dtype=torch.bfloat16),), 2),
+    ((torch.eye(3).to_sparse(),), 3),
+    ((torch.zeros(2, 3, dtype=torch.complex64).conj(),), 2),
+    ((3, None), 1),
+])
+def test_samples_of_any_inputs(inputs, count):
+    assert len(samples.names(inputs)) == count
+
+
+def test_arrays_and_named_tuples_are_samples_too():
+    numpy = pytest.importorskip("numpy", reason="arrays need numpy")
+    Pair = collections.namedtuple("Pair", "ids other")
+    array = numpy.arange(6).reshape(3, 2)
+    assert samples.names((array,)) == samples.names((torch.from_numpy(array),))
+    assert len(samples.names((Pair(array, None),))) == 3
+    assert samples.names((torch.zeros(1, 2),)) != samples.names((torch.ones(1, 2),))
+    one, other = samples.names((torch.zeros(2, 4), torch.tensor([1.0, 2.0])))       # a sample is all of its inputs
+    assert one != other

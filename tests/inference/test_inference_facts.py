@@ -1,0 +1,147 @@
+"""What is found out about a model before anything is changed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from process_kit import Branches, Noisy, Pair, Slow, Structured  # noqa: E402 - after the check for torch
+
+from saturate.inference import facts  # noqa: E402
+
+
+class RMSNorm(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+class SelfAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(self.query(x), x, x)
+
+
+class Attention(torch.nn.Module):
+    """As libraries nest them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention()
+
+    def forward(self, x: Any) -> Any:
+        return self.self_attention(x)
+
+
+def observe(model: Any, *batches: tuple[Any, ...], **known: Any) -> Any:
+    return facts.observe(torch, model.eval(), list(batches), "cpu", **known)
+
+
+def test_a_small_network_of_everything() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv1d(4, 4, 1), torch.nn.BatchNorm1d(4), torch.nn.Flatten(1), torch.nn.Linear(20, 4), RMSNorm(), torch.nn.GroupNorm(1, 4),
+        torch.nn.LayerNorm(4)).half().float()
+    found = observe(model, (torch.rand(2, 4, 5),), threads=3, calibration_samples=7, training_mode=True, trainable=True)
+    assert (found.kind, found.device, found.dtypes) == ("Sequential", "cpu", ("float32",))
+    assert (found.linears, found.convolutions, found.batch_norms, found.norms, found.embeddings, found.attentions) == (1, 1, 1, 3, 0, 0)
+    assert found.parameters == sum(p.numel() for p in model.parameters()) and found.parameter_bytes == 4 * found.parameters
+    assert (found.threads, found.calibration_samples, found.training_mode, found.trainable, found.student) == (3, 7, True, True, False)
+    assert not found.random and found.exportable is None and found.batch_size == 2 and found.cores >= 1
+    assert found.torch == torch.__version__
+
+
+def test_tied_weights_count_once_and_reuse_is_seen() -> None:
+    found = observe(Structured(), (torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 5, 1)))
+    assert found.parameters == 11 * 4 + 2 * 4
+    assert found.reused_modules == ("act",)
+    assert found.embeddings == found.linears == found.attentions == 1 and found.batch_size == 3
+
+
+def test_attention_counts_by_modules_and_by_calls() -> None:
+    assert observe(torch.nn.Sequential(Attention(), Attention()), (torch.rand(1, 3, 4),)).attentions == 2
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    assert observe(layer, (torch.rand(2, 3, 8),)).attentions == 1
+
+
+@pytest.mark.parametrize(("sizes", "batch_size", "varying"), [
+    ([(4, 3), (4, 3), (1, 3)], 4, False), ([(4, 3), (4, 5)], 4, True), ([(4, 3), (2, 3), (4, 3)], None, True), ([(2, 3)], 2, False)])
+def test_shapes(sizes: list[tuple[int, ...]], batch_size: int | None, varying: bool) -> None:
+    found = observe(torch.nn.ReLU(), *[(torch.rand(size),) for size in sizes])
+    assert (found.batch_size, found.varying_shapes) == (batch_size, varying)
+
+
+def test_inputs_that_do_not_agree_have_no_batch_size() -> None:
+    assert observe(torch.nn.Bilinear(3, 3, 2), (torch.rand(3), torch.rand(3))).batch_size == 3
+    assert observe(Structured(), (torch.zeros(2, 5, dtype=torch.long), torch.ones(1))).batch_size is None
+
+
+def test_randomness_is_seen_and_rounding_is_not() -> None:
+    assert observe(Noisy(), (torch.rand(50),)).random
+    one = torch.rand(1000)
+    assert not facts._differ(torch, [one], [one * (1 + 1e-7)])
+    assert facts._differ(torch, [one], [one * (1 + 1e-3)])
+    assert facts._differ(torch, [torch.tensor([1, 2])], [torch.tensor([1, 3])])
+    assert not facts._differ(torch, [torch.tensor([float("nan"), 1.0])], [torch.tensor([float("nan"), 1.0])])
+    assert facts._differ(torch, [torch.tensor([float("nan"), 1.0])], [torch.tensor([0.0, 1.0])])
+    assert facts._differ(torch, [one], []) and facts._differ(torch, [one], [one[:3]])
+
+
+def test_a_model_that_writes_to_its_inputs_is_not_random() -> None:
+    class Writes(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.add_(1)
+
+    given = torch.zeros(3)
+    assert not observe(Writes(), (given,)).random and given.sum() == 0
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = Structured()
+    before = [dict(vars(module)) for module in model.modules()]
+    observe(model, (torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 5, 1)))
+    model.train()
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_the_model_raises_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        observe(Pair(), (torch.zeros(1, 5),))
+
+
+def test_packages_and_flags_are_those_of_this_machine() -> None:
+    from importlib.metadata import version
+
+    assert facts.installed().get("cloudpickle", version("cloudpickle")) == version("cloudpickle")
+    assert "torchao" not in facts.installed() or facts.installed()["torchao"] == version("torchao")
+    assert facts.cpu_flags() <= facts._FLAGS
+
+
+def test_export_is_tried_and_its_problem_told() -> None:
+    x = torch.ones(2, 6)
+    assert facts._export(torch, Pair().eval(), (x,)) == (True, "")      # imports what the forks need
+    assert facts.try_export(torch, Pair().eval(), (x,), 100) == (True, "")
+    able, problem = facts.try_export(torch, Branches(), (x,), 100)
+    assert not able and problem.startswith("data-dependent control flow: ")
+
+
+def test_export_that_takes_too_long_is_ended() -> None:
+    began = time.monotonic()
+    assert facts.try_export(torch, Slow(), (torch.ones(1),), 0.3) == (False, "torch.export took longer than 0 s")
+    assert time.monotonic() - began < 5
+
+
+def test_export_that_ends_its_process_ends_only_the_fork() -> None:
+    class Dies(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            import os
+
+            os._exit(3)
+
+    assert facts.try_export(torch, Dies(), (torch.ones(1),), 100) == (False, "torch.export ended its process")

@@ -1,0 +1,237 @@
+"""Guards: what a score does not show."""
+
+from __future__ import annotations
+
+import pytest
+
+from saturate.inference import guards
+from saturate.inference.guards import examine, repeats
+
+torch = pytest.importorskip("torch", reason="models need torch")
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+LOGITS = [[torch.randn(16, 10, generator=seeded(1))], [torch.randn(7, 10, generator=seeded(2))]]
+
+
+def changed(batches, change):
+    return [[change(leaf.clone()) for leaf in leaves] for leaves in batches]
+
+
+def problem(candidate, numerics="precision", baseline=LOGITS, **more):
+    return examine(torch, baseline, candidate, numerics=numerics, **more).problem
+
+
+def test_the_same_outputs_pass_everything():
+    found = examine(torch, LOGITS, changed(LOGITS, lambda x: x), numerics="exact")
+    assert found.problem is None
+    assert found.agreement_db == guards.IDENTICAL_DB and found.flip_rate == 0
+    assert {finding.guard for finding in found.findings} == {"structure", "finite", "agreement"}
+
+
+@pytest.mark.parametrize("candidate, says", [
+    (LOGITS[:1], "1 of 2 batches"),
+    ([[*leaves, leaves[0]] for leaves in LOGITS], "2 tensors instead of 1"),
+    (changed(LOGITS, lambda x: x[:, :9]), r"shape (16, 9)"),
+    (changed(LOGITS, lambda x: x[:-1]), r"shape (15, 10)"),
+    (changed(LOGITS, lambda x: x.long()), "int64"),
+    (changed(LOGITS, lambda x: x.to(torch.complex64)), "complex64"),
+    (changed(LOGITS, lambda x: x.index_fill(1, torch.tensor([3]), float("nan"))), "16 values"),
+    (changed(LOGITS, lambda x: x.index_fill(0, torch.tensor([2]), float("inf"))), "not finite"),
+])
+def test_another_structure_or_broken_numbers_are_named(candidate, says):
+    for numerics in ("precision", "reordering"):
+        assert says in (problem(candidate, numerics) or "")
+
+
+def test_a_half_precision_output_is_the_same_kind_of_number():
+    assert problem(changed(LOGITS, lambda x: x.bfloat16())) is None
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min, -1e9])
+def test_masked_entries_are_no_signal_and_no_damage(fill):
+    """A mask of -inf, or of float32's least number (which float16 rounds to -inf), is the same on both sides."""
+    masked = changed(LOGITS, lambda x: x.index_fill(1, torch.tensor([0, 4]), fill))
+    half = changed(masked, lambda x: x.half().float())
+    found = examine(torch, masked, half, numerics="precision")
+    assert found.problem is None
+    assert found.agreement_db is not None and 60 < found.agreement_db < 80      # that of float16, without the mask
+    lost = changed(masked, lambda x: x.index_fill(1, torch.tensor([4]), 0.0))
+    assert (examine(torch, masked, lost, numerics="precision").agreement_db or 0) < 10
+
+
+def test_what_the_baseline_has_no_number_for_is_not_asked_of_a_candidate():
+    nans = changed(LOGITS, lambda x: x.index_fill(1, torch.tensor([0]), float("nan")))
+    assert examine(torch, nans, LOGITS, numerics="exact").problem is None      # where the baseline has none itself
+
+
+@pytest.mark.parametrize("dtype, low, high", [(torch.bfloat16, 50, 62), (torch.float16, 66, 80)])
+def test_agreement_is_that_of_the_format(dtype, low, high):
+    found = examine(torch, LOGITS, changed(LOGITS, lambda x: x.to(dtype).float()), numerics="precision")
+    assert found.problem is None and found.agreement_db is not None
+    assert low < found.agreement_db < high
+
+
+def test_the_worst_tensor_counts():
+    pair = [[torch.randn(8, 4, generator=seeded()), 1000 * torch.randn(8, 300, generator=seeded())]]
+    found = examine(torch, pair, [[pair[0][0] * 1.1, pair[0][1]]], numerics="precision")
+    assert found.agreement_db == pytest.approx(20, abs=0.1)
+
+
+def test_outputs_without_fractions_have_no_agreement():
+    ids = [[torch.arange(12).reshape(3, 4), torch.tensor([True, False])]]
+    found = examine(torch, ids, ids, numerics="exact")
+    assert found.problem is None and found.agreement_db is None and found.flip_rate is None
+
+
+def test_flips_of_class_scores():
+    turned = [[leaf.clone() for leaf in leaves] for leaves in LOGITS]
+    turned[0][0][:3] = -turned[0][0][:3]
+    assert examine(torch, LOGITS, turned, numerics="precision").flip_rate == pytest.approx(3 / 23)
+    tokens = [[torch.tensor(0.5), torch.randn(2, 5, 7, generator=seeded())]]
+    other = [[tokens[0][0], tokens[0][1].flip(-1)]]
+    assert (examine(torch, tokens, other, numerics="precision").flip_rate or 0) > 0.5
+    assert examine(torch, [[torch.randn(4, 1)]], [[torch.randn(4, 1)]], numerics="precision").flip_rate is None
+
+
+# -- lossless claims -----------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """Deep enough for float association to show."""
+
+    def __init__(self, width: int = 64, layers: int = 6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return x
+
+
+def outputs(net, dtype=torch.float32):
+    x = torch.randn(32, 64, generator=seeded(3), dtype=torch.float64)
+    with torch.no_grad():
+        return [[net.to(dtype)(x.to(dtype)).float() if dtype != torch.float64 else net.to(dtype)(x)]]
+
+
+def test_another_order_of_sums_is_lossless_and_a_shorter_format_is_not():
+    baseline, wide = outputs(Net()), outputs(Net(), torch.float64)
+    assert problem(baseline, "reordering", [[leaf.float() for leaf in leaves] for leaves in wide]) is None
+    for dtype in (torch.bfloat16, torch.float16):
+        sold = outputs(Net(), dtype)
+        assert "it calls itself reordering" in (problem(sold, "reordering", baseline) or "")
+        assert problem(sold, "precision", baseline) is None
+    assert "every bit" in (problem(changed(baseline, lambda x: x * (1 + 2**-22)), "exact", baseline) or "")
+
+
+def test_what_counts_is_the_format_that_the_baseline_computes_in():
+    baseline, other = outputs(Net(), torch.bfloat16), outputs(Net(), torch.float16)
+    assert problem(other, "reordering", baseline) is not None
+    assert problem(other, "reordering", baseline, precision="bfloat16") is None
+    assert problem(outputs(Net()), "reordering", outputs(Net(), torch.float64), precision="float64") is not None
+
+
+def test_one_wrong_corner_of_a_large_output_is_not_lossless():
+    large = [[torch.randn(1, 3, 128, 128, generator=seeded())]]
+    wrong = changed(large, lambda x: x)
+    wrong[0][0][0, 0, 0, 0] += 1
+    assert problem(wrong, "reordering", large) is not None
+
+
+def test_a_baseline_that_repeats_only_roughly_is_the_measure():
+    noisy = changed(LOGITS, lambda x: x + 1e-3 * torch.randn(x.shape, generator=seeded(5)))
+    other = changed(LOGITS, lambda x: x + 1e-3 * torch.randn(x.shape, generator=seeded(6)))
+    for numerics in ("exact", "reordering"):
+        assert problem(noisy, numerics) is not None
+        assert problem(noisy, numerics, again=other) is None
+        worse = changed(LOGITS, lambda x: x + 1e-1 * torch.randn(x.shape, generator=seeded(7)))
+        assert problem(worse, numerics, again=other) is not None
+
+
+def test_a_model_that_enlarges_small_differences_may_differ_by_them():
+    """Iterating a chaotic map loses the digits of every order of sums; bfloat16 loses all of them."""
+
+    def model(x, dtype=torch.float32):
+        y = torch.stack([x, 1 - x], -1).to(dtype)
+        for _ in range(13):
+            y = 3.9 * y * (1 - y)
+        return y.float()
+
+    batches = [(torch.rand(500, generator=seeded(8)) * 0.9 + 0.05,)]
+    twin = [[model(*batch)] for batch in guards.perturbed(torch, batches)]
+    baseline, wide, short = ([[model(*batch, dtype)] for batch in batches] for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    assert "85 dB" in (problem(wide, "reordering", baseline) or "")
+    assert problem(wide, "reordering", baseline, twin=twin) is None
+    assert problem(short, "reordering", baseline, twin=twin) is not None
+    calm = [[leaf * (1 + 2**-23) for leaf in leaves] for leaves in LOGITS]
+    assert problem(changed(LOGITS, lambda x: x * (1 + 1e-6)), "reordering", twin=calm) is None       # it never demands more
+
+
+def test_perturbed_inputs_differ_by_one_rounding():
+    x = torch.rand(100, 2, generator=seeded()) + 0.1
+    (one, ids, flag), = guards.perturbed(torch, [(x, torch.arange(3), True)])
+    assert ((one / x - 1).abs() <= 2.1 * 2**-23).all() and (one > x).any() and (one < x).any()
+    assert torch.equal(ids, torch.arange(3)) and flag is True
+    half, = guards.perturbed(torch, [(x.bfloat16(),)])
+    assert half[0].dtype == torch.bfloat16 and not torch.equal(half[0], x.bfloat16())
+    assert guards.perturbed(torch, [(torch.arange(3),)]) is None
+
+
+def test_whole_numbers_of_a_lossless_candidate_may_differ_by_a_tie_only():
+    ids = [[torch.arange(400).reshape(20, 20, 1)]]
+    tie, many = changed(ids, lambda x: x), changed(ids, lambda x: x)
+    tie[0][0][3, 3] += 1
+    many[0][0][:4, 3] += 1
+    assert problem(tie, "exact", ids) is not None
+    assert problem(tie, "reordering", ids) is None
+    assert "4 of 400" in (problem(many, "reordering", ids) or "")
+    assert problem(many, "precision", ids) is None
+
+
+def test_outputs_that_are_all_zero_must_stay_zero():
+    zero = [[torch.zeros(4, 4)]]
+    assert problem([[torch.full((4, 4), 1e-9)]], "reordering", zero) is not None
+    assert problem(zero, "reordering", zero) is None
+    found = examine(torch, zero, [[torch.ones(4, 4)]], numerics="precision")
+    assert found.agreement_db is not None and found.agreement_db < -100
+
+
+# -- determinism, lengths, other batch sizes -----------------------------------------------------------------------
+
+
+def test_a_candidate_that_is_random_is_named():
+    dropped = [changed(LOGITS, lambda x: torch.nn.functional.dropout(x, 0.1)) for _ in range(2)]
+    assert not repeats(torch, *dropped).passed
+    assert repeats(torch, LOGITS, changed(LOGITS, lambda x: x)).passed
+    assert repeats(torch, LOGITS, changed(LOGITS, lambda x: x.bfloat16().float())).passed        # sums in another order
+    ids = [[torch.randint(50, (4, 6), generator=seeded(seed))] for seed in range(2)]
+    assert not repeats(torch, ids[:1], ids[1:]).passed
+    assert not repeats(torch, [[ids[0][0]]], [[ids[0][0][:, :4]]]).passed
+
+
+def test_generated_text_must_be_as_long_as_the_baselines():
+    text = [[torch.arange(1, 81).reshape(4, 20)]]
+    assert problem([[text[0][0][:, :19]]], baseline=text) is None
+    assert "75%" in (problem([[text[0][0][:, :15]]], baseline=text) or "")
+    assert "as long" in (problem([[torch.cat([text[0][0]] * 2, 1)]], baseline=text) or "")
+    padded = text[0][0].clone()
+    padded[:, 8:] = 0
+    assert "45%" in (problem([[padded]], baseline=text, generates=True) or "")
+    assert problem([[padded]], baseline=text) is None           # classes of pixels, as far as anybody knows
+    assert problem([[text[0][0].clone()]], baseline=text, generates=True) is None
+
+
+def test_other_batches_are_cut_from_the_first_one():
+    x, y = torch.arange(14.0).reshape(7, 2), torch.arange(7)
+    found = guards.other_batches([(x, y, torch.tensor(0.5)), (x,)])
+    assert [batch[0].shape[0] for batch in found] == [1, 5]
+    assert torch.equal(found[1][1], y[:5]) and found[0][2] == 0.5
+    assert [batch[0].shape[0] for batch in guards.other_batches([(x[:2],)])] == [1]
+    for none in ([], [(x[:1],)], [(x, y[:3])], [(x, "text")], [(torch.tensor(1.0),)]):
+        assert guards.other_batches(none) == []

@@ -1,0 +1,384 @@
+"""A candidate's process: what it answers, how it fails, and that it never stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import misbehaves
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cloudpickle", reason="the extra inference")
+
+from process_kit import Answer, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
+
+from saturate.errors import EnvironmentProblem  # noqa: E402
+from saturate.inference.candidates import Candidate, Part  # noqa: E402
+from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.source import Source  # noqa: E402
+from saturate.inference.worker import Order, Server  # noqa: E402
+from saturate.records.inference import ModelFacts  # noqa: E402
+from saturate.trial import tree  # noqa: E402
+
+BATCHES = [(torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)),) for seed in range(4)]
+
+
+def doing(how: str) -> Candidate:
+    return Candidate.of([Part(misbehaves, misbehaves.Options(how))])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source.write(tmp_path_factory.mktemp("study") / "source", Pair(), BATCHES)
+
+
+@pytest.fixture
+def start(source: Source, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Starts a process that knows the facts already; closed after the test."""
+    started: list[Worker] = []
+
+    def begin(how: str | None = None, **options: Any) -> Worker:
+        options = {"folder": tmp_path, "threads": 1, "prepare_s": 120.0, "facts": ModelFacts(), **options}
+        started.append(Worker(source, Candidate() if how is None else doing(how), **options))
+        return started[-1]
+
+    yield begin
+    for worker in started:
+        worker.close()
+
+
+def alive(pid: int) -> bool:
+    return tree.state(pid) not in ("", "Z", "X")
+
+
+def gone(*pids: int, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+@pytest.fixture(scope="module")
+def shared(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One that doubles the output. Tests leave it as it is. It ends with everything that it started."""
+    with Worker(source, doing("double"), folder=tmp_path_factory.mktemp("shared"), threads=1, prepare_s=120.0, facts=ModelFacts(random=True)) as worker:
+        yield worker
+        pid, child = worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child")
+        worker.freeze()
+        assert tree.state(pid) == tree.state(child) == "T"
+    assert gone(pid, child, worker._supervisor.pid)
+    worker.close()
+    with pytest.raises(WorkerFailed, match="closed"):
+        worker.run(BATCHES[0][0])
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_candidate_answers_with_its_techniques_applied(shared: Worker) -> None:
+    model = Pair().eval()
+    (x,) = BATCHES[0]
+    got = shared.run(x)
+    assert isinstance(got, tuple) and torch.allclose(got[0], 2 * model(x)[0])
+    assert shared.ready.done == ["did double"] and [proof.evidence for proof in shared.ready.proofs] == ["it did double"]
+    assert shared.ready.prepare_s > 0.05 and 0 < shared.ready.first_call_s < shared.ready.prepare_s
+    # The files of the library alone are more; less would not be resident memory of that process.
+    assert shared.ready.peak_memory_bytes > 50 * 2**20 and shared.memory_bytes() > 50 * 2**20
+
+
+def test_all_outputs_come_as_flat_lists(shared: Worker) -> None:
+    model = Pair().eval()
+    got = shared.outputs()
+    assert len(got) == 2 and all(torch.allclose(a, 2 * b) for batch, (x,) in zip(got, BATCHES[0::2]) for a, b in zip(batch, model(x)))
+
+
+def test_a_block_times_every_call(shared: Worker) -> None:
+    times = shared.block(7)
+    assert len(times) == 7 and all(isinstance(one, int) and one > 100 for one in times)
+    assert shared.block(0) == [] and len(shared.block(1, start=5)) == 1
+
+
+def test_calls_run_in_inference_mode_and_blocks_without_collection(shared: Worker) -> None:
+    shared.run(*BATCHES[0])
+    assert shared.ask("misbehaves:note", "state") == "inference True, collects True, threads 1"
+    shared.block(1)
+    assert shared.ask("misbehaves:note", "state") == "inference True, collects False, threads 1"
+
+
+def test_a_random_model_draws_the_same_numbers_in_each_call(shared: Worker) -> None:
+    drawn = []
+    for call in (lambda: shared.run(*BATCHES[0]), shared.outputs, lambda: shared.block(2)):
+        call()
+        drawn += [shared.ask("misbehaves:drawn"), shared.ask("misbehaves:drawn")]
+    assert drawn[0] == drawn[2] == drawn[4] != drawn[1]
+
+
+def test_inputs_that_the_model_refuses_leave_it_alive(shared: Worker) -> None:
+    with pytest.raises(WorkerFailed, match="shapes cannot be multiplied") as caught:
+        shared.run(torch.zeros(1, 5))
+    assert caught.value.kind == "failed" and caught.value.alive and "Traceback" in caught.value.log
+    assert shared.run(torch.zeros(5, 6))[0].shape == (5, 3)
+
+
+def test_messages_that_cannot_be_sent_leave_it_alive(shared: Worker) -> None:
+    with pytest.raises(WorkerFailed, match="inputs cannot be sent"):
+        shared.run(torch.zeros(1, 6), (x for x in "ab"))
+    with pytest.raises(WorkerFailed, match="output cannot be sent"):
+        shared.ask("misbehaves:misbehave", "unsendable")
+    with pytest.raises(WorkerFailed, match="inputs cannot be used in another process: RuntimeError: only here"):
+        shared.run(torch.zeros(1, 6), OnlyIn(os.getpid()))
+    with pytest.raises(WorkerFailed, match="output cannot be read: RuntimeError: only here"):
+        shared.ask("process_kit:only_in_this")
+    assert shared.run(torch.zeros(5, 6))[0].shape == (5, 3)
+
+
+def test_memory_errors_of_an_allocator_are_of_that_kind(shared: Worker) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        shared.ask("misbehaves:misbehave", "memory error")
+    assert caught.value.kind == "out_of_memory" and caught.value.alive
+
+
+def test_memory_that_is_given_back_at_once_is_seen(shared: Worker) -> None:
+    before = shared.memory_bytes()
+    shared.ask("misbehaves:misbehave", "allocate")
+    assert 190 * 2**20 < shared.memory_bytes() - before < 220 * 2**20
+
+
+def test_what_the_model_prints_goes_to_the_log(shared: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    shared.ask("misbehaves:misbehave", "print")
+    deadline = time.monotonic() + 10
+    while "words of its library" not in shared.output() and time.monotonic() < deadline:
+        time.sleep(0.01)            # the supervisor passes it on
+    assert "words of the model" in shared.output() and "words of its library" in shared.output()
+    assert "words" not in "".join(capfd.readouterr())
+
+
+def test_several_threads_may_call(shared: Worker) -> None:
+    got: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda n=n: got.update({n: shared.run(torch.full((1, 6), float(n)))[0]})) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    model = Pair().eval()
+    assert all(torch.allclose(got[n], 2 * model(torch.full((1, 6), float(n)))[0]) for n in range(8))
+
+
+def test_a_fork_of_the_user_does_not_disturb_it(shared: Worker) -> None:
+    """A DataLoader's worker inherits the object."""
+    child = os.fork()
+    if child == 0:
+        try:
+            shared.run(BATCHES[0][0])
+        except WorkerFailed as failure:
+            shared.close()
+            os._exit(17 if "fork" in failure.reason else 18)
+        os._exit(19)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    assert shared.run(torch.zeros(5, 6))[0].shape == (5, 3)
+
+
+def test_a_frozen_process_does_not_run_and_a_request_wakes_it(shared: Worker) -> None:
+    pid = shared.ask("misbehaves:misbehave", "")
+    shared.freeze()
+    assert tree.state(pid) == "T" and shared.memory_bytes() > 0
+    assert len(shared.block(2)) == 2
+    assert tree.state(pid) == "T"
+    shared.thaw()
+    assert tree.state(pid) != "T"
+
+
+def test_the_environment_of_the_user_is_not_left_in_a_file(shared: Worker) -> None:
+    assert sorted(os.listdir(shared.folder)) == ["output.log", "scratch"]
+    assert shared.folder.stat().st_mode & 0o777 == 0o700
+
+
+# -- the other end, in this process ----------------------------------------------------------------------------------
+
+
+def order(source: Source, folder: Path, how: str = "double", **options: Any) -> Order:
+    techniques = [("misbehaves", misbehaves.__file__, {"how": how})]
+    return Order(**{"source": str(source.folder), "artifact": None, "techniques": techniques, "keep": frozenset(), "folder": str(folder),
+                    "threads": 1, "limit_s": 100.0, "memory_bytes": None, "facts": ModelFacts(), **options})
+
+
+def test_every_shape_is_met_before_the_first_block(tmp_path: Path) -> None:
+    source = Source.write(tmp_path / "source", Pair(), [torch.zeros(size, 6) for size in (3, 5, 2, 4, 3, 3)], [torch.zeros(1, 6)])
+    server = Server()
+    assert source.batches == 6
+    server.do_prepare(order(source, tmp_path))
+    assert server.context and server.context.notes["calls"] == "3 5 2 4 "
+    server.do_block(4, None)
+    server.do_block(3, None)
+    server.do_block(1, 2)
+    assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 "
+
+
+def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path) -> None:
+    server = Server()
+    server.do_prepare(order(source, tmp_path, keep=frozenset({"layer"})))
+    context = server.context
+    assert context and context.keep == {"layer"} and context.folder == tmp_path and context.threads == 1 and context.train is None
+    assert len(context.inputs) == len(context.calibration) == 2 and not context.model.training
+    assert 0 < context.deadline_s - time.monotonic() < 60
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_whole_in_training_mode_is_switched_and_a_part_is_not(whole: bool, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout()).train(whole)
+    model[1].train()
+    source = Source.write(tmp_path / "source", model, BATCHES)
+    server = Server()
+    server.do_prepare(order(source, tmp_path))
+    assert source.training is whole and server.context and server.context.model[1].training is not whole
+    assert not server.context.model[0].training
+
+
+def test_reasons_are_one_line_and_name_the_technique() -> None:
+    server = Server()
+    assert server.reason(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
+    assert server.reason(ValueError()) == "ValueError: no message"
+    assert server.reason(EnvironmentProblem("it is damaged", cause="a digest")) == "it is damaged: a digest"
+    server._doing = "technique"
+    assert server.reason(misbehaves.NotApplied("why")) == "technique: why"
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_the_baseline_is_observed_once_and_its_structure_comes_back(tmp_path: Path) -> None:
+    batch = torch.randint(0, 11, (2, 5)), torch.rand(2, 5, 1)
+    source = Source.write(tmp_path / "source", Structured().train(), [batch, batch])
+    with Worker(source, Candidate(), folder=tmp_path, threads=1, prepare_s=120.0) as worker:
+        facts = worker.ready.facts
+        assert (facts.kind, facts.exportable, facts.training_mode, facts.reused_modules) == ("Structured", True, True, ("act",))
+        assert source.facts(torch) == facts
+        got = worker.run(*batch)
+        assert type(got) is Answer and got.extra["again"] is got.extra["hidden"] and got.name == "answer"
+        assert torch.equal(got.logits, Structured().eval()(*batch).logits)
+
+
+@pytest.mark.parametrize(("how", "kind", "reason"), [
+    ("refuse", "not_applied", "misbehaves: it does not want to"),
+    pytest.param("raise", "failed", "misbehaves: RuntimeError: no such luck", marks=pytest.mark.slow)])
+def test_a_technique_that_fails_says_so(how: str, kind: str, reason: str, start: Callable[..., Worker], tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        start(how)
+    assert (caught.value.kind, caught.value.reason, caught.value.alive) == (kind, reason, False) and "Traceback" in caught.value.log
+    assert not any((folder / "scratch").exists() for folder in tmp_path.iterdir())
+
+
+def test_a_hang_is_ended_with_everything_that_it_started(start: Callable[..., Worker]) -> None:
+    worker = start()
+    pid, child = worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child")
+    with pytest.raises(WorkerFailed, match="misbehave took longer than") as caught:
+        worker.ask("misbehaves:misbehave", "hang", limit_s=0.3)
+    assert caught.value.kind == "timeout" and not caught.value.alive and gone(pid, child)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "kind", "reason"), [
+    ("die", "failed", "ended by SIGSEGV"), ("exit", "failed", "its process ended itself in the middle of a request")])
+def test_an_end_in_the_middle_of_a_request_is_named(how: str, kind: str, reason: str, start: Callable[..., Worker]) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        start(how)
+    assert (caught.value.kind, caught.value.reason, caught.value.alive) == (kind, reason, False)
+    if how == "die":
+        assert "Segmentation fault" in caught.value.log and "misbehave" in caught.value.log
+
+
+@pytest.mark.slow
+def test_a_limit_of_memory_ends_it(start: Callable[..., Worker]) -> None:
+    with pytest.raises(WorkerFailed, match="above the limit of 512 MiB") as caught:
+        start("hog", memory_bytes=512 * 2**20)
+    assert caught.value.kind == "out_of_memory"
+
+
+@pytest.mark.slow
+def test_preparation_has_a_time_limit(start: Callable[..., Worker]) -> None:
+    with pytest.raises(WorkerFailed, match="preparation took longer than 8 s") as caught:
+        start("hang", prepare_s=8.0)
+    assert caught.value.kind == "timeout"
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_takes_all_with_it(start: Callable[..., Worker]) -> None:
+    worker = start()
+    pid, child = worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child")
+    worker._supervisor.kill()
+    worker._supervisor.wait()
+    with pytest.raises(WorkerFailed, match="watches it was killed"):
+        worker.run(BATCHES[0][0])
+    assert gone(pid, child)
+
+
+@pytest.mark.slow
+def test_a_technique_without_effect_is_not_active(start: Callable[..., Worker]) -> None:
+    assert [proof.active for proof in start("idle").ready.proofs] == [False]
+
+
+SCRIPT = """
+    import os, signal, sys, threading, time
+    import torch
+    from dataclasses import dataclass
+    from pathlib import Path
+    from saturate.inference.candidates import Candidate
+    from saturate.inference.process import Worker
+    from saturate.inference.source import Source
+    from saturate.records.inference import ModelFacts
+
+    print("the script runs", flush=True)
+
+    @dataclass
+    class Output:
+        y: torch.Tensor
+
+    class Local(torch.nn.Module):
+        def forward(self, x):
+            print("a call")
+            return Output(x + 1)
+
+    folder = Path(sys.argv[1])
+    source = Source.write(folder / "source", Local(), [torch.zeros(2, 1)])
+    worker = Worker(source, Candidate(), folder=folder, threads=1, prepare_s=120, facts=ModelFacts())
+    got = worker.run(torch.ones(1))
+    assert type(got) is Output and float(got.y) == 2
+    pids = [worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child"), worker._supervisor.pid]
+    print(*pids, flush=True)
+    if sys.argv[2] == "frozen":
+        worker.freeze()
+    if sys.argv[2] == "interrupted":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        worker.ask("misbehaves:misbehave", "hang")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "frozen", "interrupted"])
+def test_nothing_outlives_the_user_s_process(how: str, tmp_path: Path) -> None:
+    """... whose script is not run a second time, and whose classes and their answers are its own."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "work"), how], env={**os.environ, "PYTHONPATH": path},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "the script runs\n"
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        pids = [int(word) for word in line.split()]
+        assert all(map(alive, pids))
+        if how != "interrupted":
+            process.send_signal(signal.SIGKILL)
+        assert gone(*pids, within_s=15.0)
+        process.kill()
+        assert process.stdout.read() == ""

@@ -1,0 +1,260 @@
+"""What an optimization says: at most twelve lines in any terminal, a table, and a page that stands alone."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+
+import msgspec
+import optimizations
+import pytest
+
+from saturate.records.inference import CandidateRecord, Fate, OptimizeRecord
+from saturate.report import inference as report
+from saturate.report import inference_charts as charts
+from saturate.report import inference_html as page
+from saturate.report.analysis_html import MAX_BYTES
+from saturate.report.cells import cells
+
+
+@pytest.fixture(params=list(optimizations.ALL))
+def record(request):
+    return optimizations.ALL[request.param]()
+
+
+# -- summary -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_the_summary_fits_the_terminal(record, width):
+    lines = report.summary(record, width=width, color=False).splitlines()
+    assert len(lines) <= report.MAX_LINES
+    assert lines[-1].startswith("next") and "saturate " in lines[-1]
+    for line in lines:
+        assert not re.search("[\x00-\x08\x1b\u202e\ud800]", line)
+        if not line.startswith(("artifact", "report", "next")):
+            assert cells(line) <= max(width, report.MIN_WIDTH), line
+
+
+def test_a_win_says_what_was_gained_and_what_it_costs():
+    lines = report.summary(optimizations.win(), width=110, color=False).splitlines()
+    assert lines[0] == "6.82x faster [6.71, 6.93], within a drop of 0.01"
+    text = "\n".join(lines)
+    assert "with      onnx-int8-static method=percentile" in text
+    assert "p50 77.5 -> 11.4, p99 100.8 -> 14.8 ms per call of 8 samples" in text
+    assert "accuracy  score 0.968, drop 0.002 [-0.001, 0.0052] of 0.01 allowed, pass" in text
+    assert "3.19x [3.10, 3.28] over the best lossless: onnx-runtime 2.14x" in text
+    assert "peak 180 MiB instead of 512 MiB, 26.0 MiB stored" in text
+    assert "5 dominated, 1 slower, 1 accuracy undecided, 2 rejected (accuracy), 1 rejected (behaviour)" in text
+    assert "onnx-int8-static 6.97x, rejected (accuracy): it loses 0.057 or more" in text
+    assert lines[-3:] == ["artifact  /home/u/runs/r18/artifact", "report    /home/u/runs/r18/report.html",
+                          "next      saturate bench /home/u/runs/r18/artifact --batch 1,8,32"]
+
+
+def test_without_a_check_nothing_is_said_of_accuracy():
+    text = report.summary(optimizations.lossless(), width=110, color=False)
+    assert text.startswith("2.14x faster [2.10, 2.18], lossless\n")
+    assert "no check was given: lossless candidates only; outputs agree to 128 dB" in text
+
+
+def test_what_is_not_shown_to_be_within_the_budget_is_no_win():
+    record = optimizations.undecided()
+    assert not report.won(record) and report.won(optimizations.win())
+    text = report.summary(record, width=110, color=False)
+    assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 more samples needed" in text
+    assert "\033[1;32m" not in report.summary(record, width=80, color=True)
+    assert "\033[1;32m" in report.summary(optimizations.win(), width=80, color=True)
+
+
+def test_nothing_helps_is_an_answer():
+    text = report.summary(optimizations.nothing(), width=110, color=False)
+    assert text.startswith("Nothing within the budget and the limits is faster\n")
+    assert "why       onnx-int8-static 6.97x, rejected (accuracy)" in text
+    assert text.splitlines()[-1] == "next      saturate explain no_difference"
+    assert "build() failed: RuntimeError: no GPU" in report.summary(optimizations.failed(), width=110, color=False)
+
+
+def test_colour_is_only_added(record):
+    plain = report.summary(record, width=80, color=False)
+    assert re.sub(r"\033\[[\d;]*m", "", report.summary(record, width=80, color=True)) == plain
+
+
+def test_every_fate_has_its_words():
+    fates = set(Fate.__args__)
+    assert set(report.FATES) == set(page._SIGNS) == fates == {*report.MEANINGS, "kept"}
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_everything(record):
+    lines = report.table(record).splitlines()
+    assert len(lines) == 2 + len(record.candidates)
+    for width in (40, 100):
+        assert all(cells(line) <= width for line in report.table(record, width=width).splitlines())
+
+
+def test_the_table_begins_with_the_winner():
+    lines = report.table(optimizations.win()).splitlines()
+    assert lines[0].split() == ["candidate", "fate", "p50", "ms", "p99", "ms", "speed-up", "drop", "memory", "reason"]
+    assert lines[1].startswith("baseline") and lines[2].startswith("onnx-int8-static method=percentile")
+    assert "6.82x [6.71, 6.93]" in lines[2] and "0.002 [-0.001, 0.0052]" in lines[2] and "180 MiB" in lines[2], "as confirmed"
+    at = lines[0].index("p50")
+    assert all(line[at - 2:at] == "  " for line in lines)
+
+
+# -- the front and the picture -------------------------------------------------------------------------------------------
+
+
+def test_the_front_holds_what_nothing_beats():
+    found = [one.id for one in report.front(optimizations.CANDIDATES)]
+    assert found == ["onnx-int8-static", "onnx-int8-static method=percentile", "bf16-weights + compile", "onnx-runtime"]
+    broken = optimizations.candidate("broken", "rejected_behaviour", 50.0, 0.0)
+    assert report.front([broken, optimizations.WINNER]) == [optimizations.WINNER]
+
+
+def test_the_axes_hold_budget_and_everything_near_it():
+    placed = charts.points(optimizations.win())
+    down = charts._drops(placed, 0.01)
+    assert down.low <= 0 and down.holds(0.01) and down.high == pytest.approx(0.04), "four budgets"
+    assert down.share(0.44) == down.share(0.04), "what loses more sits at the edge"
+    assert [point.record.id for point in placed][:2] == ["compile freezing=True", "baseline"], "large dots first"
+
+
+@pytest.mark.parametrize("low, high", [(-0.004, 0.04), (0.0, 1e-3), (-0.013, 0.127), (-0.5, 600.0), (0.0, 0.99), (-1e9, 1e9)])
+def test_ticks_are_few_and_round(low, high):
+    values = charts.round_values(low, high)
+    assert 2 <= len(values) <= 7 and 0.0 in values and all(low <= value <= high for value in values)
+    assert all(len(f"{value:.12g}".strip("-").replace(".", "").strip("0").split("e")[0]) <= 2 for value in values)
+
+
+def test_whiskers_are_the_intervals():
+    record = optimizations.win()
+    point = next(point for point in charts.points(record) if point.record.fate == "kept")
+    assert point.x_ends == pytest.approx((77.5 / (1.03 * 6.82), 77.5 / (0.97 * 6.82)))
+    assert point.y_ends == pytest.approx((-0.002, 0.006))
+    across, down = charts._logarithmic(charts.points(record)), charts._drops(charts.points(record), 0.01)
+    whiskers = charts._whiskers(point, across, down)
+    ends = [[float(value) for value in re.findall(r'(?:x|y)[12]="([\d.]+)%"', one)] for one in whiskers]
+    x, y = (float(value.rstrip("%")) for value in charts._at(point, across, down))
+    assert ends[0][0] < x < ends[0][1] and ends[0][2:] == [y, y] and ends[1][:2] == [x, x] and ends[1][2] < y < ends[1][3]
+
+
+def test_the_area_of_a_dot_is_memory():
+    point = next(point for point in charts.points(optimizations.win()) if point.record.fate == "kept")
+    whole = charts._radius(point, point.memory_bytes)
+    assert charts._radius(point, 4 * point.memory_bytes) == pytest.approx(whole / 2)
+
+
+def test_without_scores_there_are_bars():
+    assert charts.pareto(optimizations.lossless()) is None
+    drawn = charts.bars(optimizations.lossless())
+    assert drawn.count("<li>") == 4 and "baseline" in drawn
+    assert charts.bars(optimizations.bare()) is None is charts.pareto(optimizations.bare())
+
+
+def test_one_place_for_all_is_drawn():
+    """All at the same latency and without loss: the axes must not collapse."""
+    same = [optimizations.candidate(f"c{i}", "dominated", 1.0, 0.0, half=0.0) for i in range(3)]
+    drawn = charts.pareto(optimizations.win(candidates=same, max_drop=0.0))
+    assert drawn is not None and "nan" not in drawn
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words, self.data = [], [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.data += data
+        elif self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.words).replace("\u00a0", " "))
+
+
+def test_the_page_stands_alone(record):
+    text = page.render(record)
+    found = Page(text)
+    assert found.open == [] and text.startswith("<!doctype html>") and "default-src &#x27;none&#x27;" in text
+    assert not {tag for tag, _ in found.elements} & {"img", "link", "iframe", "object", "embed", "base", "form", "image"}
+    assert [a.get("type") for tag, a in found.elements if tag == "script"] == ["application/json"]
+    ids = [a["id"] for _, a in found.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in found.elements:
+        assert not {"src", "style", "srcset"} & set(attributes) and not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#")[0] == "#" and attributes.get("href", "#")[1:] in ["", *ids]
+        assert tag != "svg" or attributes.get("role") != "img" or attributes["aria-label"]
+    assert "://" not in text or "://" in json.dumps(msgspec.to_builtins(record))
+    assert not re.search(r'"(?:nan|inf)%?"', text)
+
+
+def test_the_page_says_everything():
+    found = Page(page.render(optimizations.win())).text
+    for words in ("6.82\u00d7 faster, within a drop of 0.01", "best lossless", "onnx-int8-static method=percentile", "budget 0.01",
+                  "it loses 0.057 or more, and 0.01 is allowed", "timeout: 120 s without an answer", "3 layers kept in the original precision",
+                  "2 rejected (accuracy)", "# onnx-int8-static method=percentile model = convert(model)", "AMD EPYC", "p99 ms at most 40",
+                  "saturate bench /home/u/runs/r18/artifact", "kept for calibration", "3.19"):
+        assert words in found, words
+    for one in optimizations.CANDIDATES:
+        assert one.id in found and one.reason.lower() in found.lower()
+
+
+def test_the_record_is_in_the_page():
+    found = Page(page.render(optimizations.win()))
+    again = msgspec.json.decode(found.data.encode(), type=OptimizeRecord)
+    assert again.best.speedup_ci == (6.71, 6.93) and len(again.candidates) == len(optimizations.CANDIDATES)
+    assert again.candidates[0].fate == "kept"
+
+
+def test_hostile_text_stays_text():
+    text = page.render(optimizations.hostile())
+    found = Page(text)
+    assert "<img src=x onerror=alert(1)>" in found.text
+    assert text.count("</script>") == 1 and not re.search("[\x00\x1b\u202e\ud800]", text)
+    for char in "<>&\u2028\u2029":
+        assert char not in found.data
+    vocabulary = {(tag, name) for tag, attributes in Page(page.render(optimizations.win())).elements for name in ("", *attributes)}
+    assert {(tag, name) for tag, attributes in found.elements for name in ("", *attributes)} <= vocabulary
+
+
+def test_a_huge_record_is_cut_and_says_so():
+    text = page.render(optimizations.huge())
+    assert len(text.encode()) < MAX_BYTES and "entries are shown" in text
+    assert optimizations.WINNER.id in Page(text).text, "the winner is never cut"
+    assert "convert(model)" in text
+
+
+def test_typical_pages_are_small(record):
+    assert len(page.render(record).encode()) < 150_000
+
+
+def test_a_drop_is_short():
+    assert [report.drop(value) for value in (0.01, 0.00123, -2.5, 0.0, None)] == ["0.01", "0.00123", "-2.5", "0", "not measured"]
+
+
+def test_a_lossless_candidate_has_lost_nothing():
+    free = CandidateRecord(id="x", techniques=[], fate="dominated", reason="", numerics="reordering")
+    assert report.place_of(free) == 0.0
+    assert report.place_of(msgspec.structs.replace(free, numerics="precision")) is None
+    assert report.place_of(msgspec.structs.replace(free, accuracy_drop=0.2)) == 0.2

@@ -1,0 +1,311 @@
+"""The search over a made-up machine: what is tried, in which order, and what becomes of it."""
+
+from __future__ import annotations
+
+import math
+import time
+import types
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+import pytest
+
+from saturate.inference import confirm, plan, racing
+from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.candidates import Candidate, Part
+from saturate.inference.journal import Journal
+from saturate.inference.search import Search, over_limit
+from saturate.measure.race import Limits
+from saturate.records.inference import ModelFacts, Timing
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+
+
+def technique(id: str, stage: str = "runtime", numerics: str = "reordering", touches: tuple[Touch, ...] = (Touch("runtime"),),
+              variants: int = 1, bound: float | None = None, refuse: str = "") -> Any:
+    """A module that keeps the contract as far as the search asks."""
+    options = make_dataclass("Options", [("number", int, field(default=0))], frozen=True)
+    return types.SimpleNamespace(
+        __name__=f"fake.{id.replace('-', '_')}", TECHNIQUE=Technique(id=id, title=id, numerics=numerics, stage=stage, touches=touches),
+        Options=options, eligible=lambda facts: Ineligible(refuse) if refuse else Eligible("yes"),
+        variants=lambda facts: [options(number) for number in range(variants)], bound=lambda facts: bound, as_code=lambda o: f"use {id}")
+
+
+class Hashable(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def registry(*modules: Any) -> dict[str, Any]:
+    return {module.TECHNIQUE.id: Hashable(**vars(module)) for module in modules}
+
+
+RUN = technique("run")
+OTHER = technique("other")
+SWITCH = technique("switch", "session", "exact", (Touch("switch"),))
+BF16 = technique("bf16", "number", "precision", (Touch("number-format"),))
+INT8 = technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")))
+PRUNE = technique("prune", "train", "convergence", (Touch("weights-trained"),))
+
+
+class WorkerFailed(Exception):
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+class CheckFailed(Exception):
+    pass
+
+
+@dataclass
+class FakeWorker:
+    factor: float                   # time of a call, relative to the baseline's
+    candidate: Candidate
+    active: bool = True
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")])
+
+    def block(self, count: int) -> list[int]:
+        return [int(1e9 * self.factor)] * count
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def memory_bytes(self) -> int:
+        return int(1e9)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class World:
+    """`factors` by technique id multiply; `drops` by id add up; `fails`, `idle` and `wrong` by id."""
+
+    factors: dict[str, float]
+    drops: dict[str, float] = field(default_factory=dict)
+    fails: dict[str, str] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
+    wrong: frozenset[str] = frozenset()
+    raises: frozenset[str] = frozenset()
+    stiff: frozenset[str] = frozenset()     # takes no other batch size
+    budget: float = 0.01
+    healing: float = 0.0            # of the drop, per kept layer
+    undecided: bool = False
+    started: list[str] = field(default_factory=list)
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    def start(self, candidate: Candidate) -> FakeWorker:
+        self.started.append(candidate.label())
+        for part in candidate.parts:
+            if part.id in self.fails:
+                raise WorkerFailed("failed", self.fails[part.id])
+        factor = math.prod(self.factors[part.id] for part in candidate.parts) * (1 + 0.01 * len(candidate.keep))
+        worker = FakeWorker(factor, candidate, not any(part.id in self.idle for part in candidate.parts))
+        self.workers.append(worker)
+        return worker
+
+    def problem(self, worker: FakeWorker, candidate: Candidate) -> str | None:
+        return "other shapes" if any(part.id in self.wrong for part in candidate.parts) else None
+
+    def other_sizes(self, worker: FakeWorker, candidate: Candidate) -> str | None:
+        return "a batch of 1 fails" if any(part.id in self.stiff for part in candidate.parts) else None
+
+    def agreement(self, worker: FakeWorker) -> float:
+        return 50.0
+
+    def score(self, worker: FakeWorker) -> Scores:
+        if any(part.id in self.raises for part in worker.candidate.parts):
+            raise CheckFailed("KeyError")
+        drop = sum(self.drops.get(part.id, 0.0) for part in worker.candidate.parts)
+        return Scores(0.9 - max(0.0, drop - self.healing * len(worker.candidate.keep)))
+
+    def judge(self, scores: Scores) -> Judgement:
+        drop = 0.9 - scores.mean
+        verdict = "undecided" if self.undecided else "pass" if drop <= self.budget + 1e-9 else "fail"
+        return Judgement(verdict, drop, (drop - 0.02, drop + 0.02), 1000 if self.undecided else None, None, f"a drop of {drop:.3f}")
+
+    confirmed = judge
+
+    def ranking(self) -> tuple[list[str], tuple[str, ...]]:
+        return [f"layer{index}" for index in range(16)], ("layer7", "layer9")
+
+    # as a yard
+
+    def deploy(self, found: Any) -> Any:
+        return found.candidate
+
+    def load(self, artifact: Any) -> FakeWorker:
+        return self.start(artifact)
+
+    def baseline(self) -> FakeWorker:
+        return FakeWorker(1.0, Candidate())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(racing, "BLOCK_S", 0.001)
+
+
+def walk(world: World, *modules: Any, check: bool = True, journal: Any = None, seconds: float = 60.0, **more: Any) -> Search:
+    found = plan.pool(registry(*modules), ModelFacts(), check=check)
+    search = Search(world, found, more.pop("objective", "latency"), more.pop("limits", {}), time.monotonic() + seconds, world.budget,
+                    WorkerFailed, CheckFailed, journal=journal)
+    search.run(world.baseline())
+    return search
+
+
+def fates(search: Search) -> dict[str, str]:
+    return {candidate.label(): found.fate for candidate, found in search.tried.items()}
+
+
+def test_the_fastest_within_the_budget_wins_and_every_candidate_has_a_fate() -> None:
+    world = World({"run": 0.5, "other": 0.8, "bf16": 0.6, "int8": 0.2}, {"int8": 0.05, "bf16": 0.001})
+    search = walk(world, RUN, OTHER, BF16, INT8)
+    best = search.best()
+    assert best is not None and best.candidate.label() == "bf16 + run" and best.speedup == pytest.approx(1 / 0.3, rel=0.01)
+    assert search.tried[Candidate.of(search.pool.numbers[1:])].fate == "rejected_accuracy" or fates(search)["int8"] == "rejected_accuracy"
+    assert all(worker.closed for worker in world.workers)
+
+
+def test_without_a_check_only_lossless_candidates_run() -> None:
+    world = World({"run": 0.5, "bf16": 0.1})
+    search = walk(world, RUN, BF16, check=False)
+    assert world.started == ["run"] and "no check" in search.pool.refused["bf16"]
+
+
+def test_switches_that_help_are_combined_and_others_are_not() -> None:
+    world = World({"run": 0.5, "switch": 0.9})
+    assert "switch + run" in fates(walk(world, RUN, SWITCH))
+    world = World({"run": 0.5, "switch": 1.0, "other": 0.9})
+    search = walk(world, RUN, SWITCH, OTHER)
+    assert search.best().candidate.label() == "run"                 # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("what", "fate"), [
+    ({"fails": {"run": "it crashed"}}, "failed"), ({"idle": frozenset({"run"})}, "not_applied"),
+    ({"wrong": frozenset({"run"})}, "rejected_behaviour")])
+def test_what_does_not_work_costs_one_row(what: dict[str, Any], fate: str) -> None:
+    search = walk(World({"run": 0.1, "other": 0.5}, **what), RUN, OTHER)
+    assert fates(search)["run"] == fate and search.best().candidate.label() == "other"      # type: ignore[union-attr]
+
+
+def test_other_options_of_what_took_too_long_are_not_tried() -> None:
+    world = World({"run": 0.5, "other": 0.8})
+
+    def start(candidate: Candidate) -> FakeWorker:
+        world.started.append(candidate.label())
+        if candidate.parts[0].id == "run":
+            raise WorkerFailed("timeout", "preparation took longer than 1 s")
+        return FakeWorker(0.8, candidate)
+
+    world.start = start     # type: ignore[method-assign]
+    search = walk(world, technique("run", variants=3), OTHER)
+    assert world.started == ["run", "other"] and fates(search)["run number=2"] == "not_tried"
+
+
+def test_a_check_that_fails_on_a_candidate_rejects_it() -> None:
+    search = walk(World({"run": 0.5, "int8": 0.1}, raises=frozenset({"int8"})), RUN, INT8)
+    assert fates(search)["int8"] == "rejected_behaviour"
+
+
+def test_a_broken_candidate_is_repaired_while_it_stays_faster() -> None:
+    world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.03}, healing=0.006)
+    search = walk(world, RUN, INT8)
+    best = search.best()
+    assert best is not None and best.candidate.numerics == "precision" and len(best.candidate.keep) == 4
+    slow = walk(World({"run": 0.2, "int8": 0.199}, {"int8": 0.03}, healing=0.006), RUN, INT8)
+    assert not any(candidate.keep for candidate in slow.tried), "it would not be worth it"
+
+
+def test_what_is_slower_than_the_best_is_not_scored() -> None:
+    search = walk(World({"run": 0.3, "int8": 0.9}), RUN, INT8)
+    found = next(one for one in search.tried.values() if one.candidate.label() == "int8")
+    assert found.fate == "slower" and found.scores is None
+
+
+def test_training_builds_on_the_best() -> None:
+    search = walk(World({"run": 0.5, "bf16": 0.5, "prune": 0.5}), RUN, BF16, PRUNE)
+    assert search.best().candidate.label() == "prune + bf16 + run"      # type: ignore[union-attr]
+
+
+def test_limits_and_time() -> None:
+    search = walk(World({"run": 0.5}), RUN, limits={"p99_ms": 0.1})
+    assert fates(search)["run"] == "over_limit"
+    assert not walk(World({"run": 0.5}), RUN, seconds=0.0).tried
+    row = types.SimpleNamespace(timing=Timing(p50=1, p90=2, p99=3, calls=4), peak_memory_bytes=int(5e9))
+    assert over_limit(row, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None      # type: ignore[arg-type]
+    assert "peak_memory_gb is 5" in (over_limit(row, {"peak_memory_gb": 4.9}) or "")        # type: ignore[arg-type]
+
+
+def test_the_journal_saves_the_work_and_survives_a_cut(tmp_path: Any) -> None:
+    modules = registry(RUN, INT8)
+
+    def once(cut: bool = False) -> tuple[World, Search]:
+        world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
+        found = plan.pool(modules, ModelFacts(), check=True)
+        search = Search(world, found, "latency", {}, time.monotonic() + 60, 0.01, WorkerFailed, CheckFailed, journal=Journal(tmp_path, "k"))
+        search.run(world.baseline())
+        return world, search
+
+    world, first = once()
+    assert world.started
+    again, second = once()
+    assert again.started == [] and fates(second) == fates(first) and second.best().scores == first.best().scores    # type: ignore[union-attr]
+    text = (tmp_path / "candidates.jsonl").read_bytes()
+    (tmp_path / "candidates.jsonl").write_bytes(text[:-20])
+    cut, third = once()
+    assert len(cut.started) == 1 and fates(third) == fates(first)
+    assert Journal(tmp_path, "another key").known == {}
+
+
+def test_undecided_ones_are_confirmed_and_what_fails_gives_way() -> None:
+    world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001}, undecided=True)
+    search = walk(world, RUN, INT8)
+    assert fates(search)["int8"] == "undecided"
+    world.undecided = False         # the other samples decide
+    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    assert won is not None and won.found.candidate.label() == "int8"
+    world.undecided = True
+    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    assert won is not None and won.found.candidate.label() == "run", "a lossless one needs no samples"
+
+
+def test_what_cannot_be_stored_gives_way() -> None:
+    world = World({"run": 0.5, "other": 0.6})
+
+    def deploy(found: Any) -> Any:
+        if found.candidate.label() == "run":
+            raise confirm.NotDeployable("it holds a lambda")
+        return found.candidate
+
+    world.deploy = deploy       # type: ignore[method-assign]
+    search = walk(world, RUN, OTHER)
+    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    assert won is not None and won.found.candidate.label() == "other"
+    assert fates(search)["run"] == "not_deployable"
+
+
+def test_what_takes_no_other_batch_gives_way() -> None:
+    world = World({"run": 0.5, "other": 0.6}, stiff=frozenset({"run"}))
+    search = walk(world, RUN, OTHER)
+    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    assert won is not None and won.found.candidate.label() == "other" and fates(search)["run"] == "rejected_behaviour"
+
+
+def test_a_race_knows_the_faster_and_stops() -> None:
+    race = racing.race(lambda: FakeWorker(1.0, Candidate()), lambda: FakeWorker(0.5, Candidate()), limits=Limits(max_pairs=2))
+    assert race.verdict == "faster" and race.speedup == pytest.approx(2.0, rel=0.01) and race.b is not None and race.b.p50 == 500
+    same = racing.race(lambda: FakeWorker(1.0, Candidate()), lambda: FakeWorker(1.0, Candidate()), limits=Limits(max_pairs=3))
+    assert same.verdict in ("no_difference", "inconclusive")
+
+
+def test_candidates_know_their_conflicts_and_order() -> None:
+    modules = registry(RUN, INT8, BF16, SWITCH, PRUNE)
+    part = {id: Part(module, module.Options()) for id, module in modules.items()}
+    assert Candidate.of([part["run"], part["int8"]]).conflict() == "runtime"
+    mixed = Candidate.of([part["run"], part["bf16"], part["switch"], part["prune"]])
+    assert mixed.conflict() is None and [one.id for one in mixed.parts] == ["switch", "prune", "bf16", "run"]
+    assert mixed.numerics == "convergence" and not mixed.lossless and Candidate().lossless

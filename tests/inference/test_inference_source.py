@@ -1,0 +1,306 @@
+"""What the user gives, on its way to other processes: taken, split, hashed, written, opened, sent."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cloudpickle", reason="the extra inference")
+
+from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
+
+from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+from saturate.inference import batches, identity, pickles  # noqa: E402
+from saturate.inference.source import Source  # noqa: E402
+from saturate.inference.techniques._api import Train  # noqa: E402
+
+
+def squared_error(output: Any, target: Any) -> Any:
+    return ((output[0] - target) ** 2).mean()
+
+
+def images(count: int, size: int = 4) -> list[tuple[Any, ...]]:
+    return [(torch.full((size, 6), float(index)) + torch.arange(size)[:, None] / 10,) for index in range(count)]
+
+
+# -- batches -------------------------------------------------------------------------------------------------------
+
+
+def test_an_endless_loader_is_not_exhausted() -> None:
+    asked = []
+
+    def endless() -> Any:
+        for index in itertools.count():
+            asked.append(index)
+            yield torch.zeros(2, 3)
+
+    assert [len(batch) for batch in batches.take(torch, endless())] == [1] * batches.MOST
+    assert len(asked) == batches.MOST
+
+
+def test_bytes_are_limited_after_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_BYTES", 100)
+    assert len(batches.take(torch, iter([torch.zeros(64), torch.zeros(64)]))) == 1
+    assert len(batches.take(torch, [[torch.zeros(5), torch.zeros(5)]] * 9)) == 2
+
+
+def test_a_batch_is_a_copy_and_not_a_view_of_the_data_set() -> None:
+    data = torch.zeros(1000, 3)
+    (batch,), = batches.take(torch, [data[:2]])
+    data[:] = 1
+    assert batch.untyped_storage().nbytes() == 2 * 3 * 4 and batch.sum() == 0
+
+
+def test_one_tensor_is_one_batch() -> None:
+    assert [tensor.shape for (tensor,) in batches.take(torch, torch.zeros(5, 3))] == [(5, 3)]
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ([], "holds no batch"), (7, "cannot be read"), ({"x": torch.zeros(1)}, "is a dict"), ([{"x": torch.zeros(1)}], "yields dict"),
+    (["text"], "yields str"), ((1 // 0 for _ in [0]), "ZeroDivisionError"),
+])
+def test_inputs_that_cannot_be_used_are_named(given: Any, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        batches.take(torch, given)
+    assert words in caught.value.card() and caught.value.remedy
+
+
+def test_targets_among_the_inputs_are_named() -> None:
+    with pytest.raises(UsageError, match="2 positional inputs") as caught:
+        batches.check_call(Pair().forward, (torch.zeros(1, 6), torch.zeros(1)))
+    assert "targets" in caught.value.remedy
+    batches.check_call(print, (1, 2))
+
+
+def test_batches_alternate_and_the_smaller_rest_is_not_measured() -> None:
+    given = [*images(4), (torch.zeros(1, 6),)]
+    measured, calibration, notes = batches.split(torch, given)
+    assert [float(x[0, 0]) for x, in measured] == [0.0, 2.0]
+    assert [len(x) for x, in calibration] == [4, 4, 1] and not notes
+
+
+def test_a_single_batch_is_divided_and_keeps_its_size() -> None:
+    (measured,), (calibration,), notes = batches.split(torch, [(torch.arange(5.0)[:, None], None, 3)])
+    assert measured[0].flatten().tolist() == [0, 1, 2, 0, 1] and measured[1:] == (None, 3)
+    assert calibration[0].flatten().tolist() == [3, 4]
+    assert "2 of its 5 samples" in notes[0]
+
+
+@pytest.mark.parametrize("batch", [
+    (torch.zeros(1, 3),), (torch.zeros(4, 3), torch.zeros(5, 3)), (torch.zeros(2, 3), ["one", "two"]), (torch.tensor(1.0),)])
+def test_a_single_batch_that_cannot_be_divided_says_so(batch: tuple[Any, ...]) -> None:
+    measured, calibration, notes = batches.split(torch, [batch])
+    assert measured == calibration == [batch] and "cannot be divided" in notes[0]
+
+
+# -- identity ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_known_by_weights_attributes_and_code() -> None:
+    first, second = Pair(), Pair()
+    known = identity.of_model(torch, first)
+    assert identity.of_model(torch, second) == known
+    first.register_forward_hook(squared_error)
+    second.register_forward_hook(squared_error)         # under another number than the first one's
+    assert identity.of_model(torch, first) == identity.of_model(torch, second) != known
+    first, second = Pair(), Pair()
+    assert identity.of_model(torch, Pair(), "encode") != known
+    with torch.no_grad():
+        second.layer.weight[0, 0] += 1e-6
+    assert identity.of_model(torch, second) != known
+    first.layer.scale = 2.0
+    assert identity.of_model(torch, first) != known
+    assert identity.of_model(torch, Branches()) != identity.of_model(torch, Noisy())
+
+
+def test_code_includes_the_functions_that_a_forward_calls() -> None:
+    def made(body: str) -> str:
+        space: dict[str, Any] = {}
+        exec(f"def helper(x):\n    return {body}\ndef forward(x):\n    return helper(x)\n", space)
+        return identity.code_of(space["forward"])
+
+    assert made("x + 1") == made("x + 1") != made("x + 2")
+
+
+@pytest.mark.slow
+def test_a_digest_is_the_same_in_another_process() -> None:
+    code = ("import torch; from process_kit import Structured; from saturate.inference import identity;"
+            "model = Structured(); model.names = {'a', 'b', 'c', 'd'}; print(identity.of_model(torch, model))")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}, capture_output=True,
+                          text=True, check=True).stdout
+    model = Structured()
+    model.names = {"d", "c", "b", "a"}
+    assert identity.of_model(torch, model) == said.strip()
+
+
+def test_inputs_are_known_by_their_values() -> None:
+    assert identity.of_batches(torch, images(2)) == identity.of_batches(torch, images(2))
+    assert identity.of_batches(torch, images(2)) != identity.of_batches(torch, images(2), [])
+    assert identity.of_batches(torch, [({"a": torch.zeros(1)}, 3)]) != identity.of_batches(torch, [({"a": torch.zeros(1)}, 4)])
+
+
+# -- the folder ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
+    model = Structured().train()
+    given = [(torch.randint(0, 11, (2, 5)), torch.rand(2, 5, 1)) for _ in range(4)]
+    loader = [(torch.zeros(1, 6), torch.zeros(1, 3))]
+    written = Source.write(tmp_path / "source", model, iter(given), train=Train(loader, squared_error, epochs=2))
+    source = Source.open(tmp_path / "source")
+    assert source == written and (source.kind, source.device, source.batches, source.calibration_samples) == ("Structured", "cpu", 2, 4)
+    assert source.training and source.trainable and not source.student
+    assert (tmp_path / "source").stat().st_mode & 0o777 == 0o700
+    copy = source.model(torch)
+    assert copy.training and copy.head.weight is copy.embedding.weight
+    assert torch.equal(copy.norm.weight, model.norm.weight)
+    assert torch.equal(source.inputs(torch)[1][0], given[2][0]) and torch.equal(source.calibration(torch)[0][1], given[1][1])
+    assert source.train(torch).epochs == 2 and source.train(torch).loss is squared_error
+    assert source.facts(torch) is None
+
+
+def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = Pair().train()
+    model.layer.bias.requires_grad_(False)
+    model.register_forward_hook(lambda *_: None)
+    before = {key: value for key, value in vars(model).items()}, {key: value.data_ptr() for key, value in model.state_dict().items()}
+    Source.write(tmp_path, model, images(2))
+    assert (vars(model), {key: value.data_ptr() for key, value in model.state_dict().items()}) == before
+    assert model.training and model.layer.weight.requires_grad and not model.layer.bias.requires_grad and model.layer.weight.grad is None
+
+
+def test_processes_share_the_weights(tmp_path: Path) -> None:
+    source = Source.write(tmp_path, torch.nn.Linear(256, 256), [torch.zeros(1, 256)])
+    first, second = source.model(torch), source.model(torch)
+    if pickles._huge_pages():
+        pytest.skip("weights are copied where memory comes in huge pages")
+    assert str(tmp_path / "model.pt") in Path("/proc/self/maps").read_text(encoding="utf-8")
+    with torch.no_grad():
+        first.weight.zero_()
+    assert second.weight.abs().sum() > 0 and source.model(torch).weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: folder.chmod(0o750), lambda folder: (folder / "source.json").write_text("{}"), lambda folder: (folder / "source.json").unlink(),
+    lambda folder: (folder.rename(folder.with_name("elsewhere")), folder.symlink_to(folder.with_name("elsewhere")))])
+def test_a_folder_that_others_could_have_changed_is_not_opened(spoil: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    Source.write(folder, Pair(), images(2))
+    spoil(folder)
+    with pytest.raises(EnvironmentProblem):
+        Source.open(folder)
+
+
+def test_rights_are_looked_at_again_before_anything_is_unpickled(tmp_path: Path) -> None:
+    source = Source.write(tmp_path / "source", Pair(), images(2))
+    source.folder.chmod(0o777)
+    for read in (source.model, source.inputs, source.calibration, source.train, source.facts):
+        with pytest.raises(EnvironmentProblem, match="private"):
+            read(torch)
+
+
+def test_a_new_model_forgets_the_facts_of_the_old_one(tmp_path: Path) -> None:
+    from saturate.records.inference import ModelFacts
+
+    source = Source.write(tmp_path, Pair(), images(2))
+    source.keep_facts(torch, ModelFacts(kind="Pair"))
+    assert source.facts(torch).kind == "Pair"
+    assert Source.write(tmp_path, Pair(), images(2)).facts(torch) is None
+
+
+def test_a_full_disk_is_named_and_leaves_no_rest(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(EnvironmentProblem, match="the model cannot be written"):
+            Source.write(tmp_path / "source", torch.nn.Linear(300, 300), [torch.zeros(1, 300)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path / "source") == []
+
+
+# -- which models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (lambda x: x, "no torch.nn.Module: .*<lambda>"), (Pair, "a class: Pair"), (3, "no torch.nn.Module: int"),
+    (torch.nn.Linear(2, 2, device="meta"), "no weights yet"), (functools.partial(len), "no torch.nn.Module: len")])
+def test_what_holds_no_module_is_refused_by_name(model: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        Source.write(tmp_path / "source", model, [torch.zeros(1, 2)])
+    assert caught.value.remedy and not (tmp_path / "source").exists()
+
+
+def test_a_method_of_a_module_is_a_module_there(tmp_path: Path) -> None:
+    encoder = Encoder()
+    x = torch.rand(2, 3, 4)
+    source = Source.write(tmp_path, functools.partial(encoder.encode, shift=2.0), [x, x])
+    served = source.model(torch)
+    assert torch.equal(served(x), encoder.encode(x, 2.0)) and isinstance(served, torch.nn.Module)
+    assert source.model_hash != Source.write(tmp_path, encoder, [x, x]).model_hash
+    assert torch.equal(Source.write(tmp_path, encoder.__call__, [x, x]).model(torch)(x), x)
+
+
+def test_wrappers_are_taken_off_and_that_is_said(tmp_path: Path) -> None:
+    source = Source.write(tmp_path, torch.compile(torch.nn.DataParallel(Pair())), images(2))
+    assert source.kind == "Pair" and len(source.notes) == 2 and "torch.compile" in source.notes[0]
+
+
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    model = Pair()
+    model.lock = threading.Lock()
+    with pytest.raises(UsageError, match="the model cannot be sent") as caught:
+        Source.write(tmp_path, model, images(2))
+    assert "lock" in caught.value.cause
+
+
+def test_training_data_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only once"):
+        Source.write(tmp_path, Pair(), images(2), train=Train(iter([]), squared_error))
+
+
+def script_module(tmp_path: Path) -> Any:
+    """A module that is loaded from a path under a name that no other process can import."""
+    import importlib.util
+
+    path = tmp_path / "loaded_by_path.py"
+    path.write_text("import torch\nclass Local(torch.nn.Module):\n    def forward(self, x):\n        return helper(x)\n"
+                    "def helper(x):\n    return x + 41\n", encoding="utf-8")
+    specification = importlib.util.spec_from_file_location("loaded_by_path", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["loaded_by_path"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_classes_that_no_other_process_finds_travel_by_value(tmp_path: Path) -> None:
+    import cloudpickle
+
+    module = script_module(tmp_path)
+    source = Source.write(tmp_path / "source", module.Local(), [torch.zeros(2, 1)])
+    del sys.modules["loaded_by_path"]
+    assert float(source.model(torch)(torch.ones(1))) == 42
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_without_cloudpickle_such_a_class_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickles, "pickler", lambda: pickles._ByName)
+    module = script_module(tmp_path)
+    try:
+        with pytest.raises(UsageError, match="cannot be sent") as caught:
+            Source.write(tmp_path / "source", module.Local(), [torch.zeros(2, 1)])
+    finally:
+        del sys.modules["loaded_by_path"]
+    assert "saturate[inference]" in caught.value.remedy and "Local" in caught.value.cause
+    assert Source.write(tmp_path / "source", Pair(), images(2)).model(torch) is not None

@@ -1,0 +1,268 @@
+"""The trap suite: what a search must not fall for, through `saturate.optimize`. Each trap has an outcome with a name.
+
+The fast tests replace a candidate's process by a call in this one; the slow ones are the same with real processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import saturate
+from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
+from saturate.inference import api, lab
+from saturate.inference.process import WorkerFailed
+from saturate.records.inference import CandidateRecord, ModelFacts
+from saturate.techniques._api import NotApplied
+
+torch = pytest.importorskip("torch", reason="models need torch")
+
+
+@pytest.fixture(autouse=True)
+def traps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The planted modules can be imported, here and in candidates' processes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "traps"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith("trap_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Replace all techniques by planted ones; returns the module of models and data."""
+
+    def begin(*names: str) -> Any:
+        found = {name.replace("_", "-"): importlib.import_module(name) for name in names}
+        monkeypatch.setattr(api._registry, "load", lambda: found)
+        return importlib.import_module("trap_model")
+
+    return begin
+
+
+class InProcess:
+    """What the search asks of `process.Worker`, without a process."""
+
+    def __init__(self, source: Any, what: Any, **limits: Any):
+        self.model = source.model(torch).eval()
+        self.batches = source.inputs(torch)
+        context = types.SimpleNamespace(torch=torch, model=self.model)
+        try:
+            done = [part.module.apply(context, part.options) for part in what.parts]
+            proofs = [part.module.active(context, part.options) for part in what.parts]
+        except NotApplied as reason:
+            raise WorkerFailed("not_applied", str(reason)) from reason
+        once, again = self.run(*self.batches[0]), self.run(*self.batches[0])
+        facts = ModelFacts(kind=type(self.model).__name__, dtypes=("float32",), random=not torch.equal(once, again))
+        self.ready = types.SimpleNamespace(prepare_s=0.0, first_call_s=0.0, done=done, proofs=proofs, peak_memory_bytes=1, facts=facts)
+
+    def run(self, *inputs: Any) -> Any:
+        try:
+            with torch.no_grad():
+                return self.model(*inputs)
+        except Exception as error:      # what the process would report
+            raise WorkerFailed("failed", f"{type(error).__name__}: {error}", "", True) from error
+
+    def outputs(self) -> list[list[Any]]:
+        return [[self.run(*batch)] for batch in self.batches]
+
+    def block(self, count: int) -> list[int]:
+        return [1_000_000 * (1 + self.model.rounds)] * count
+
+    def memory_bytes(self) -> int:
+        return 1
+
+    def sensitivity(self) -> list[tuple[str, float]]:
+        return []
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        return []
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "Worker", InProcess)
+
+
+def correct(kit: Any, count: int = 600, seed: int = 2) -> Callable[[Any], list[bool]]:
+    """The check: for each of `count` samples, whether its class is read."""
+    inputs, labels = kit.samples(count, seed)
+    return lambda run: [bool(hit) for x, y in zip(inputs.split(100), labels.split(100)) for hit in run(x).argmax(1) == y]
+
+
+def loader(kit: Any, seed: int = 1) -> list[tuple[Any]]:
+    return [(x,) for x in kit.samples(128, seed)[0].split(32)]
+
+
+def row(result: Any, id: str) -> CandidateRecord:
+    found = [one for one in result.record.candidates if one.id == id]
+    assert found, [one.id for one in result.record.candidates]
+    return found[0]
+
+
+# -- refused before any candidate runs -----------------------------------------------------------------------------
+
+
+def raises(run):
+    raise KeyError("accuracy")
+
+
+def prints_nothing_else(kit: Any) -> Callable[[Any], Any]:
+    inner = correct(kit)
+
+    def check(run):
+        print("scoring, please wait")
+        return inner(run)
+
+    return check
+
+
+def losses(kit: Any) -> Callable[[Any], list[float]]:
+    inputs, labels = kit.samples(600, 2)
+    return lambda run: torch.nn.functional.cross_entropy(run(inputs), labels, reduction="none").tolist()
+
+
+@pytest.mark.parametrize("check, says, remedy", [
+    (raises, "raised KeyError: 'accuracy'", ""),
+    (lambda run: [float("nan")], "returned nan", "finite"),
+    (lambda run: None, "returned None", "number"),
+    (lambda run: [1.0] * 600, "never called", "run"),
+    (lambda run: sys.exit(0), "ended the program", ""),
+    (lambda run: run(torch.zeros(2, 3)).tolist(), "the model failed", ""),
+    (lambda run: [1.0 if run(torch.zeros(1, 64)) is not None else 0.0] * 600, "does not depend on the answers", "run"),
+])
+def test_a_check_that_cannot_judge_is_refused_by_name(plant, here, check, says, remedy):
+    kit = plant("trap_honest")
+    with pytest.raises(CheckUnusable) as refused:
+        saturate.optimize(kit.Wasteful(), loader(kit), check=check, threads=1, progress=lambda text: None)
+    assert says in refused.value.card() and remedy in refused.value.remedy
+
+
+def test_a_metric_whose_higher_values_are_worse_is_noticed(plant, here):
+    kit = plant("trap_shortcut")
+    with pytest.raises(CheckUnusable) as refused:
+        saturate.optimize(kit.Wasteful(), loader(kit), check=losses(kit), threads=1, progress=lambda text: None)
+    assert "Budget(higher_is_better=False)" in refused.value.remedy
+    budget = saturate.Budget(0.05, higher_is_better=False)
+    result = saturate.optimize(kit.Wasteful(), loader(kit), check=losses(kit), budget=budget, threads=1, progress=lambda text: None)
+    assert row(result, "trap-shortcut").fate == "rejected_accuracy"
+
+
+def test_calibration_data_among_the_data_of_the_check_is_refused(plant, here):
+    kit = plant("trap_honest")
+    with pytest.raises(CheckUnusable) as refused:
+        saturate.optimize(kit.Wasteful(), loader(kit, seed=2), check=correct(kit, 128), threads=1, progress=lambda text: None)
+    assert "calibration" in refused.value.message and "among those that the check scores" in refused.value.cause
+    mixed = kit.samples(128, 2)[0].flip(0)                  # another order, other batches
+    with pytest.raises(CheckUnusable, match="calibration"):
+        saturate.optimize(kit.Wasteful(), [(x,) for x in mixed.split(24)], check=correct(kit, 128), threads=1, progress=lambda text: None)
+
+
+def test_a_budget_that_allows_anything_is_refused(plant, here):
+    kit = plant("trap_honest")
+    with pytest.raises(CheckUnusable, match="anything"):
+        saturate.optimize(kit.Wasteful(), loader(kit), check=correct(kit), budget=saturate.Budget(1), threads=1, progress=lambda text: None)
+    with pytest.raises(UsageError):
+        saturate.Budget("1%")
+
+
+def test_a_model_that_fails_on_its_own_inputs_is_not_a_matter_of_the_check(plant, here):
+    kit = plant("trap_honest")
+    with pytest.raises(WorkloadFailed, match="does not run"):
+        saturate.optimize(kit.Wasteful(), [(torch.zeros(4, 3),)], check=correct(kit), threads=1, progress=lambda text: None)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, fate, says", [
+    ("trap_shortcut", "rejected_accuracy", "the drop is at least"),
+    ("trap_liar", "rejected_behaviour", "it calls itself reordering"),
+    ("trap_broken", "rejected_behaviour", "not finite"),
+])
+def test_a_fast_candidate_that_does_harm_loses_with_a_reason(plant, here, name, fate, says):
+    kit = plant(name)
+    result = saturate.optimize(kit.Wasteful(), loader(kit), check=correct(kit), threads=1, progress=lambda text: None)
+    found = row(result, name.replace("_", "-"))
+    assert (found.fate, says in found.reason) == (fate, True), found.reason
+    assert result.record.verdict == "nothing_helps" and result.record.best is None
+    assert result.record.artifact is None
+
+
+def test_a_lie_is_caught_without_a_check_too(plant, here):
+    kit = plant("trap_liar")
+    result = saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
+    assert row(result, "trap-liar").fate == "rejected_behaviour"
+
+
+def test_randomness_at_inference_is_said_and_claims_nothing_lossless(plant, here):
+    kit = plant("trap_shortcut")
+    torch.manual_seed(0)
+    result = saturate.optimize(kit.Dice(), loader(kit), check=correct(kit), budget=saturate.Budget(0.02), threads=1, progress=lambda text: None)
+    assert any("random at inference" in note for note in result.record.notes)
+    assert row(result, "trap-shortcut").fate == "rejected_accuracy"
+
+
+def test_what_a_check_prints_stays_off_stdout(plant, here, capsys):
+    kit = plant("trap_broken")
+    saturate.optimize(kit.Wasteful(), loader(kit), check=prints_nothing_else(kit), threads=1)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "scoring, please wait" in printed.err
+
+
+# -- with real processes -------------------------------------------------------------------------------------------
+
+
+def search(kit: Any, *, time: str = "10m", **more: Any) -> Any:
+    return saturate.optimize(kit.Wasteful(), loader(kit), threads=1, time=time, workdir="work", progress=lambda text: None, **more)
+
+
+@pytest.mark.slow
+def test_the_fastest_breaks_accuracy_and_the_next_one_wins(plant):
+    kit = plant("trap_shortcut", "trap_honest", "trap_liar", "trap_broken")
+    result = search(kit, check=correct(kit, 1600))
+    fates = {name: row(result, name).fate for name in ("trap-shortcut", "trap-liar", "trap-broken")}
+    assert fates == {"trap-shortcut": "rejected_accuracy", "trap-liar": "rejected_behaviour", "trap-broken": "rejected_behaviour"}
+    assert row(result, "trap-honest").fate == "kept", result.table()
+    best = result.record.best
+    assert result.record.verdict == "faster" and best is not None
+    assert best.verdict == "pass" and best.speedup_ci[0] > 1.3
+    x, labels = kit.samples(400, 9)                         # samples that nobody has seen
+    assert (result.best(x).argmax(1) == labels).float().mean() > 0.99
+
+
+@pytest.mark.slow
+def test_fifty_samples_cannot_certify_one_percent(plant):
+    kit = plant("trap_honest")
+    result = search(kit, check=correct(kit, 50), budget=saturate.Budget(0.01))
+    found = row(result, "trap-honest")
+    assert found.fate == "undecided" and found.verdict == "undecided" and "samples cannot tell" in found.reason
+    assert found.samples_needed is not None and 290 < found.samples_needed < 340
+    assert result.record.best is None and result.record.verdict != "faster"
+
+
+@pytest.mark.slow
+def test_a_single_number_cannot_certify_but_a_user_may_ask_for_point_estimates(plant):
+    kit = plant("trap_honest", "trap_shortcut")
+    per_sample = correct(kit, 400)
+
+    def share(run):
+        values = per_sample(run)
+        return sum(values) / len(values) + 0.0 * float(run(torch.zeros(1, 64)).sum())
+
+    estimated = search(kit, check=share, budget=saturate.Budget(0.01, confidence=None))
+    assert row(estimated, "trap-shortcut").fate == "rejected_accuracy"
+    assert row(estimated, "trap-honest").fate == "kept"
+    assert any("single number" in note for note in estimated.record.notes)
