@@ -31,6 +31,9 @@ bench: $(VENV)/.tested            ## every benchmark in full: some four hours; r
 	$(BIN)/python bench/incremental.py
 	$(BIN)/python bench/loader.py
 	$(BIN)/python bench/fit.py
+	$(BIN)/python bench/inference.py
+	$(BIN)/python bench/inference_search.py
+	$(BIN)/python bench/speculative.py
 
 docs: $(VENV)/.installed          ## the pages of techniques and findings, from their docstrings
 	$(BIN)/python docs/generate.py
