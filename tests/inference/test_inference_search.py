@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from saturate.errors import EnvironmentProblem
 from saturate.inference import confirm, plan, racing
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
@@ -259,6 +260,12 @@ def test_the_journal_saves_the_work_and_survives_a_cut(tmp_path: Any) -> None:
     cut, third = once()
     assert len(cut.started) == 1 and fates(third) == fates(first)
     assert Journal(tmp_path, "another key").known == {}
+
+
+def test_a_full_disk_is_named(tmp_path: Any) -> None:
+    journal = Journal(tmp_path / "gone", "k")
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        journal.add("run", {})
 
 
 def test_undecided_ones_are_confirmed_and_what_fails_gives_way() -> None:

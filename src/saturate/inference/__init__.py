@@ -1,16 +1,31 @@
 """The fastest inference within an accuracy budget, proved: `saturate.optimize`.
 
-    api            optimize(), load(), Budget: what a user calls
-    source         the user's model and inputs, on their way to the candidates' processes
-    worker         one candidate in a process of its own: applies techniques, runs, times itself, stores itself
-    process        that process as the search sees it, with limits of time and memory
-    racing         latency: interleaved blocks of calls in fresh pairs of processes
-    accuracy       paired statistics: pass, fail, or undecided with the samples that are missing
-    checking       the user's check on a candidate; controls of the check itself; behaviour guards
-    repair         the most sensitive layers go back to the original precision
-    search         which candidates, in which order, until when
-    artifact       what is stored, and what loading it demands
-    generation/    causal language models: prefill, decode, speculative decoding
-    techniques/    one optimization per file; adding one edits no other file
-    formats/       how a program is stored and loaded again: exported, AOTInductor, ONNX, TensorRT
+What a user calls
+    api             optimize(), load()
+    result          what it returns
+    accuracy        Budget; paired statistics: pass, fail, or undecided with the samples that are missing
+
+The search
+    plan            which candidates, in which order
+    search          what becomes of each; the best so far
+    confirm         the winner: stored, loaded again, scored on other samples, raced
+    serving         batch sizes and processes, where throughput is the objective
+    repair          the most sensitive layers (`sensitivity`) go back to the original precision
+    racing          blocks of calls in fresh pairs of processes
+    lab             the machine as the search sees it
+    journal         what was found so far, on disk
+
+A candidate
+    candidates      techniques with options
+    source          the user's model and inputs on their way to a process of its own
+    worker          that process: applies techniques, runs, times itself, stores itself
+    process         the same from outside, with limits of time and memory
+    checking        the user's check on it, and controls of the check itself
+    guards          does it behave as the model does?
+
+artifact            what is stored, and what loading it demands
+techniques/         one optimization per file; adding one edits no other file
+formats/            how a program is stored and loaded again: exported, AOTInductor, ONNX, TensorRT
+pruning/            which channels and heads belong together, and how they are taken out
+generation/         causal language models: prefill, decode, speculative decoding
 """

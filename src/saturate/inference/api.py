@@ -14,7 +14,8 @@ import os
 import secrets
 import sys
 import time as clock
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
 from saturate.records.inference import OptimizeRecord
+from saturate.records.spelling import suggestion
 
 #: Limits that a user may set, with their units in the names.
 LIMITS = ("peak_memory_gb", "p50_ms", "p90_ms", "p99_ms")
@@ -87,19 +89,18 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         say(note)
     lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
               memory_bytes=memory_limit(source.device))
-    try:
+    registry = known(_registry.load(), only, skip)
+    with running_model():
         worker = lab.baseline()
-    except WorkerFailed as error:
-        raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
-                             remedy="model(*batch) must work for each batch of inputs") from error
     try:
-        notes = [*source.notes, *observe_baseline(lab, worker, threads)]
+        with running_model():
+            notes = [*source.notes, *observe_baseline(lab, worker, threads)]
         if check is not None:
             notes += control(lab, worker, source, trainer, say)
         assert lab.facts is not None
-        found = plan.pool(_registry.load(), lab.facts, check=check is not None, only=only, skip=skip)
+        pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
         journal = Journal(folder, key_of(source, lab), resume)
-        search = Search(lab, found, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
+        search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
                         budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal)
         try:
             search.run(worker)
@@ -112,6 +113,25 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         worker.close()
     search.deadline_s = lab.deadline_s
     return conclude(search, lab, notes, began, say)
+
+
+def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]) -> dict[str, Any]:
+    """The registry. Raises UsageError for an id that is not in it."""
+    for id in (*only, *skip):
+        if id not in registry:
+            raise UsageError(f"there is no inference technique {id!r}",
+                             remedy=suggestion(id, list(registry)) or "saturate techniques --inference lists them")
+    return registry
+
+
+@contextmanager
+def running_model() -> Iterator[None]:
+    """What fails in here is the user's own model."""
+    try:
+        yield
+    except WorkerFailed as error:
+        raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
+                             remedy="model(*batch) must work for each batch of inputs") from error
 
 
 def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[str, float] | None) -> Budget | None:

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from saturate.errors import EnvironmentProblem
+
 NAME = "candidates.jsonl"
 
 
@@ -38,14 +40,18 @@ class Journal:
         return found
 
     def add(self, label: str, entry: dict[str, Any]) -> None:
-        """Raises OSError where the disk takes no more."""
+        """Raises EnvironmentProblem where the disk takes no more."""
         line = json.dumps({"key": self.key, "label": label, **entry}) + "\n"
-        with open(self.path, "ab") as stream:
-            if stream.tell() and not self._ends_clean():
-                stream.write(b"\n")     # the line before was cut short
-            stream.write(line.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with open(self.path, "ab") as stream:
+                if stream.tell() and not self._ends_clean():
+                    stream.write(b"\n")     # the line before was cut short
+                stream.write(line.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise EnvironmentProblem(f"what was found cannot be written to {self.path}", cause=str(error),
+                                     remedy="free some space and give the same command again: it goes on from here") from error
         self.known[label] = json.loads(line)
 
     def _ends_clean(self) -> bool:

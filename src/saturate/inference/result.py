@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from saturate.errors import NothingFaster, UsageError
+from saturate.errors import EnvironmentProblem, NothingFaster, UsageError
 from saturate.inference import artifact, confirm
 from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
@@ -42,7 +42,7 @@ class Result:
         path = lab.folder / "report.html"
         result = Result(msgspec.structs.replace(record, report=str(path)), search, lab)
         result.report(path)
-        (lab.folder / "result.json").write_bytes(msgspec.json.encode(result.record))
+        _written(lab.folder / "result.json", msgspec.json.encode(result.record))
         return result
 
     @property
@@ -84,13 +84,10 @@ class Result:
         return report.front(self.record.candidates)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report, one self-contained HTML file."""
+        """Write the report, one self-contained HTML file. Raises EnvironmentProblem where it cannot be written."""
         from saturate.report import inference_html
 
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(inference_html.render(self.record), encoding="utf-8")
-        return target
+        return _written(Path(path), inference_html.render(self.record).encode())
 
     def pick(self, max_drop: float) -> Artifact:
         """The fastest candidate within another budget, stored, loaded and confirmed like the winner.
@@ -111,6 +108,15 @@ class Result:
             raise NothingFaster(f"nothing that was tried is faster within a drop of {max_drop:g}",
                                 remedy="result.table() says what was tried")
         return artifact.load(won.artifact)
+
+
+def _written(path: Path, content: bytes) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be written", cause=str(error), remedy="free some space, or choose another folder") from error
+    return path
 
 
 def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: Confirmed | None = None, final: Race | None = None,

@@ -1,0 +1,28 @@
+"""What `optimize` refuses before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import saturate
+from saturate.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"budget": saturate.Budget(max_drop=0.01)}, "a budget needs a check"), ({"check": 0.5}, "check is not callable"),
+    ({"objective": "speed"}, "no objective 'speed'"), ({"limits": {"p95_ms": 3}}, "no limit 'p95_ms'"),
+    ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
+    ({"train": [1, 2]}, "`train` is a list")])
+def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})
+
+
+def test_what_is_public_is_there_and_nothing_else() -> None:
+    assert {"optimize", "load", "Budget", "Train", "Result", "generation"} <= set(dir(saturate))
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        saturate.optimise       # noqa: B018
