@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -205,15 +206,23 @@ def test_the_environment_of_the_user_is_not_left_in_a_file(shared: Worker) -> No
 # -- the other end, in this process ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """What it sets for its whole process is taken back."""
+    threads = torch.get_num_threads()
+    yield Server()
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
 def order(source: Source, folder: Path, how: str = "double", **options: Any) -> Order:
     techniques = [("misbehaves", misbehaves.__file__, {"how": how})]
     return Order(**{"source": str(source.folder), "artifact": None, "techniques": techniques, "keep": frozenset(), "folder": str(folder),
                     "threads": 1, "limit_s": 100.0, "memory_bytes": None, "facts": ModelFacts(), **options})
 
 
-def test_every_shape_is_met_before_the_first_block(tmp_path: Path) -> None:
+def test_every_shape_is_met_before_the_first_block(tmp_path: Path, server: Server) -> None:
     source = Source.write(tmp_path / "source", Pair(), [torch.zeros(size, 6) for size in (3, 5, 2, 4, 3, 3)], [torch.zeros(1, 6)])
-    server = Server()
     assert source.batches == 6
     server.do_prepare(order(source, tmp_path))
     assert server.context and server.context.notes["calls"] == "3 5 2 4 "
@@ -223,8 +232,7 @@ def test_every_shape_is_met_before_the_first_block(tmp_path: Path) -> None:
     assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 "
 
 
-def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path) -> None:
-    server = Server()
+def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path, server: Server) -> None:
     server.do_prepare(order(source, tmp_path, keep=frozenset({"layer"})))
     context = server.context
     assert context and context.keep == {"layer"} and context.folder == tmp_path and context.threads == 1 and context.train is None
@@ -233,18 +241,16 @@ def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_whole_in_training_mode_is_switched_and_a_part_is_not(whole: bool, tmp_path: Path) -> None:
+def test_a_whole_in_training_mode_is_switched_and_a_part_is_not(whole: bool, tmp_path: Path, server: Server) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout()).train(whole)
     model[1].train()
     source = Source.write(tmp_path / "source", model, BATCHES)
-    server = Server()
     server.do_prepare(order(source, tmp_path))
     assert source.training is whole and server.context and server.context.model[1].training is not whole
     assert not server.context.model[0].training
 
 
-def test_reasons_are_one_line_and_name_the_technique() -> None:
-    server = Server()
+def test_reasons_are_one_line_and_name_the_technique(server: Server) -> None:
     assert server.reason(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
     assert server.reason(ValueError()) == "ValueError: no message"
     assert server.reason(EnvironmentProblem("it is damaged", cause="a digest")) == "it is damaged: a digest"
