@@ -182,6 +182,7 @@ def test_switches_that_help_are_combined_and_others_are_not() -> None:
     assert "switch + run" in fates(walk(world, RUN, SWITCH))
     world = World({"run": 0.5, "switch": 1.0, "other": 0.9})
     search = walk(world, RUN, SWITCH, OTHER)
+    assert fates(walk(World({"run": 1.1}), RUN))["run"] == "slower"
     assert search.best().candidate.label() == "run"                 # type: ignore[union-attr]
 
 

@@ -229,6 +229,8 @@ class Search:
         found.fate, found.reason = "dominated", f"{found.speedup:.2f}x in a screening"
         best = self.best()
         if candidate.lossless:
+            if self.objective != "memory" and found.speedup < 1.0:
+                found.fate = "slower"
             return
         if best is not None and self.value(found) < WORTH_SCORING * self.value(best):
             found.fate, found.reason = "slower", f"{found.speedup:.2f}x: less than {best.candidate.label()}, so it was not scored"
