@@ -135,7 +135,7 @@ class Subject:
 NAMES = ("resnet50", "bert-base", "vit-b16")
 
 
-def build(name: str, small: bool = False, calibration: int = 8, held_out: int = 64) -> Subject:
+def build(name: str, small: bool = False, calibration: int = 8, held_out: int = 192) -> Subject:
     """The same weights and inputs in every process: everything is seeded."""
     torch.manual_seed(0)
     if name == "resnet50":

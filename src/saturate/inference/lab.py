@@ -27,6 +27,12 @@ from saturate.records.inference import ModelFacts
 PREPARE_SHARE = 0.3
 _LEAST_PREPARE_S = 30.0
 
+#: What was prepared once may take so many times as long when it is prepared again, to be stored.
+AGAIN = 4.0
+
+#: An artifact may take so long to load; one that is compiled when it is loaded takes most of a minute.
+LOAD_S = 180.0
+
 #: Batches of examples that an artifact keeps.
 EXAMPLES = 2
 
@@ -64,7 +70,7 @@ class Lab:
         return self._worker(candidate)
 
     def load(self, folder: Path) -> Worker:
-        return self._worker(folder)
+        return self._worker(folder, LOAD_S)
 
     def serve(self, source: Source, artifact: Path | None, threads: int) -> Worker:
         """An artifact (None: the model itself) on the inputs of another source."""
@@ -72,10 +78,11 @@ class Lab:
         return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
                       prepare_s=max(_LEAST_PREPARE_S, left), facts=self.facts)
 
-    def _worker(self, what: Candidate | Path) -> Worker:
+    def _worker(self, what: Candidate | Path, least_s: float = 0.0) -> Worker:
+        """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end."""
         left = self.deadline_s - time.monotonic()
         return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(_LEAST_PREPARE_S, PREPARE_SHARE * left), facts=self.facts)
+                      prepare_s=max(_LEAST_PREPARE_S, least_s, PREPARE_SHARE * left), facts=self.facts)
 
     def deploy(self, found: Tried) -> Path:
         """Store a candidate from a fresh process of its own."""
@@ -85,7 +92,8 @@ class Lab:
         program.mkdir(parents=True)
         target.parent.mkdir(exist_ok=True)
         try:
-            worker = self.start(found.candidate)
+            known_s = (found.prepare_s or 0.0) + (found.first_call_s or 0.0)
+            worker = self._worker(found.candidate, AGAIN * known_s)
             try:
                 entry = worker.store(program)
                 batches = self.source.inputs(self._torch())[:EXAMPLES]
