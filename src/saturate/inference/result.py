@@ -17,7 +17,7 @@ from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
 from saturate.inference.racing import Race
-from saturate.inference.search import Tried, code
+from saturate.inference.search import Tried, code, fate_of
 from saturate.machine import facts as machine
 from saturate.records.inference import Best, CandidateRecord, OptimizeRecord
 
@@ -102,7 +102,7 @@ class Result:
         for found in search.tried.values():
             if found.scores is not None:
                 found.judgement = lab.judge(found.scores)
-                found.fate = {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}[found.judgement.verdict]
+                found.fate = fate_of(found.judgement)
         won = confirm.winner(search, lab, search.failed, search.check_failed)
         if won is None:
             raise NothingFaster(f"nothing that was tried is faster within a drop of {max_drop:g}",

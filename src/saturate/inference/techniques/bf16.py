@@ -76,7 +76,7 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 4.0      # 3.6x for BERT and ViT shapes on a Zen 5 core, eager
+    return 4.0      # a prior for the order of trials, not a claim
 
 
 def apply(context: Context, options: Options) -> str:

@@ -7,8 +7,8 @@ normalizations, and weights laid out once as the kernels want them.
 
 When it helps
 -------------
-Nearly always where kernels are small or can be fused; on CPUs freezing decides (ResNet-50 on a Zen 5 core: 1.05x without,
-1.96x with it). `max-autotune` measures kernels while it compiles, `reduce-overhead` replays launches as CUDA graphs.
+Nearly always where kernels are small or can be fused; on CPUs freezing the weights decides.
+`max-autotune` measures kernels while it compiles, `reduce-overhead` replays launches as CUDA graphs.
 
 When it hurts
 -------------

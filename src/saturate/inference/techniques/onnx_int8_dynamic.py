@@ -8,12 +8,12 @@ two activations (attention scores) stay in float32.
 
 When it helps
 -------------
-Transformers and other models of Linear layers on CPUs with VNNI: 5.6 times eager float32 on a BERT-base. Activations whose
+Transformers and other models of Linear layers on CPUs with VNNI. Activations whose
 range differs from input to input keep their accuracy, as no range is fixed.
 
 When it hurts
 -------------
-Convolutional models (0.4 times, when convolutions are quantized this way: so they are not). CPUs without VNNI gain little.
+Convolutions quantized this way are slower than in float32, so they are not. CPUs without VNNI gain little.
 
 Numerics
 --------

@@ -8,13 +8,13 @@ chains of layers in integers.
 
 When it helps
 -------------
-Convolutional models on CPUs with VNNI: 7 times eager float32 on a ResNet-50, where every layer stays in integers.
+Convolutional models on CPUs with VNNI, where every layer stays in integers (`bench/inference.py` races it on a ResNet-50).
 
 When it hurts
 -------------
 Transformers: a range per tensor that is fixed beforehand costs accuracy at activations with outliers; dynamic ranges are
 as fast there. CPUs without VNNI add pairs of products in 16 bits, which saturate, so weights get 7 bits.
-S8S8, ONNX Runtime's default, was 2.3 to 2.8 times slower than U8S8 on a CPU with VNNI, so it is not tried.
+S8S8, ONNX Runtime's default, does not use VNNI's instructions as U8S8 does, so it is not tried.
 
 Numerics
 --------
