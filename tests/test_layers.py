@@ -115,6 +115,27 @@ def test_breaches_are_seen(tmp_path: Path) -> None:
     assert [problem.split(" ")[0] for problem in breaches("agent", path)] == ["bad.py:1", "bad.py:2", "bad.py:3", "bad.py:4"]
 
 
+def needed_at_the_top(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of saturate that a file imports outside of functions, also for annotations alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(node) for function in ast.walk(tree) if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+              for node in ast.walk(function)}
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) and id(node) not in inside for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in inside:
+            names |= {full if (full := f"{node.module}.{alias.name}") in modules else str(node.module) for alias in node.names}
+    return names & set(modules)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+               for path in PACKAGE.rglob("*.py")}
+    left = {name: needed_at_the_top(path, modules) - {name} for name, path in modules.items()}
+    while free := {name for name, needed in left.items() if not needed & set(left)}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left, f"in a circle, or behind one: {sorted(left)}"
+
+
 def test_no_technique_names_another() -> None:
     names = {path.stem for path in sources("techniques") if not path.name.startswith("_")}
     for path in sources("techniques"):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from saturate.inference.pruning.labels import Label
-from saturate.inference.pruning.rules import Dims, Rules, where
+from saturate.inference.pruning.rules import Dims, Labels, Rules, where
 from saturate.inference.pruning.tracing import Call
-
-if TYPE_CHECKING:
-    from saturate.inference.pruning.propagation import Labels
 
 RULES = Rules()
 

@@ -8,19 +8,37 @@ way (normalization over it, softmax, a mean, an operation without a rule) fixes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from saturate.inference.pruning.labels import Label
+from saturate.inference.pruning.labels import Atoms, Label
 from saturate.inference.pruning.tracing import Call
-
-if TYPE_CHECKING:
-    from saturate.inference.pruning.propagation import Labels
 
 #: The labels of one tensor.
 Dims = list[Label]
 
+
+class Labels(Protocol):
+    """What a rule asks of the labels that are known so far; `propagation` has them."""
+
+    torch: Any
+    atoms: Atoms
+    heads: set[int]                     # atoms of batched products: attention heads
+
+    def of(self, tensor: Any) -> Dims:
+        """One label per dimension."""
+
+    def fix(self, tensor: Any, *dims: int) -> None:
+        """All dimensions, or some, stay as they are."""
+
+    def sums(self, tensor: Any, dim: int) -> None:
+        """The operation sums over this dimension."""
+
+    def tie(self, tensor: Any, label: Label) -> None:
+        """A vector of one number per channel (None: there is none)."""
+
+
 #: Returns the labels of the outputs, as many as are known. None: not understood, so all dimensions of all inputs are fixed.
-Rule = Callable[["Labels", Call], "list[Dims] | None"]
+Rule = Callable[[Labels, Call], "list[Dims] | None"]
 
 
 class Rules(dict[str, Rule]):
