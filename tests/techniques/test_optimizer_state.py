@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from saturate.agent import kinds
 from saturate.agent.context import Context
 from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _at_rest, cpu_offload, fp8_linear, optimizer_8bit
@@ -434,6 +435,29 @@ def test_offloading_needs_a_device() -> None:
     assert "on cpu" in cpu_offload.eligible(facts).reason
     cuda = Facts(device="cuda", optimizers=(adam,), memory_limit_bytes=1, modules=(ModuleFacts(parameter_bytes=8),))
     assert cpu_offload.eligible(cuda) and [o.what for o in cpu_offload.variants(cuda)] == ["optimizer", "activations"]
+
+
+def test_who_counts_memory_counts_what_holds_the_state() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    plain = kinds.bytes_of(_averages(optimizer))
+    context = eight(net, optimizer, smallest=1)
+    train(net, optimizer, 2)
+    resting = kinds.bytes_of(_averages(optimizer))
+    assert plain == 2 * sum(p.numel() * p.element_size() for p in net.parameters())
+    told = next(value for value in context.notes.values())
+    assert f"rest in {resting / 2**20:.1f} MiB" in told and resting < 0.6 * plain, (resting, plain, told)
+    assert kinds.bytes_of(_averages(optimizer), "cuda") == 0
+    host = cpu_offload.HostMemory(torch, pinned=False)
+    flat = {"exp_avg": torch.zeros(512), "exp_avg_sq": torch.zeros(512)}
+    assert kinds.bytes_of(host.tensors(host.rest(flat, None, 0))) == 2 * 512 * 4
+    context.undo()
+    assert kinds.bytes_of(_averages(optimizer)) >= plain
+
+
+def _averages(optimizer: Any) -> list[Any]:
+    return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
 
 
 # -- float8 ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from saturate.agent import extents, memory, seams
+from saturate.agent import extents, kinds, memory, seams
 
 #: A loader feeds the training when it was read before at least this share of the backward passes that followed a read.
 FEEDING_SHARE = 0.5
@@ -184,7 +184,7 @@ class Batching:
         if question == "fit":
             feeding = sorted((d for d in self.credits if self.credits[d] >= FEEDING_SHARE * self.feeds),
                              key=lambda d: -self.credits[d])
-            return {"loaders": [{"description": d, **self.kinds[d]} for d in feeding], "kinds": memory.kinds(self.session)}
+            return {"loaders": [{"description": d, **self.kinds[d]} for d in feeding], "kinds": kinds.memory(self.session)}
         read = [iterator for iterator, cutter in self.cutters.items() if cutter.description == self.reference]
         self.scanning = True
         try:

@@ -40,15 +40,32 @@ def memory(session: Any) -> dict[str, int]:
     gradients = [p.grad for p in held if getattr(p, "grad", None) is not None]
     states = [value for o in session.living_optimizers() for state in o.state.values()
               for value in observe.tensors_of(session.torch, state)]
-    return {"parameters": bytes_of(held), "gradients": bytes_of(gradients), "optimizer_state": bytes_of(states)}
+    device = session.context.device
+    return {"parameters": bytes_of(held, device), "gradients": bytes_of(gradients, device),
+            "optimizer_state": bytes_of(states, device)}
 
 
-def bytes_of(tensors: Any) -> int:
+def bytes_of(tensors: Any, device: str = "") -> int:
+    """Bytes of their storages; only of those on a kind of device, where one is given."""
     storages = {}
     for tensor in tensors:
-        key, size = storage_of(tensor)
-        storages[key] = size
+        for part in parts_of(tensor):
+            if not device or part.device.type == device:
+                key, size = storage_of(part)
+                storages[key] = size
     return sum(storages.values())
+
+
+def parts_of(tensor: Any) -> list[Any]:
+    """The plain tensors that a tensor is made of. One that only looks like its shape and type (8-bit state, ours or
+    torchao's, or state in host memory) has a storage that is as large as it looks and that nobody ever allocated."""
+    if hasattr(tensor, "lies_in"):
+        inner = tensor.lies_in()
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return [tensor]
+    return [part for one in inner for part in parts_of(one)]
 
 
 def storage_of(tensor: Any) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""What memory a training process holds: by kind, and on a CUDA device what its caching allocator took at most.
+"""What memory a training process holds: on a CUDA device, what its caching allocator took at most.
 
 On a CPU the peak is seen from outside (`trial.meter`). The CUDA part was not run on a device when it was written.
 """
@@ -6,10 +6,7 @@ On a CPU the peak is seen from outside (`trial.meter`). The CUDA part was not ru
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
-
-from saturate.agent import observe
 
 
 class DeviceMemory:
@@ -59,39 +56,3 @@ def give_back_freed(session: Any) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-def kinds(session: Any) -> dict[str, int]:
-    """Bytes held between two steps, by kind: what the optimizers and the trained modules own. Each storage counts once."""
-    optimizers = session.living_optimizers()
-    trained = observe.trained_parameters(session)
-    owned = [t for m in session.context.modules for t in (*m.parameters(), *m.buffers())]
-    state = (t for o in optimizers for entry in list(o.state.values()) for t in _tensors(session.torch, entry))
-    counted: set[int] = set()
-    return {
-        "parameters": _bytes([*trained, *owned], counted),
-        "gradients": _bytes([p.grad for p in [*trained, *owned] if p.grad is not None], counted),
-        "optimizer_state": _bytes(state, counted),
-    }
-
-
-def _bytes(tensors: Any, counted: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)        # a DTensor's shard
-        if id(local) not in counted:
-            counted.add(id(local))
-            total += local.numel() * local.element_size()
-    return total
-
-
-def _tensors(torch: Any, value: Any) -> Iterator[Any]:
-    """Tensors in what an optimizer keeps for a parameter: mostly a flat dictionary, lists in LBFGS."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(torch, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(torch, item)

@@ -120,7 +120,10 @@ class EightBits:
         return {"exp_avg": m, "exp_avg_sq": v}
 
     def size_bytes(self, kept: Codes) -> int:
-        return sum(t.numel() * t.element_size() for t in (kept.m, kept.v, kept.low, kept.span, kept.ratio))
+        return sum(t.numel() * t.element_size() for t in self.tensors(kept))
+
+    def tensors(self, kept: Codes) -> list[Any]:
+        return [kept.m, kept.v, kept.low, kept.span, kept.ratio]
 
 
 def _width(values: Any) -> int:

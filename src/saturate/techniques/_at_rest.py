@@ -37,6 +37,9 @@ class Form(Protocol):
 
     def size_bytes(self, kept: Any) -> int: ...
 
+    def tensors(self, kept: Any) -> list[Any]:
+        """What `kept` consists of."""
+
 
 @functools.cache
 def resting_type(torch: Any) -> Any:
@@ -51,6 +54,10 @@ def resting_type(torch: Any) -> Any:
 
         def __init__(self, piece: Any, name: str, index: int, like: Any, stride: Any):
             self.piece, self.name_in_state, self.index = piece, name, index
+
+        def lies_in(self) -> list[Any]:
+            """What holds it, and others with it: who counts memory must not count what it looks like."""
+            return self.piece.form.tensors(self.piece.kept)
 
         def values(self) -> Any:        # type: ignore[override]
             return self.piece.read(self.name_in_state, self.index)

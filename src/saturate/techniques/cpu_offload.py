@@ -163,6 +163,9 @@ class HostMemory:
     def size_bytes(self, kept: tuple[dict[str, Any], Any]) -> int:
         return 0        # on the device
 
+    def tensors(self, kept: tuple[dict[str, Any], Any]) -> list[Any]:
+        return list(kept[0].values())
+
 
 def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
