@@ -385,17 +385,59 @@ def test_a_really_full_disk(program, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("moment", ["synchronise", "_take_place"])
-def test_a_kill_leaves_the_old_one(stored, moment):
-    code = f"""
+#: A process that is stopped or killed while it saves: before the folder is durable, before it takes its place, and after
+#: the old one has left it.
+SAVING = """
 import os, signal, sys
 from saturate.inference import artifact, folders
-setattr(folders, {moment!r}, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+moment, end = sys.argv[2], getattr(signal, sys.argv[3])
+def stop(*_):
+    print("there", flush=True)
+    os.kill(os.getpid(), end)
+if moment == "renamed":
+    rename = os.rename
+    os.rename = lambda *paths: (rename(*paths), stop())
+else:
+    setattr(folders, moment, stop)
 with folders.building(sys.argv[1], artifact.is_artifact) as new:
     (new / "manifest.json").write_text("half")
 """
-    assert subprocess.run([sys.executable, "-c", code, str(stored)]).returncode == -9
+
+
+@pytest.mark.parametrize("moment", ["synchronise", "_take_place", "renamed"])
+def test_a_kill_leaves_the_old_one_and_the_next_load_tidies_up(stored, moment):
+    done = subprocess.run([sys.executable, "-c", SAVING, str(stored), moment, "SIGKILL"], stdout=subprocess.DEVNULL)
+    assert done.returncode == -9 and leftovers(stored.parent)
     artifact.load(stored, verify=True)
+    assert leftovers(stored.parent) == []
+
+
+def test_what_a_living_process_works_on_stays(stored, tmp_path):
+    saving = subprocess.Popen([sys.executable, "-c", SAVING, str(stored), "synchronise", "SIGSTOP"], stdout=subprocess.PIPE)
+    try:
+        assert saving.stdout.readline() == b"there\n"
+        artifact.load(stored).save(tmp_path / "another")
+        assert len(leftovers(stored.parent)) == 1
+    finally:
+        saving.kill()
+        saving.communicate()
+    artifact.load(stored).save(tmp_path / "another")
+    assert leftovers(stored.parent) == []
+
+
+def test_a_killed_change_of_the_manifest_is_tidied_up_and_other_files_stay(stored):
+    for path in (stored / f"{durable.TEMPORARY}0", stored.parent / f"{durable.TEMPORARY}1"):
+        path.write_text("half")             # beside it: perhaps of a checkpoint that is being written
+    (stored.parent / f"{durable.TEMPORARY}2-of-old").mkdir()
+    (stored.parent / "old").mkdir()
+    artifact.load(stored)
+    assert leftovers(stored.parent) == [f"{durable.TEMPORARY}1"] and leftovers(stored) == []
+
+
+def test_artifacts_of_one_search_do_not_replace_each_other(tmp_path):
+    for name in ("1", "3", f"{durable.TEMPORARY}0"):
+        (tmp_path / name).mkdir()
+    assert artifact.next_folder(tmp_path).name == "4" and artifact.next_folder(tmp_path / "none").name == "1"
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------

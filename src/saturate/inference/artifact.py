@@ -92,11 +92,17 @@ def store(
     return folder
 
 
+def next_folder(parent: Path) -> Path:
+    """The next number as a name: none that an artifact in `parent` has, or had while a later one is there."""
+    numbers = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+    return parent / f"{max(numbers, default=0) + 1}"
+
+
 def confirm(folder: str | os.PathLike[str], scores: Best) -> None:
     """Write what was measured on the re-loaded artifact into its manifest."""
     folder = Path(folder)
     manifest = msgspec.structs.replace(read(folder), scores=scores)
-    with folders.problems(folder):
+    with folders.problems(folder), folders.held(folder):
         durable.replace(folder / MANIFEST, lambda stream: stream.write(_encoded(manifest)))
 
 
@@ -169,6 +175,7 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
     where a library or a device is missing here, or where it does not verify.
     """
     folder = Path(folder)
+    folders.tidy(folder)
     manifest = checked(folder)
     torch = require_torch()
     made_on = manifest.made_on

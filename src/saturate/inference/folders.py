@@ -1,13 +1,16 @@
 """Folders that are whole or not there, and the rules by which a file of one is read.
 
 A folder is written under another name beside its place, made durable, and renamed: a full disk or a kill leaves the
-old one, or none. Nothing is read through a link, from outside of the folder, or with other bytes than its digest
-says.
+old one, or none. What a killed process leaves under such a name goes at the next save or load (`tidy`): a process holds
+a lock on what it works on, and the system ends the lock with the process. Nothing is read through a link, from outside
+of the folder, or with other bytes than its digest says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -20,6 +23,9 @@ from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
 from saturate.records.artifact import StoredFile
 
+#: Between the temporary name of a folder that is being replaced, and its own name.
+_OF = "-of-"
+
 
 @contextmanager
 def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
@@ -29,6 +35,7 @@ def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
     EnvironmentProblem when the file system refuses; both leave `target` as it was.
     """
     target = Path(target).absolute().resolve()
+    tidy(target)
     if os.path.lexists(target) and not target.is_dir():
         raise UsageError(f"{target} is a file", remedy="name a folder that is new, empty, or an artifact to replace")
     if target.is_dir() and any(target.iterdir()) and not ours(target):
@@ -38,14 +45,88 @@ def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
         )
     with problems(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        new = durable.temporary(target.parent)
-        new.mkdir()
-        try:
+        with _new(target.parent) as new:
             yield new
             synchronise(new)
             _take_place(new, target)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
+
+
+@contextmanager
+def _new(parent: Path) -> Iterator[Path]:
+    """A temporary folder that is this process's as long as it lives; gone at the end, unless it was renamed."""
+    lock, mine = None, False
+    while not mine:
+        new = durable.temporary(parent)
+        new.mkdir()
+        try:
+            lock = _lock(new)
+            mine = lock is not None         # else another process took it for abandoned, and removes it
+        except OSError:
+            mine = True                     # a file system without locks: there `tidy` removes nothing
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, wait: bool = False) -> int | None:
+    """A descriptor that holds the lock of a folder until it is closed, or the process ends. None where another process
+    holds it, or the folder is gone. Raises OSError where the file system has no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if os.fstat(descriptor).st_ino == os.stat(folder).st_ino:
+            return descriptor               # else what was opened has another name by now
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep others from taking for abandoned what is written inside of this folder."""
+    try:
+        lock = _lock(folder, wait=True)
+    except OSError:
+        lock = None                         # as in `_new`
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def tidy(target: Path) -> None:
+    """Remove what killed processes left beside `target` and in it. Where one was killed between the two renames that
+    replace `target`, the old one gets its name back. What is not ours to remove stays."""
+    target = Path(target).absolute()
+    with contextlib.suppress(OSError):      # a folder that nobody may write to, or without locks
+        for left in sorted(target.parent.glob(f"{durable.TEMPORARY}*")):
+            if not left.is_dir() or left.is_symlink() or (lock := _lock(left)) is None:
+                continue
+            try:
+                name = left.name.partition(_OF)[2]
+                if name and not os.path.lexists(target.parent / name):
+                    os.rename(left, target.parent / name)
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+        if any(target.glob(f"{durable.TEMPORARY}*")) and (lock := _lock(target)) is not None:
+            try:
+                for left in target.glob(f"{durable.TEMPORARY}*"):
+                    left.unlink()
+            finally:
+                os.close(lock)
 
 
 @contextmanager
@@ -63,19 +144,21 @@ def problems(target: Path) -> Iterator[None]:
 
 
 def _take_place(new: Path, target: Path) -> None:
-    old = durable.temporary(target.parent)
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except OSError:
-        if target.exists():  # another process was faster: its folder is as whole as ours
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            os.rename(old, target)
-        raise
-    durable.sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    # With its own name at the end: should this process be killed between the renames, the old one can be put back.
+    old = Path(f"{durable.temporary(target.parent)}{_OF}{target.name}")
+    with held(target):                      # the lock goes with the folder to its other name
+        if target.exists():
+            os.rename(target, old)
+        try:
+            os.rename(new, target)
+        except OSError:
+            if target.exists():  # another process was faster: its folder is as whole as ours
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.exists():
+                os.rename(old, target)
+            raise
+        durable.sync_folder(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def synchronise(folder: Path) -> None:

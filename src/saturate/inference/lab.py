@@ -86,7 +86,7 @@ class Lab:
 
     def deploy(self, found: Tried) -> Path:
         """Store a candidate from a fresh process of its own."""
-        target = self.folder / "artifacts" / f"{len(list((self.folder / 'artifacts').glob('*'))) + 1}"
+        target = artifact.next_folder(self.folder / "artifacts")
         program = self.folder / "program"
         shutil.rmtree(program, ignore_errors=True)
         program.mkdir(parents=True)
