@@ -15,7 +15,7 @@ from saturate.agent.places import Places
 
 #: Methods of Tensor that wait, and what they are called in a report.
 _NUMBERS = {"item": "Tensor.item", "tolist": "Tensor.tolist", "__bool__": "bool(Tensor)", "__float__": "float(Tensor)",
-            "__int__": "int(Tensor)", "__index__": "int(Tensor)", "__repr__": "print", "__format__": "print"}
+            "__int__": "int(Tensor)", "__index__": "int(Tensor)", "__repr__": "print", "__format__": "format(Tensor)"}
 _COPIES = {"cpu": "Tensor.cpu", "numpy": "Tensor.numpy", "to": "Tensor.to"}
 
 

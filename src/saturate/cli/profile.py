@@ -31,11 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
     parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
     parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say all that the report says, not only what matters most")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     from saturate.report import analysis
+    from saturate.report.profile_brief import brief
     from saturate.study.profile import nothing, profile
     from saturate.study.state import Request
     from saturate.study.tune import environment_of_user
@@ -67,7 +69,8 @@ def execute(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.json else sys.stdout
     width = min(120, shutil.get_terminal_size((80, 24)).columns)
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
-    print(analysis.summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
+    summary = analysis.summary if arguments.verbose else brief
+    print(summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
     return 0
 
 

@@ -62,7 +62,7 @@ def summary(analysis: Analysis, *, width: int, color: bool, blocks: bool = True)
     rows += _problems(analysis, room)
     for label, path in (("trace", getattr(analysis, "trace", "")), ("report", getattr(analysis, "report", ""))):
         rows += [(label, words.clean(path))] if path else []
-    return finished(_headline(analysis, width, paint), rows, say.next_command(analysis), paint, blocks)
+    return finished(headline(analysis, width, paint), rows, say.next_command(analysis), paint, blocks)
 
 
 def finished(head: list[str], rows: Rows, command: str, paint: Callable[..., str], blocks: bool) -> str:
@@ -86,7 +86,8 @@ def _paint(text: str, *codes: str) -> str:
     return f"\033[{';'.join(codes)}m{text}\033[0m" if codes and text else text
 
 
-def _headline(analysis: Analysis, width: int, paint: Callable[..., str]) -> list[str]:
+def headline(analysis: Analysis, width: int, paint: Callable[..., str]) -> list[str]:
+    """The verdict and the number it rests on, in at most three lines."""
     title = say.title(analysis)
     codes = (_BOLD, _GREEN) if analysis.verdict == "compute-bound" else (_BOLD, _YELLOW)
     lines = wrap(f"{title}: {say.because(analysis)}", width, 3)
@@ -399,7 +400,7 @@ def _places(places: Sequence[Sync], room: int, most: int) -> list[str]:
                 f"{each.file}:{each.line}",
                 each.what,
                 f"{words.ms(each.ms_per_step)} ms per step",
-                f"{each.calls_per_step:g} calls",
+                f"{each.calls_per_step:g} call{'' if each.calls_per_step == 1 else 's'}",
             ]
             for each in shown
         ],

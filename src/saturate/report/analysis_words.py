@@ -20,6 +20,11 @@ LIMITS = {
     "compute-bound": ("Compute-bound", "most busy time does arithmetic"),
     "unknown": ("No verdict", "the evidence does not carry one"),
 }
+#: What else a verdict means where no work is launched, and no device waits.
+_ON_A_CPU = {
+    "input-bound": "training waits for the next batch",
+    "host-bound": "the interpreter works between operators",
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,8 @@ def place(device: Device) -> str:
 def because(analysis: Analysis) -> str:
     """The number that the verdict rests on, and what it means."""
     device = focus(analysis)
-    meaning = LIMITS[analysis.verdict][1]
+    on_cpu = device is not None and device.id < 0
+    meaning = (_ON_A_CPU if on_cpu else {}).get(analysis.verdict, LIMITS[analysis.verdict][1])
     if analysis.verdict == "unknown":
         return _no_verdict(analysis)
     number = _amount(analysis, device)
@@ -198,9 +204,9 @@ def _amount(analysis: Analysis, device: Device | None) -> str:
     whole, name = window(device)
     idle = {key: device.gap_ns.get(key, 0) + device.edge_ns.get(key, 0) for key in _GAPS}
     lengths = {
-        "input-bound": device.data_wait.exposed,
+        "input-bound": _input_wait(analysis, device),
         "communication-bound": of(device.exposed_communication_ns, whole),
-        "host-bound": of(idle["host_late"], whole),
+        "host-bound": _between_operators(device, whole) if device.id < 0 else of(idle["host_late"], whole),
         "sync-bound": of(idle["sync"], whole),
         "device-wait-bound": of(idle["already_launched"], whole),
         "memory-bound": of(None if device.idle_ns is None or whole is None else whole - device.idle_ns, whole),
@@ -213,13 +219,26 @@ def _amount(analysis: Analysis, device: Device | None) -> str:
     return f"{busy}{share(value)} of {name}"
 
 
+def _input_wait(analysis: Analysis, device: Device) -> float | None:
+    """On a CPU, of the steps that the split is of: the recorded ones are fewer, and others."""
+    if isinstance(analysis, Profile) and device.id < 0 and analysis.split:
+        return of(analysis.split.get("input"), sum(analysis.split.values()))
+    return device.data_wait.exposed
+
+
+def _between_operators(device: Device, whole: int | None) -> float | None:
+    idle = of(device.idle_ns, whole)
+    return None if idle is None else idle - (device.data_wait.exposed or 0.0)
+
+
 def _no_verdict(analysis: Analysis) -> str:
-    if not analysis.devices:
-        why = analysis.unknown
+    """The reason for the verdict itself; else what blocks conclusions. A mere note is no reason."""
+    device = focus(analysis)
+    why = {**analysis.unknown, **(device.unknown if device is not None else {})}
+    if device is None:
         return why.get("verdict") or why.get("devices") or "the trace holds no accelerator events"
-    if analysis.integrity.problems:
-        return analysis.integrity.problems[0].message
-    return analysis.unknown.get("verdict") or LIMITS["unknown"][1]
+    blocking = next((problem.message for problem in analysis.integrity.problems if problem.blocks), "")
+    return why.get("verdict") or blocking or LIMITS["unknown"][1]
 
 
 def title(analysis: Analysis) -> str:

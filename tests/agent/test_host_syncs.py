@@ -1,0 +1,31 @@
+"""What a read of a value is called, and the line it is on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent.hostsyncs import HostSyncs  # noqa: E402
+
+
+def test_every_read_is_called_what_it_is():
+    syncs = HostSyncs(torch, "cpu", time.perf_counter_ns, lambda text: contextlib.nullcontext(), lambda: False)
+    value = torch.tensor(0.5)
+    syncs.on()
+    try:
+        value.item()
+        f"{value:.3f}"
+        str(value)
+        bool(value > 0)
+        float(value)
+        value.tolist()
+    finally:
+        syncs.off()
+    found = sorted((line, what) for _, line, what in syncs.found)
+    assert [what for _, what in found] == ["Tensor.item", "format(Tensor)", "print", "bool(Tensor)", "float(Tensor)", "Tensor.tolist"]
+    assert [line - found[0][0] for line, _ in found] == list(range(6))
+    assert all(file == __file__ for file, _, _ in syncs.found)
