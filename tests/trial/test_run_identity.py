@@ -128,6 +128,22 @@ def test_console_script(place: Place) -> None:
     place.same("train", "x")
 
 
+@pytest.mark.parametrize("options", [
+    ["PYTHONPATH=lib"], ["A=1", "PYTHONPATH=lib:more"], ["PYTHONPATH="], ["-u", "PYTHONPATH"], ["--unset=PYTHONPATH", "B=2"],
+    ["-i", "HOME=/"], ["-", "PYTHONPATH=lib"], ["-C", "lib", "-u", "SATURATE_PLAN"], ["A=1"],
+])
+def test_env_in_front_of_the_command(place: Place, options: list[str]) -> None:
+    """It may set or clear what carries the agent, which must get through, and show as little as ever."""
+    place.write(_PROBE, "lib/train.py")
+    script = "train.py" if "-C" in options else "lib/train.py"
+    place.environment["PYTHONPATH"] = str(place.folder)
+    assert b"argv" in place.same("env", *options, sys.executable, script)
+    broken = place.recipe("zero-grad-none")
+    asked = place.plain(*SATURATE, "run", str(broken), "--", "env", *options, sys.executable, "-c",
+                        "import sys; print(getattr(sys, '_saturate_awake', False))")
+    assert asked.stdout == b"True\n", asked.stderr
+
+
 def test_torch_is_not_imported_before_the_script_does(place: Place) -> None:
     place.write("import sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'msgspec', 'rich')])")
     assert place.same(sys.executable, "train.py") == b"[]\n"

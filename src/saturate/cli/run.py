@@ -49,7 +49,8 @@ def execute(arguments: argparse.Namespace) -> int:
         print(problem.card(), file=sys.stderr)
         _replace(command, _environment())
     plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence)
-    _replace(command, launch.injected(_environment(), plan, chosen))
+    environment = launch.injected(_environment(), plan, chosen)
+    _replace(launch.carried(command, environment, chosen), environment)
     return 0
 
 

@@ -47,6 +47,44 @@ def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> di
     return environment
 
 
+def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen]) -> list[str]:
+    """The command to start, given an environment from `injected`: what a leading `env` would take out of it is put in again.
+
+    >>> plain = {"PYTHONPATH": "/inject", "SATURATE_PLAN": "/plan.json"}
+    >>> carried(["env", "-u", "PYTHONPATH", "A=1", "python", "t.py"], plain, [])
+    ['env', '-u', 'PYTHONPATH', 'A=1', 'PYTHONPATH=/inject', 'python', 't.py']
+    """
+    if not argv or Path(argv[0]).name != "env":
+        return argv
+    cleared, taken, given = False, set(), {}
+    position = 1
+    while position < len(argv):
+        word = argv[position]
+        if word in ("-i", "-", "--ignore-environment"):
+            cleared = True
+        elif word in ("-u", "--unset", "-C", "--chdir"):
+            position += 1
+            if word in ("-u", "--unset"):
+                taken.update(argv[position: position + 1])
+        elif word.startswith("--unset="):
+            taken.add(word.partition("=")[2])
+        elif word.startswith("-"):
+            if not word.startswith("--chdir="):
+                return argv         # a rare option: -S has a language of its own
+        elif "=" in word:
+            name, _, given[name] = word.partition("=")
+        else:
+            break
+        position += 1
+    ours = ["PYTHONPATH", "SATURATE_PLAN", *sorted({name for chosen in techniques for name in chosen.environment})]
+    again = {name: environment[name] for name in ours if (cleared or name in taken) and name not in given}
+    if "PYTHONPATH" in given:
+        again["PYTHONPATH"] = injected(given, "", [])["PYTHONPATH"]
+    elif "PYTHONPATH" in again:
+        again["PYTHONPATH"] = str(again["PYTHONPATH"]).split(os.pathsep)[0]      # ours; the user asked to be rid of the rest
+    return [*argv[:position], *(f"{name}={value}" for name, value in again.items()), *argv[position:]]
+
+
 def defeated_by(argv: list[str]) -> str | None:
     """The interpreter option in `argv` that keeps `sitecustomize` from running, or None when none is in sight.
 

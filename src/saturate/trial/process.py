@@ -136,7 +136,8 @@ class Trial:
         supervisor = spec.folder / "supervise.json"
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"argv": workload.argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
+            argv = launch.carried(workload.argv, environment, spec.techniques)
+            json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
                        "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
         self.supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
