@@ -63,6 +63,47 @@ def test_any_nesting_comes_back(tmp_path: Path) -> None:
         assert not got["y"].requires_grad
 
 
+SIGNATURE = {"inputs": {"tuple": [[0], [1]]}, "outputs": [0], "parameters": ["x", "y"], "ranges": {"rows": [1, 8]},
+             "tensors": [{"dtype": "float32", "shape": ["rows", 4]}, {"dtype": "float32", "shape": ["rows", 4]}]}
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_tensors_in_and_a_tensor_out_take_a_short_path(quiet: bool) -> None:
+    """Counted, not timed: a small model's own call is some ten microseconds."""
+    x = torch.randn(4, 4)
+    call = _program.callable_of(torch, SIGNATURE, "cpu", lambda tensors: [x], quiet=quiet)
+    call(x, x)
+    functions: list[str] = []
+    sys.setprofile(lambda frame, event, what: functions.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call(x, x)
+    finally:
+        sys.setprofile(None)
+    inside = functions[functions.index("call"):]
+    assert inside.count("<lambda>") == 1
+    if quiet:
+        assert len(inside) <= 6, f"functions and comprehensions of a call: {inside}"
+
+
+def test_the_short_path_still_looks_at_what_it_gets() -> None:
+    seen: list[Any] = []
+    call = _program.callable_of(torch, SIGNATURE, "cpu", lambda tensors: seen.extend(tensors) or [tensors[0] + tensors[1]], quiet=True)
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        assert torch.equal(call(x, y=x), 2 * x)
+        with pytest.raises(ValueError, match=r"shape \[9, 4\]"):
+            call(x.repeat(3, 1)[:9], x.repeat(3, 1)[:9])
+        with pytest.raises(ValueError, match=r"shape \[3, 4\]"):
+            call(x, x[:3])
+        with pytest.raises(TypeError, match="float64"):
+            call(x, x.double())
+        with pytest.raises(TypeError, match="arranged as"):
+            call(x)
+    seen.clear()
+    answer = call(torch.nn.Parameter(x), x.clone().requires_grad_().t())
+    assert not answer.requires_grad and all(one.is_contiguous() and not one.requires_grad for one in seen)
+
+
 def test_inputs_that_the_program_was_not_made_for_are_refused(tmp_path: Path) -> None:
     entry = exported.save(context_of(Nested(), [nested_batch(4)], tmp_path, batch_size=4), tmp_path)
     call = exported.load(torch, tmp_path, entry)

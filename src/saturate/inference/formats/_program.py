@@ -20,6 +20,9 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.techniques._api import Context, NotApplied
 
+#: A program remembers so many kinds of inputs that it takes.
+MOST_FITTED = 256
+
 #: {dimension: name of its size} of every input tensor.
 Sizes = list[dict[int, str]]
 
@@ -249,28 +252,27 @@ def short(error: BaseException | None) -> str:
 
 
 def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callable[[list[Any]], Sequence[Any]],
-                classes: dict[str, type] | None = None) -> Callable[..., Any]:
+                classes: dict[str, type] | None = None, *, quiet: bool = False) -> Callable[..., Any]:
     """A function with the signature and the output structure of the model that the program was made from.
 
     It checks what a compiled program does not check itself: with other sizes, types or strides that would read beyond
-    its buffers. Raises TypeError for another structure or number type, ValueError for sizes that the program was not
+    its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched.
+
+    The function raises TypeError for another structure or number type, ValueError for sizes that the program was not
     made for. Raises KeyError when the signature is incomplete.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
     ranges = signature["ranges"]
     plain = inputs == {"tuple": [[place] for place in range(len(expected))]}      # tensors only: nothing to take apart
+    alone = outputs == [0]
+    kinds = [torch.Tensor] * len(expected)
     if not all(isinstance(dtype, torch.dtype) for dtype, _ in expected):
         raise ValueError("an input is of no type that torch knows")
+    # A small model takes some ten microseconds, and so would this function: what fitted once need not be looked at again.
+    fitted: set[Any] = set()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = positional(parameters, args, kwargs) if kwargs else args
-        if plain and len(given) == len(expected) and all(isinstance(one, torch.Tensor) for one in given):
-            tensors = list(given)
-        else:
-            description, tensors = structure.flatten(torch, given, distinct=True)
-            if description != inputs:
-                raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
+    def check(tensors: list[Any]) -> None:
         known: dict[str, int] = {}
         for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, expected)):
             if tensor.dtype != dtype or tensor.device.type != device:
@@ -280,8 +282,25 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
                 raise ValueError(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
                                  f"{_limits(shape, ranges)}")
-        with torch.no_grad():
-            return structure.rebuild(outputs, run([tensor.detach().contiguous() for tensor in tensors]), classes)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(positional(parameters, args, kwargs) if kwargs else args)
+        if not plain or [type(one) for one in tensors] != kinds:
+            description, tensors = structure.flatten(torch, tuple(tensors), distinct=True)
+            if description != inputs:
+                raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
+        kind = tuple([(one.shape, one.dtype, one.device.type) for one in tensors])
+        if kind not in fitted:
+            check(tensors)
+            if len(fitted) < MOST_FITTED:
+                fitted.add(kind)
+        tensors = [(one.detach() if one.requires_grad else one).contiguous() for one in tensors]
+        if not quiet and torch.is_grad_enabled():
+            with torch.no_grad():
+                answers = run(tensors)
+        else:
+            answers = run(tensors)
+        return answers[0] if alone else structure.rebuild(outputs, answers, classes)
 
     return call
 

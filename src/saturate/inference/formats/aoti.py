@@ -62,19 +62,19 @@ def opened(torch: Any, path: Path, signature: dict[str, Any], device: str,
            classes: dict[str, type] | None = None) -> Callable[..., Any]:
     """The program of packages that are trusted, as a function with the model's signature."""
     if "fixed" not in signature:
-        return _program.callable_of(torch, signature, device, _runner(torch, path), classes)
-    sizes = [tuple(shape) for shape in signature["fixed"]]
+        return _program.callable_of(torch, signature, device, _runner(torch, path), classes, quiet=True)
+    sizes = [torch.Size(shape) for shape in signature["fixed"]]
     fast = _runner(torch, _beside(path))
     other: list[Callable[[list[Any]], Any]] = []
 
     def run(tensors: list[Any]) -> Any:
-        if [tuple(tensor.shape) for tensor in tensors] == sizes:
+        if [tensor.shape for tensor in tensors] == sizes:
             return fast(tensors)
         if not other:
             other.append(_runner(torch, path))
         return other[0](tensors)
 
-    return _program.callable_of(torch, signature, device, run, classes)
+    return _program.callable_of(torch, signature, device, run, classes, quiet=True)
 
 
 def _runner(torch: Any, path: Path) -> Callable[[list[Any]], Any]:

@@ -64,7 +64,7 @@ def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
 
     def on_cpu(tensors: list[Any]) -> list[Any]:
         feeds = {name: tensors[place].numpy() for name, place in places.items()}
-        return [torch.as_tensor(array) for array in session.run(outputs, feeds)]
+        return [torch.from_numpy(array) for array in session.run(outputs, feeds)]
 
     def on_cuda(tensors: list[Any]) -> list[Any]:
         import numpy
@@ -82,7 +82,7 @@ def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
         binding.synchronize_outputs()
         return [torch.from_dlpack(value) for value in binding.get_outputs()]
 
-    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes)
+    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True)
 
 
 def place_of(name: str) -> int:
