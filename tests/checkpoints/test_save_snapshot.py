@@ -248,3 +248,20 @@ def test_little_memory_means_a_synchronous_save(tmp_path, monkeypatch):
         torch.save(state(1), tmp_path / "a.pt")
         assert same(torch.load(tmp_path / "a.pt"), state(1))
         assert "host memory held" not in context.notes["async-checkpoint"]
+
+
+def test_one_checkpoint_at_a_time_is_on_its_way(tmp_path, monkeypatch):
+    """Files of a slow disk do not queue up: a kill would cost them all."""
+    disk = Disk(monkeypatch)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    with applied("thread"):
+        optimizer.step()
+        disk.hold()
+        torch.save(state(1), tmp_path / "step1.pt")
+        torch.save(state(2), tmp_path / "optimizer1.pt")        # of the same checkpoint: neither waits
+        optimizer.step()
+        disk.waits(lambda: torch.save(state(3), tmp_path / "step2.pt"))
+        assert same(torch.load(tmp_path / "step1.pt"), state(1)) and len(disk.written) >= 2
+    assert same(torch.load(tmp_path / "step2.pt"), state(3))

@@ -52,6 +52,11 @@ class Costs:
             return self._way
         return self.choose()
 
+    @property
+    def over(self) -> bool:
+        """Whether a training step has ended since the latest save: what is saved next is another checkpoint."""
+        return self._stepped is not None and not self._fresh
+
     def saved(self, way: str, size: int, blocked_s: float) -> None:
         """A file of `size` bytes was handed over, which took `blocked_s`."""
         if not self._fresh:

@@ -113,6 +113,7 @@ class Writer:
         Raises `Unsuitable` when the path wants a plain save, else OSError: of this save where it is synchronous or the
         file cannot be created, or of an earlier one.
         """
+        self._finish_before()
         began = time.perf_counter()
         self.raise_failure()
         size = sum(size for _, _, size in records)
@@ -138,6 +139,12 @@ class Writer:
                 target.discard()
                 raise
         self.count(way, size, time.perf_counter() - began)
+
+    def _finish_before(self) -> None:
+        """One checkpoint at a time is on its way: a kill then costs the newest, and never a queue of them that a slow
+        disk has not taken yet. Files of one checkpoint do not wait for each other."""
+        if self.costs.over and not self.foreign:
+            self.wait_for(list(self.pending))
 
     def count(self, way: str, size: int, blocked_s: float) -> None:
         """Something was saved, for which the script stood still so long."""
@@ -183,6 +190,7 @@ class Writer:
     def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
         """Have the thread do something that makes the files of `folder` durable; the number of the job. Raises earlier
         failures."""
+        self._finish_before()
         self.raise_failure()
         with quiet():
             folder = os.path.realpath(folder)
