@@ -70,6 +70,33 @@ def test_techniques_take_effect(identity, options, script, start):
     assert proof.active, proof.evidence
 
 
+def test_losses_that_replayed_graphs_write_over_are_recorded(start, script):
+    """The model returns its loss, as nanoGPT does: it lies in a graph's memory, which the next step overwrites."""
+    source = """
+        import torch, torch.nn as nn
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            def forward(self, x):
+                return (self.layers(x) - x).square().mean()
+        torch.manual_seed(0)
+        model = Net().cuda()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        while True:
+            x = torch.randn(128, 64, device="cuda")
+            opt.zero_grad(); model(x).backward(); opt.step()
+    """
+    found = []
+    for techniques in ([], [chosen("compile", mode="reduce-overhead")]):
+        trial = start(str(script(source)), timeout_s=240.0, techniques=techniques)
+        trial.wait_ready()
+        trial.run_block(20, 5)
+        found.append([loss for update in trial.losses for loss in update])
+        trial.stop()
+    assert len(found[0]) >= 20 and found[1][:20] == pytest.approx(found[0][:20], rel=1e-2)
+
+
 def test_the_line_that_allocates_most(start, script) -> None:
     """The allocator's own history names the line of the wide layer."""
     trial = start(str(script("""

@@ -349,9 +349,10 @@ def test_allocator_joins_what_the_user_set(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
     assert allocator.environment(allocator.Options()) == {
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }
+        name: "max_split_size_mb:128,expandable_segments:True" for name in allocator.CUDA_VARIABLES
+    }, "whichever of the two a version of torch reads, the user's setting is in it"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert allocator.environment(allocator.Options())["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync,expandable_segments:True"
     jemalloc = allocator.Options("jemalloc", "/lib/libjemalloc.so.2")
     assert allocator.environment(jemalloc)["LD_PRELOAD"] == "/lib/libjemalloc.so.2:/lib/other.so"
     with pytest.raises(NotApplied, match="not loaded"):

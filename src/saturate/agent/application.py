@@ -111,8 +111,7 @@ def standing(session: Any) -> dict[str, Any]:
     early, session.early = session.early, []
     if session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
-    peak = session.torch.cuda.max_memory_reserved() if session.context.device == "cuda" else None
-    return {"counts": session.counts, "device_peak_bytes": peak,
+    return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
             "losses": [[float(loss.double().sum()) for loss in update] for update in early],
             "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)],
             **_batches(session)}

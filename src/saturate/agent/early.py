@@ -81,7 +81,7 @@ class FirstForward:
         modules = tuple(m.module if isinstance(m, distributed) else m for m in owners)
         if session.plan.get("early_facts") and observe.rank() == 0:
             with open(session.plan["early_facts"], "w", encoding="utf-8") as file:
-                json.dump(_facts(session, modules, optimizers, trained[0].device.type, modules != tuple(owners)), file)
+                json.dump(_facts(session, modules, optimizers, trained, modules != tuple(owners)), file)
         session.context.device = trained[0].device.type
         if session.plan.get("device_limit_bytes"):
             memory.DeviceMemory(session).limit(session.plan["device_limit_bytes"])
@@ -111,9 +111,10 @@ def front(modules: list[Any], trained: set[int], called: Any) -> list[Any]:
 class _NothingSeen:
     """What an inspection would know, before any step was inspected: the modules, and None for the rest."""
 
-    def __init__(self, torch: Any, modules: tuple[Any, ...], device: str, distributed: bool):
-        self.device, self.modules, self.distributed = device, modules, distributed
-        self.device_name = torch.cuda.get_device_name() if device == "cuda" else ""
+    def __init__(self, torch: Any, modules: tuple[Any, ...], trained: list[Any], distributed: bool):
+        self.device, self.modules, self.distributed = trained[0].device.type, modules, distributed
+        self.devices = observe.devices(trained, self.device)
+        self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         self.compiled, self.shapes = False, ()
 
     def describe(self) -> str:
@@ -137,7 +138,7 @@ class _Before:
         return getattr(self._session, name)
 
 
-def _facts(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...], device: str, distributed: bool) -> dict[str, Any]:
+def _facts(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...], trained: list[Any], distributed: bool) -> dict[str, Any]:
     """What can be said before a step has run; what nobody has seen yet is left out."""
-    seen = observe.facts(_Before(session, _NothingSeen(session.torch, modules, device, distributed), optimizers))
+    seen = observe.facts(_Before(session, _NothingSeen(session.torch, modules, trained, distributed), optimizers))
     return {name: value for name, value in seen.items() if value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from saturate.agent.observe import all_modules, trained_parameters
+from saturate.agent.observe import all_modules, devices, trained_parameters
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
 READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
@@ -35,7 +35,8 @@ class Inspection:
         self._undo: list[Any] = []
         parameters = trained_parameters(session)
         self.device = parameters[0].device.type if parameters else "cpu"
-        self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else ""
+        self.devices = devices(parameters, self.device)
+        self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         wanted = {id(p) for p in parameters}
         everything = [m for m in all_modules(torch) if any(id(p) in wanted for p in m.parameters())]
         self.compiled = _user_compiles(everything)

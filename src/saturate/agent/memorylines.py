@@ -56,7 +56,7 @@ class CudaLines:
             return []
         found: dict[Line, int] = {}
         for event in at_peak(events):
-            line = self._line(event["frames"])
+            line = self._line(event.get("frames", ()))    # none: an allocation that Python knows nothing of
             if line is not None:
                 found[line] = found.get(line, 0) + event["size"]
         return largest(found)

@@ -46,7 +46,12 @@ def trained_parameters(session: Any) -> list[Any]:
         return held
     found = {id(p): p for m in all_modules(session.torch) for p in m._parameters.values()
              if p is not None and p.requires_grad and p.grad is not None}
-    return list(found.values())
+    return list(found.values()) or [leaf for reference in session.leaves if (leaf := reference()) is not None]
+
+
+def devices(parameters: list[Any], kind: str) -> tuple[Any, ...]:
+    """The devices of a kind that parameters are on, in the order of the parameters. A model may be spread over several."""
+    return tuple(dict.fromkeys(p.device for p in parameters if p.device.type == kind))
 
 
 class ChangeWatch:
@@ -154,11 +159,11 @@ def facts(session: Any) -> dict[str, Any]:
         python=".".join(map(str, sys.version_info[:3])),
         device=inspection.device,
         device_name=inspection.device_name,
-        capability=torch.cuda.get_device_capability() if cuda else None,
-        device_memory_bytes=torch.cuda.get_device_properties().total_memory if cuda else None,
-        device_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else 0,
+        capability=torch.cuda.get_device_capability(inspection.devices[0]) if cuda else None,
+        device_memory_bytes=torch.cuda.get_device_properties(inspection.devices[0]).total_memory if cuda else None,
+        device_reserved_bytes=reserved_bytes(session) or 0,
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
-        cuda_bf16_native=cuda and torch.cuda.get_device_capability() >= (8, 0),
+        cuda_bf16_native=cuda and torch.cuda.get_device_capability(inspection.devices[0]) >= (8, 0),
         tf32_matmul=_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         world_size=world_size(),
@@ -189,6 +194,13 @@ def facts(session: Any) -> dict[str, Any]:
 
 
 def _tf32(torch: Any) -> bool:
+def reserved_bytes(session: Any) -> int | None:
+    """The most that torch's allocator took of any of the training's CUDA devices; None elsewhere."""
+    if session.inspection.device != "cuda":
+        return None
+    return max(session.torch.cuda.max_memory_reserved(device) for device in session.inspection.devices)
+
+
     """Whether fp32 matrix products may use TF32, under either of torch's two ways to say so (mixing them raises)."""
     try:
         return bool(torch.backends.cuda.matmul.allow_tf32)

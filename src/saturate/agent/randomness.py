@@ -32,7 +32,8 @@ def seed_torch(torch: Any, seed: int, offset: int = 0) -> None:
     if offset:
         _shift(torch, "manual_seed", offset)
     torch.manual_seed(seed)
-    if torch.cuda.is_available():
+    # Not torch.cuda.is_available(): that starts the driver before the script could choose devices, or fork.
+    if torch.version.cuda or torch.version.hip:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

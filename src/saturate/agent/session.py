@@ -182,7 +182,10 @@ class Session:
             self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or (self.watchdog is not None and self.phase == "active"):
             loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
-            self.losses.append(loss.detach())
+            # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
+            self.losses.append(loss.detach().clone() if self.recording else loss.detach())
+        if not self.constructed and not self.leaves:
+            self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
             self.guard(self._token, "B")
 
@@ -344,4 +347,5 @@ class Session:
     def drain(self) -> None:
         """Wait until the device has finished everything that was queued."""
         if self.context.device == "cuda":
-            self.torch.cuda.synchronize()
+            for device in self.inspection.devices:
+                self.torch.cuda.synchronize(device)

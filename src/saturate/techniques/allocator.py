@@ -48,7 +48,7 @@ TECHNIQUE = Technique(
 )
 
 EXPANDABLE = "expandable_segments"
-#: PyTorch renamed the variable and still reads the old one.
+#: PyTorch renamed the variable; some versions read the first one only, some both, and which of them wins differs.
 CUDA_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: Keep freed memory for a minute before it goes back to the system: longer than any step.
 JEMALLOC = "background_thread:true,dirty_decay_ms:60000,muzzy_decay_ms:60000"
@@ -95,7 +95,9 @@ def bound(facts: Facts) -> float | None:
 
 def environment(options: Options) -> dict[str, str]:
     if options.kind == EXPANDABLE:
-        return {name: _joined(os.environ.get(name, ""), f"{EXPANDABLE}:True", ",") for name in CUDA_VARIABLES}
+        set_already = [os.environ.get(name, "") for name in CUDA_VARIABLES]
+        users = next(filter(None, set_already), "")     # of one only: it must hold in the other as well
+        return {name: _joined(own or users, f"{EXPANDABLE}:True", ",") for name, own in zip(CUDA_VARIABLES, set_already)}
     variables = {"LD_PRELOAD": _joined(options.library, os.environ.get("LD_PRELOAD", ""), ":")}
     if options.kind == "jemalloc":
         variables["MALLOC_CONF"] = _joined(JEMALLOC, os.environ.get("MALLOC_CONF", ""), ",")   # the user's comes last
@@ -109,8 +111,23 @@ def _joined(first: str, second: str, separator: str) -> str:
 def apply(context: Any, options: Options) -> str:
     if options.library and not _mapped(options.library):
         raise NotApplied(f"{options.library} is not loaded in this process; the loader refused it")
-    context.note(TECHNIQUE.id, f"{options.library} is mapped" if options.library else f"{EXPANDABLE} requested")
+    context.note(TECHNIQUE.id, f"{options.library} is mapped" if options.library else _Segments(context.torch))
     return f"allocator: {options.kind}"
+
+
+class _Segments:
+    """As text, whenever it is asked for: what the CUDA allocator made of the wish. torch 2.9 ignores one of the variables,
+    and a platform that cannot grow segments says so in a warning only."""
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+
+    def __str__(self) -> str:
+        if not self._torch.cuda.is_initialized():
+            return ""
+        segments = self._torch.cuda.memory_snapshot()
+        grown = sum(bool(segment.get("is_expandable")) for segment in segments)
+        return f"{grown} of {len(segments)} segments of device memory can grow" if grown else ""
 
 
 def _mapped(library: str) -> bool:
@@ -130,7 +147,8 @@ def active(evidence: Evidence, options: Options) -> Proof:
         loaded = any(EXPANDABLE in evidence.environment.get(name, "") for name in CUDA_VARIABLES)
     if seen and loaded:
         return Proof(True, seen)
-    return Proof(False, f"{options.kind} did not reach the process")
+    return Proof(False, f"{options.kind} reached the process, and had no effect there" if loaded
+                 else f"{options.kind} did not reach the process")
 
 
 def as_code(options: Options) -> str:

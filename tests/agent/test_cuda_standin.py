@@ -1,0 +1,136 @@
+"""What the agent asks of torch.cuda, where there is no device: stand-ins that take what the installed torch's functions take."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent import observe, randomness  # noqa: E402 - after the check for torch
+from saturate.agent.memorylines import CudaLines  # noqa: E402
+from saturate.agent.session import Session  # noqa: E402
+from saturate.techniques import allocator  # noqa: E402
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+PLAN = {"mode": "trial", "step": {"token": "S0", "count": 1, "tokens": ["B", "S0"]}, "techniques": []}
+
+
+class Cuda:
+    """torch.cuda as far as `answers` go: name -> function of the arguments. Each call must fit the real signature."""
+
+    def __init__(self, **answers: Any):
+        self.calls: list[tuple[Any, ...]] = []
+        for name, answer in answers.items():
+            setattr(self, name, self._checked(name, answer))
+
+    def _checked(self, name: str, answer: Any) -> Any:
+        signature = inspect.signature(getattr(torch.cuda, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            signature.bind(*args, **kwargs)
+            self.calls.append((name, *args))
+            return answer(*args, **kwargs)
+
+        return call
+
+
+def session(cuda: Cuda, *devices: Any) -> Session:
+    made = Session(types.SimpleNamespace(cuda=cuda, Tensor=torch.Tensor), PLAN)
+    made.inspection = types.SimpleNamespace(device="cuda", devices=devices)
+    made.context.device = "cuda"
+    return made
+
+
+def test_every_device_of_the_training_is_drained_and_no_other():
+    """A rank that never called set_device has the first device as its current one, and trains on another."""
+    cuda = Cuda(synchronize=lambda device: None)
+    session(cuda, SECOND).drain()
+    session(cuda, FIRST, SECOND).drain()
+    assert cuda.calls == [("synchronize", SECOND), ("synchronize", FIRST), ("synchronize", SECOND)]
+
+
+def test_memory_is_that_of_the_training_s_devices():
+    cuda = Cuda(max_memory_reserved={FIRST: 0, SECOND: 7 << 30}.__getitem__)
+    assert observe.reserved_bytes(session(cuda, SECOND)) == 7 << 30
+    assert observe.reserved_bytes(session(cuda, FIRST, SECOND)) == 7 << 30
+    plain = session(cuda)
+    plain.inspection.device = "cpu"
+    assert observe.reserved_bytes(plain) is None
+
+
+def test_devices_are_those_of_the_parameters():
+    with torch.device("meta"):
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    assert observe.devices([*parameters, torch.nn.Parameter(torch.zeros(1))], "meta") == (torch.device("meta"),)
+
+
+def test_a_loss_that_is_written_over_was_recorded_as_it_was():
+    """A replayed CUDA graph writes its outputs where they were; reading them after that raises."""
+    made = session(Cuda())
+    made.stepping, made.constructed = 1, [lambda: None]     # neither the step nor what is trained is looked for here
+    for recording, kept in ((True, 3.0), (False, 0.0)):
+        made.recording, made.watchdog, made.phase, made.losses = recording, object(), "active", []
+        loss = torch.tensor(3.0)
+        made.backward_ends(loss)
+        loss.zero_()
+        assert [float(one) for one in made.losses] == [kept]
+
+
+@pytest.mark.parametrize("built_for", ["cuda", "hip", ""])
+def test_seeding_does_not_start_the_driver(monkeypatch, built_for):
+    """Whoever asks whether a device is there starts the driver: choosing devices later has no effect, forks break."""
+    def forbidden() -> bool:
+        raise AssertionError("the driver was started")
+
+    asked = []
+    for name in ("is_available", "device_count", "init"):
+        monkeypatch.setattr(torch.cuda, name, forbidden)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, *, warn_only: asked.append((mode, warn_only)))
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, "13.0" if name == built_for else None)
+    before = torch.get_rng_state()
+    try:
+        randomness.seed_torch(torch, 3)
+    finally:
+        torch.set_rng_state(before)
+    assert asked == ([(True, True)] if built_for else [])
+
+
+@pytest.mark.parametrize("segments, active", [([{"is_expandable": True}, {"is_expandable": False}], True),
+                                              ([{"is_expandable": False}], False), ([], False)])
+def test_growing_segments_are_proved_by_the_allocator(segments, active):
+    """torch 2.9.1 reads only one of the variables' two names for this setting (pytorch/pytorch issue 183387)."""
+    from saturate.agent.context import Context
+    from saturate.records.facts import Evidence
+
+    for initialized in (True, False):
+        context = Context(types.SimpleNamespace(cuda=Cuda(is_initialized=lambda now=initialized: now,
+                                                          memory_snapshot=lambda: segments)))
+        allocator.apply(context, allocator.Options())
+        proof = allocator.active(Evidence(notes={key: str(value) for key, value in context.notes.items()},
+                                          environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}), allocator.Options())
+        assert proof.active is (active and initialized)
+        assert "had no effect" in proof.evidence or proof.active
+    assert "did not reach" in allocator.active(Evidence(), allocator.Options()).evidence
+
+
+def test_the_allocator_s_history_is_asked_for_as_torch_takes_it(monkeypatch):
+    """And an allocation that Python knows nothing of belongs to no line."""
+    from torch.cuda import memory
+
+    taken = inspect.signature(memory._record_memory_history_impl)
+    asked: list[Any] = []
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **kwargs: asked.append(taken.bind(**kwargs).arguments))
+    frames = [{"filename": __file__, "line": 9, "name": "forward"}]
+    events = [{"action": "alloc", "addr": 1, "size": 5, "frames": frames}, {"action": "alloc", "addr": 2, "size": 50}]
+    monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": [events]})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    lines = CudaLines(torch)
+    lines.start()
+    assert [line[-1] for line in lines.largest()] == [5]
+    lines.stop()
+    assert [one["enabled"] for one in asked] == ["all", None]
