@@ -42,8 +42,8 @@ SMOKE = ("onnx-runtime", "nhwc-layout", "bf16")
 class Exhaustive(Search):
     """Tries everything where the search would try a stage."""
 
-    def _walk(self, candidates: Iterable[Candidate]) -> None:
-        super()._walk(everything(self.pool))
+    def _walk(self, supply: Callable[[], Iterable[Candidate]]) -> None:
+        super()._walk(lambda: everything(self.pool))
 
 
 def everything(pool: plan.Pool) -> Iterator[Candidate]:

@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import confirm, plan, racing
+from saturate.inference import confirm, order, plan, racing
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.journal import Journal
-from saturate.inference.search import Search, over_limit
+from saturate.inference.search import Search, Tried, over_limit
 from saturate.measure.race import Limits
 from saturate.records.inference import ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 
 def technique(id: str, stage: str = "runtime", numerics: str = "reordering", touches: tuple[Touch, ...] = (Touch("runtime"),),
-              variants: int = 1, bound: float | None = None, refuse: str = "") -> Any:
+              variants: int = 1, bound: float | None = None, refuse: str = "", prepare_s: float = 2.0) -> Any:
     """A module that keeps the contract as far as the search asks."""
     options = make_dataclass("Options", [("number", int, field(default=0))], frozen=True)
     return types.SimpleNamespace(
         __name__=f"fake.{id.replace('-', '_')}", TECHNIQUE=Technique(id=id, title=id, numerics=numerics, stage=stage, touches=touches),
-        Options=options, eligible=lambda facts: Ineligible(refuse) if refuse else Eligible("yes"),
+        Options=options, PREPARE_S=prepare_s, eligible=lambda facts: Ineligible(refuse) if refuse else Eligible("yes"),
         variants=lambda facts: [options(number) for number in range(variants)], bound=lambda facts: bound, as_code=lambda o: f"use {id}")
 
 
@@ -206,6 +206,65 @@ def test_other_options_of_what_took_too_long_are_not_tried() -> None:
     world.start = start     # type: ignore[method-assign]
     search = walk(world, technique("run", variants=3), OTHER)
     assert world.started == ["run", "other"] and fates(search)["run number=2"] == "not_tried"
+
+
+def test_what_promises_most_for_its_time_comes_first() -> None:
+    """A short search must not spend itself on compilers before the number formats that take seconds."""
+    slow, quick = technique("compile", bound=2.0, prepare_s=30.0), technique("run", bound=2.2, prepare_s=5.0)
+    int8 = technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")), bound=7.0, prepare_s=8.0)
+    exact = technique("exact-int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")), bound=6.8, prepare_s=90.0)
+    world = World({"compile": 0.5, "run": 0.6, "int8": 0.2, "exact-int8": 0.19, "bf16": 0.6})
+    walk(world, slow, quick, int8, exact, technique("bf16", "number", "precision", (Touch("number-format"),), bound=4.0))
+    first = world.started[:4]
+    assert first[:2] == ["int8", "run"] and first.index("compile") < 4 and world.started.index("exact-int8") > world.started.index("compile")
+
+
+def test_what_was_seen_in_this_study_counts_more_than_a_prior() -> None:
+    facts, options = ModelFacts(), registry(technique("run", variants=2, bound=4.0, prepare_s=2.0))["run"].variants(ModelFacts())
+    run, other = registry(technique("run", variants=2, bound=4.0, prepare_s=2.0), technique("other", bound=2.0, prepare_s=12.0)).values()
+    first, second = (Candidate.of([Part(run, one)]) for one in options)
+    unknown = Candidate.of([Part(other, other.Options())])
+    assert order.rate(second, facts, {}, 1.0) > order.rate(unknown, facts, {}, 1.0)
+    seen = {first: Tried(first, "dominated", "", speedup=1.1, seconds=40.0)}
+    assert order.seconds(second, seen) == 40.0 and order.seconds(unknown, seen) == pytest.approx(20.0 * 40.0 / 10.0)
+    assert order.rate(second, facts, seen, 1.1) < order.rate(unknown, facts, seen, 1.1)
+
+
+def test_what_does_not_fit_into_the_time_that_is_left_waits() -> None:
+    world = World({"run": 0.2, "other": 0.8})
+    walk(world, technique("run", bound=9.0, prepare_s=400.0), technique("other", bound=1.01), seconds=60.0)
+    assert world.started[0] == "other" and "run" in world.started, "it is tried when nothing else is left"
+
+
+def test_another_variant_has_its_turn_before_a_repair() -> None:
+    world = World({"int8": 0.2}, {"int8": 0.03}, healing=0.006)
+    search = walk(world, technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")), variants=2))
+    assert world.started[:2] == ["int8", "int8 number=1"] and search.best() is not None and search.best().candidate.keep     # type: ignore[union-attr]
+
+
+def test_a_repair_goes_on_where_a_killed_search_was(tmp_path: Any) -> None:
+    def once() -> tuple[World, Search]:
+        world = World({"int8": 0.2}, {"int8": 0.03}, healing=0.006)
+        return world, walk(world, INT8, journal=Journal(tmp_path, "k"))
+
+    once()
+    lines = (tmp_path / "candidates.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "candidates.jsonl").write_text(lines[0])        # the broken one only
+    again, search = once()
+    assert "int8" not in again.started and len(search.best().candidate.keep) == 4     # type: ignore[union-attr]
+
+
+def test_a_set_of_layers_that_cannot_be_kept_does_not_end_a_repair() -> None:
+    world = World({"int8": 0.2}, {"int8": 0.03}, healing=0.006)
+    start = world.start
+
+    def refusing(candidate: Candidate) -> FakeWorker:
+        if candidate.keep == {"layer7", "layer9"}:
+            raise WorkerFailed("not_applied", "no product of the graph belongs to layer7, layer9")
+        return start(candidate)
+
+    world.start = refusing      # type: ignore[method-assign]
+    assert len(walk(world, INT8).best().candidate.keep) == 4     # type: ignore[union-attr]
 
 
 def test_a_check_that_fails_on_a_candidate_rejects_it() -> None:

@@ -1,4 +1,5 @@
-"""Which candidates, in which order. Pure functions of what is known so far: nothing here starts a process.
+"""Which candidates there are at each stage. Pure functions of what is known so far: nothing here starts a process. Within a
+stage `order` says which one is next.
 
 The space is small and made by hand, and it is walked in stages: lossless runtimes and switches, number formats on the
 runtimes that they go with, training, and last the neighbours of the best. A stage tries what the stages before it showed
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques._api import LOSSLESS, Eligible, Ineligible
@@ -31,12 +33,13 @@ class Pool:
     numbers: list[Part] = field(default_factory=list)       # precision, whatever stage
     trained: list[Part] = field(default_factory=list)       # convergence
     refused: dict[str, str] = field(default_factory=dict)
+    facts: ModelFacts = field(default_factory=ModelFacts)   # of the model
 
 
 def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, only: Collection[str] = (),
          skip: Collection[str] = ()) -> Pool:
     """Eligible techniques with their variants, the most promising first."""
-    found = Pool()
+    found = Pool(facts=facts)
     for id, module in sorted(registry.items(), key=lambda entry: -(_bound(entry[1], facts))):
         technique = module.TECHNIQUE
         if (only and id not in only) or id in skip:
@@ -64,10 +67,11 @@ def _list_of(found: Pool, technique: object) -> list[Part]:
     return found.runtimes if technique.stage == "runtime" else found.switches
 
 
-def lossless_alone(found: Pool, most: int | None = None) -> Iterator[Candidate]:
-    """Every lossless part by itself (or so many): runtimes first, they decide most."""
-    for part in (*found.runtimes, *found.switches)[:most]:
+def alone(found: Pool, tried: Mapping[Candidate, Any]) -> Iterator[Candidate]:
+    """Every lossless part by itself, and the number formats; later ones follow from what was tried."""
+    for part in (*found.runtimes, *found.switches):
         yield Candidate.of([part])
+    yield from numbers(found, tried)
 
 
 def lossless_together(found: Pool, alone: Mapping[Candidate, float]) -> Iterator[Candidate]:
@@ -83,13 +87,15 @@ def lossless_together(found: Pool, alone: Mapping[Candidate, float]) -> Iterator
                     yield candidate
 
 
-def numbers(found: Pool, alone: Mapping[Candidate, float]) -> Iterator[Candidate]:
-    """Each number format with the lossless runtimes that it goes with, or alone where it brings its own."""
-    runtimes = best_variants(found.runtimes, alone)
+def numbers(found: Pool, tried: Mapping[Candidate, Any]) -> Iterator[Candidate]:
+    """Each number format with the fastest lossless runtimes that it goes with, once these are known; alone where it brings
+    its own, or none works. `tried` has attributes `speedup`."""
+    runtimes = best_variants(found.runtimes, {candidate: known.speedup for candidate, known in tried.items() if known.speedup is not None})
     for part in found.numbers:
         pairs = [Candidate.of([part, runtime]) for runtime in runtimes]
         pairs = [candidate for candidate in pairs if candidate.conflict() is None][:RUNTIMES]
-        yield from pairs or [Candidate.of([part])]
+        waits = any(Candidate.of([runtime]) not in tried and Candidate.of([part, runtime]).conflict() is None for runtime in found.runtimes)
+        yield from pairs or ([] if waits else [Candidate.of([part])])
 
 
 def trained(found: Pool, best: Sequence[Candidate]) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from saturate.inference import plan, racing
+from saturate.inference import order, plan, racing
 from saturate.inference.candidates import Candidate
 from saturate.records.inference import CandidateRecord, Fate, Timing, Verdict
 
@@ -111,6 +111,7 @@ class Search:
     journal: Any = None
     baseline: Tried | None = None
     tried: dict[Candidate, Tried] = field(default_factory=dict)
+    broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     _lane: Any = None
 
     # -- the walk --------------------------------------------------------------------------------------------------
@@ -121,29 +122,45 @@ class Search:
         self._lane.run()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
                               peak_memory_bytes=baseline_worker.memory_bytes())
-        # What promises most comes early: a short search must reach the number formats.
-        self._walk(plan.lossless_alone(self.pool, most=1))
-        self._walk(plan.numbers(self.pool, self.speeds()))
-        self._walk(plan.lossless_alone(self.pool))
-        self._walk(plan.lossless_together(self.pool, self.speeds()))
-        self._walk(plan.numbers(self.pool, self.speeds()))
-        self._walk(plan.trained(self.pool, [found.candidate for found in self.ranked()]))
+        self._walk(lambda: plan.alone(self.pool, self.tried))
+        self._walk(lambda: plan.lossless_together(self.pool, self.speeds()))
+        bases = [found.candidate for found in self.ranked()]
+        self._walk(lambda: plan.trained(self.pool, bases))
         seen: set[Candidate] = set()
         while self.time_left() and (best := self.best()) is not None and best.candidate not in seen:
             seen.add(best.candidate)
-            self._walk(plan.neighbours(self.pool, best.candidate))
+            self._walk(lambda best=best: plan.neighbours(self.pool, best.candidate))
 
-    def _walk(self, candidates: Iterable[Candidate]) -> None:
-        for candidate in candidates:
-            if not self.time_left():
+    def _walk(self, supply: Callable[[], Iterable[Candidate]]) -> None:
+        """Try a stage, what promises most for its time first; what is learned on the way may supply more. Repairs have
+        their place among the others: another variant that passes costs less."""
+        while self.time_left():
+            waiting = [candidate for candidate in dict.fromkeys(supply()) if candidate not in self.tried]
+            left_s = self.deadline_s - time.monotonic()
+            waiting = [one for one in waiting if order.seconds(one, self.tried) <= left_s] or waiting
+            candidate = max(waiting, key=self._rate, default=None)
+            broken = max(self.broken, key=self._repair_rate, default=None)
+            if broken is not None and (candidate is None or self._repair_rate(broken) > self._rate(candidate)):
+                self.broken.remove(broken)
+                self._repair(broken)
+            elif candidate is None:
                 return
-            if candidate in self.tried:
-                continue
-            other = self._hopeless(candidate)
-            if other is not None:
+            elif (other := self._hopeless(candidate)) is not None:
                 self._settle(Tried(candidate, "not_tried", f"with other options: {other.reason}"))
             else:
                 self._try(candidate)
+
+    def _rate(self, candidate: Candidate) -> float:
+        if self.journal is not None and candidate.label() in self.journal.known:
+            return math.inf                 # it costs nothing
+        return order.rate(candidate, self.pool.facts, self.tried, self._fastest(candidate.lossless))
+
+    def _repair_rate(self, broken: Tried) -> float:
+        return order.repair_rate(broken, self._fastest())
+
+    def _fastest(self, lossless: bool = False) -> float:
+        """What the next one has to beat; the best lossless candidate is wanted too."""
+        return max([1.0, *(found.speedup or 0.0 for found in self.ranked(lossless))])
 
     def _hopeless(self, candidate: Candidate) -> Tried | None:
         """The same techniques with other options that took too long, or more memory than there is."""
@@ -200,10 +217,7 @@ class Search:
             finally:
                 worker.close()
         found.seconds = time.monotonic() - began
-        self._settle(found)
-        if found.fate == "rejected_accuracy":
-            self._repair(found)
-        return found
+        return self._settle(found)
 
     def _measure(self, worker: Any, found: Tried) -> None:
         """Fill in what a living process shows."""
@@ -248,11 +262,16 @@ class Search:
         found.fate, found.reason = fate_of(found.judgement), f"{found.speedup:.2f}x; {found.judgement.reason}"
 
     def _settle(self, found: Tried) -> Tried:
-        self.tried[found.candidate] = found
+        self._know(found)
         if self.journal is not None and found.fate not in ("not_applicable", "not_tried"):
             self.journal.add(found.candidate.label(), entry_of(found))
         self.progress(f"{found.candidate.label()}: {found.reason}")
         return found
+
+    def _know(self, found: Tried) -> None:
+        self.tried[found.candidate] = found
+        if found.fate == "rejected_accuracy" and found.candidate.numerics == "precision" and not found.candidate.keep:
+            self.broken.append(found)
 
     def _from_journal(self, candidate: Candidate) -> Tried | None:
         entry = self.journal.known.get(candidate.label()) if self.journal is not None else None
@@ -261,7 +280,7 @@ class Search:
         found = tried_of(candidate, entry)
         if found.scores is not None:
             found.judgement = self.lab.judge(found.scores)
-        self.tried[candidate] = found
+        self._know(found)
         self.progress(f"{candidate.label()}: {found.reason} (known from before)")
         return found
 
@@ -271,7 +290,8 @@ class Search:
         """Give the most sensitive layers their precision back, while what remains is faster than the best."""
         from saturate.inference.repair import Repair
 
-        if broken.candidate.keep or broken.candidate.numerics != "precision":
+        best = self.best()
+        if best is not None and (broken.speedup or 0.0) < WORTH_REPAIRING * (best.speedup or 0.0):
             return
         names, ends = self.lab.ranking()
         repair = Repair(names, ends)
@@ -284,7 +304,7 @@ class Search:
             if not keep:
                 return
             found = self._try(Candidate(broken.candidate.parts, keep))
-            if found.speedup is None or found.fate == "slower":
+            if found.fate == "slower" or (found.speedup is None and found.fate != "not_applied"):
                 return              # keeping more would be slower still
             verdict = "pass" if found.working else "fail"
 

@@ -51,6 +51,8 @@ TECHNIQUE = Technique(
     touches=(Touch("network"), Touch("weights-trained", 20)),
 )
 
+PREPARE_S = 120.0
+
 #: Calibration samples below which there is nothing to learn from without `train`.
 LEAST_SAMPLES = 64
 

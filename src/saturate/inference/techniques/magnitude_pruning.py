@@ -51,6 +51,8 @@ TECHNIQUE = Technique(
     touches=(Touch("weights-trained"),),        # alone: training after it would fill the zeros in again
 )
 
+PREPARE_S = 60.0
+
 #: Of the training, until the final share is reached.
 RAMP = 0.7
 

@@ -45,6 +45,8 @@ TECHNIQUE = Technique(
     touches=(Touch("runtime"), Touch("number-format"), Touch("module-classes"), Touch("memory-format")),
 )
 
+PREPARE_S = 6.0
+
 
 @dataclass(frozen=True)
 class Options:

@@ -48,6 +48,8 @@ TECHNIQUE = Technique(
     touches=(Touch("runtime"), Touch("number-format"), Touch("module-classes"), Touch("memory-format")),
 )
 
+PREPARE_S = 8.0
+
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
 

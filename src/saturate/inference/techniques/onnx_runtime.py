@@ -47,6 +47,8 @@ TECHNIQUE = Technique(
     touches=(Touch("runtime"), Touch("number-format"), Touch("module-classes"), Touch("memory-format")),
 )
 
+PREPARE_S = 5.0
+
 
 @dataclass(frozen=True)
 class Options:

@@ -49,6 +49,8 @@ TECHNIQUE = Technique(
     touches=(Touch("number-format"), Touch("runtime"), Touch("module-classes")),
 )
 
+PREPARE_S = 45.0
+
 
 RECIPE = _pt2e.Recipe()
 

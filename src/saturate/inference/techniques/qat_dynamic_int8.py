@@ -46,6 +46,8 @@ TECHNIQUE = Technique(
     touches=(Touch("number-format"), Touch("module-classes"), Touch("weights-trained", _qat.ORDER)),
 )
 
+PREPARE_S = 90.0
+
 
 @dataclass(frozen=True)
 class Options:

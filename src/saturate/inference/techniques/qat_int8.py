@@ -50,6 +50,8 @@ TECHNIQUE = Technique(
     touches=(Touch("number-format"), Touch("runtime"), Touch("module-classes"), Touch("weights-trained", _qat.ORDER)),
 )
 
+PREPARE_S = 120.0
+
 RECIPE = _pt2e.Recipe(qat=True)
 
 

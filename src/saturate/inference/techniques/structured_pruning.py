@@ -55,6 +55,8 @@ TECHNIQUE = Technique(
     touches=(Touch("network"), Touch("weights-trained", 10)),
 )
 
+PREPARE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Options:

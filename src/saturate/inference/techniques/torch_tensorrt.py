@@ -58,6 +58,8 @@ TECHNIQUE = Technique(
     status="experimental",
 )
 
+PREPARE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Options:
