@@ -1,9 +1,18 @@
-"""Results from a real GPU, in one call of less than ten minutes: runs the GPU tests, tunes two examples, writes JSON.
+"""Evidence from a real GPU, in one call of less than ten minutes: `evidence/DEVICE.json`.
 
-    python bench/gpu_evidence.py --out evidence [--budget 3m]
+    python bench/gpu_evidence.py                            # in an environment with torch, saturate and pytest
+    python bench/gpu_evidence.py --wheels .whl --out "$OUT" # where msgspec, tomlkit, rich, nvidia-ml-py are carried as wheels
+    python bench/gpu_evidence.py --only tune_char_gpt,tests # some parts; others in the file stay while their sources do
+    python bench/gpu_evidence.py --rehearse --minutes 3     # without a GPU, small: does every part come to its end?
 
-The file is named after the device and holds the hash of `src/`, versions, the tests' summary and the objects that
-`tune --json` printed. A number in the docs that cites it is stale when that hash is another one.
+Nothing is fetched from a network, nothing is installed but the wheels, and those into a folder that is removed again.
+saturate itself is used from src/. Parts run in the order below, each in a process group of its own that is killed at
+its limit; what a part found is on disk before the next one begins, so whoever ends the call early keeps the rest.
+Each part ends as `done`, `failed` (with the end of its output), `timed out` or `not run`. The exit code is 0 when all
+are done, 1 when one is not, 3 where nothing could be run.
+
+Each part holds the hash of the sources that it speaks of. tests/bench/test_gpu_evidence.py fails when a page of the
+documentation cites a file whose sources have changed since.
 """
 
 from __future__ import annotations
@@ -11,74 +20,247 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = {
-    "char_gpt": ["examples/char_gpt.py"],
-    "photo_resnet": ["examples/photo_resnet.py"],
-}
+OUTPUT_KEPT = 6000                  # characters of the end of a part that failed, and of pytest's summary
+SATURATE = ("-m", "saturate.cli.main")
+NEEDED = ("msgspec", "tomlkit", "rich", "pynvml", "torch", "pytest")
+
+TRAINING = ("src/saturate/agent", "src/saturate/measure", "src/saturate/study", "src/saturate/techniques",
+            "src/saturate/trial", "src/saturate/verify")
+GPT = ("--layers", "8", "--width", "512", "--heads", "8", "--context", "256", "--batch", "64", "--steps", "1000000")
 
 
-def source_hash() -> str:
-    """SHA-256 over the package's source files, in path order."""
+@dataclass(frozen=True)
+class Part:
+    """One question. `command(seconds, folder)`: what Python is called with, to end within `seconds`, in an empty `folder`;
+    `read(stdout, exit code)`: what was found (ValueError: nothing). `speaks_of`: sources, files or folders."""
+
+    name: str
+    seconds: float
+    speaks_of: tuple[str, ...]
+    command: Callable[[float, Path], Sequence[str]]
+    read: Callable[[str, int], Any]
+
+
+def _object(stdout: str, code: int) -> Any:
+    """What a verb printed with --json, without paths of this machine."""
+    found = json.loads(stdout)
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object was printed")
+    for name in ("recipe", "report", "command", "run", "artifact", "workdir", "python", "dir"):
+        found.pop(name, None)
+    return {"exit_code": code, **found}
+
+
+def _tests(stdout: str, code: int) -> Any:
+    """Each test's outcome. pytest that collects nothing, or breaks, is no answer."""
+    outcomes = dict(re.findall(r"^(?:\S*/)?(test_\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b", stdout, re.MULTILINE))
+    if code not in (0, 1) or not outcomes:
+        raise ValueError(f"pytest ended with {code} after {len(outcomes)} tests")
+    counts = {word: list(outcomes.values()).count(word) for word in sorted(set(outcomes.values()))}
+    return {"exit_code": code, "counts": counts, "outcomes": outcomes,
+            "failures": stdout[-OUTPUT_KEPT:] if code else ""}
+
+
+def _tune(script: str, *arguments: str) -> Callable[[float, Path], Sequence[str]]:
+    def command(seconds: float, folder: Path) -> Sequence[str]:
+        budget = max(20, int(seconds * 0.75))       # the last race and its verification may go over
+        return [*SATURATE, "tune", "--json", "--budget", f"{budget}s", "--dir", str(folder / "study"), "--",
+                sys.executable, str(ROOT / script), *arguments, "--output", str(folder / "out")]
+
+    return command
+
+
+def _optimize(seconds: float, folder: Path) -> Sequence[str]:
+    workload = ROOT / "bench" / "workloads" / "gpu_inference.py"
+    return [*SATURATE, "optimize", f"{workload}:model", "--inputs", f"{workload}:inputs", "--json",
+            "--budget", f"{max(20, int(seconds * 0.75))}s", "--workdir", str(folder / "work")]
+
+
+def _pytest(*files: str) -> Callable[[float, Path], Sequence[str]]:
+    return lambda seconds, folder: ["-m", "pytest", "-m", "gpu", "-v", "-rf", "--tb=short", "--color=no", f"--basetemp={folder / 'tests'}",
+                                    *(str(ROOT / "tests" / "gpu" / file) for file in files)]
+
+
+#: The most valuable first: an answer to the product's question, what breaks, and then the rest.
+PARTS = (
+    Part("device", 60, ("src/saturate/machine", "src/saturate/agent/ceilings.py"),
+         lambda seconds, folder: [*SATURATE, "doctor", "--json", "--paste", "--measure", "--python", sys.executable, "--dir", str(folder)], _object),
+    Part("tune_char_gpt", 160, (*TRAINING, "examples/char_gpt.py"), _tune("examples/char_gpt.py", *GPT), _object),
+    Part("tests", 150, ("src/saturate", "tests/gpu"),
+         _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
+                 "test_cuda_memory.py", "test_cuda_memory_techniques.py"), _tests),
+    Part("optimize_resnet50", 90, ("src/saturate/inference", "src/saturate/measure", "bench/workloads/gpu_inference.py"),
+         _optimize, _object),
+    Part("more_tests", 100, ("src/saturate", "tests/gpu"),
+         _pytest("test_cuda_chunks.py", "test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_roofline.py",
+                 "test_cuda_generation.py"), _tests),
+    Part("tune_photo_resnet", 150, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
+         _tune("examples/photo_resnet.py", "--epochs", "1000", "--batch", "64"), _object),
+)
+LEAST_S = 20.0                      # a part is not begun with less
+
+
+def source_hash(speaks_of: Sequence[str], root: Path = ROOT) -> str:
+    """SHA-256 over the Python files below these paths, in the order of their names. A path that is not there counts too."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    for name in sorted(speaks_of):
+        path = root / name
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []
+        for file in files:
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+        digest.update(f"{name}: {len(files)}\n".encode())
     return digest.hexdigest()
 
 
-def device_name() -> str:
-    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else ''); print(torch.__version__)"
-    name, version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    return f"{name}\n{version}"
+def stale(evidence: Mapping[str, Any], root: Path = ROOT) -> list[str]:
+    """Names of the parts that found something, and whose sources are others by now."""
+    return [name for name, part in evidence["parts"].items()
+            if part["status"] == "done" and source_hash(part["speaks_of"], root) != part["sources"]]
 
 
-def tests() -> str:
-    run = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "-q", str(ROOT / "tests" / "gpu")],
-                         capture_output=True, text=True, cwd=ROOT)
-    return "\n".join(run.stdout.splitlines()[-25:])
-
-
-def tuned(script: list[str], budget: str) -> object:
-    """The object that tune printed, without paths of this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / script[0]), *script[1:], "--output", f"{folder}/out"]
-        run = subprocess.run(
-            [sys.executable, "-m", "saturate.cli.main", "tune", "--json", "--budget", budget, "--", *command],
-            capture_output=True, text=True, cwd=folder,
-        )
+def run(part: Part, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What became of one part; it is killed, with all that it started, after `seconds`."""
+    sources = source_hash(part.speaks_of)           # before: an edit meanwhile must not look like what was measured
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="evidence-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with open(folder / "stdout", "w+b") as out, open(folder / "stderr", "w+b") as err:
+            process = subprocess.Popen([sys.executable, *part.command(seconds, folder)], cwd=folder, env=dict(environment),
+                                       stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+            code = _wait(process, seconds)
+            texts = [_text(stream) for stream in (out, err)]
+    found: dict[str, Any] = {"status": "done", "seconds": round(time.monotonic() - began, 1), "sources": sources,
+                             "speaks_of": list(part.speaks_of)}
     try:
-        found = json.loads(run.stdout)
-    except ValueError:
-        return {"exit_code": run.returncode, "stderr": run.stderr[-2000:]}
-    for path in ("recipe", "report"):
-        found.pop(path, None)
-    found["command"] = ["python", *script]
-    return {"exit_code": run.returncode, **found}
+        found["found"] = part.read(texts[0], process.returncode)
+    except ValueError as error:
+        found |= {"status": "failed", "exit_code": process.returncode, "reason": str(error)[:300],
+                  "output": "\n".join(text[-OUTPUT_KEPT:] for text in texts)}
+    if code is None:
+        found |= {"status": "timed out", "limit_s": round(seconds), "output": "\n".join(text[-OUTPUT_KEPT:] for text in texts)}
+    return found
 
 
-def main() -> int:
+def _wait(process: subprocess.Popen[bytes], seconds: float, patience: float = 8.0) -> int | None:
+    """The exit code; None when the time was over. tune and optimize clean up after SIGINT, so that comes first."""
+    for sent, allowed in ((None, seconds), (signal.SIGINT, patience), (signal.SIGKILL, patience)):
+        if sent is not None:
+            os.killpg(process.pid, sent)
+        try:
+            code = process.wait(allowed)
+            return code if sent is None else None
+        except subprocess.TimeoutExpired:
+            continue
+    return None                     # a process that not even SIGKILL ends waits for its driver
+
+
+def _text(stream: Any) -> str:
+    stream.seek(0)
+    return str(stream.read().decode("utf-8", "replace"))
+
+
+def installed(wheels: Path | None, into: Path) -> dict[str, str]:
+    """The environment of the parts: src/ and bench/, and the packages of the wheels, before everything else."""
+    paths = [str(ROOT / "src"), str(ROOT / "bench")]
+    if wheels is not None:
+        found = sorted(map(str, wheels.glob("*.whl")))
+        if not found:
+            raise SystemExit(f"{wheels} holds no wheels")
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile",
+                        "--target", str(into), *found], check=True)
+        paths.append(str(into))
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *inherited]), "PYTHONUNBUFFERED": "1"}
+
+
+PROBE = f"""
+import importlib.util, json, platform
+missing = [name for name in {NEEDED!r} if importlib.util.find_spec(name) is None]
+found = {{"missing": missing, "python": platform.python_version()}}
+if "torch" not in missing:
+    import torch
+    cuda = torch.cuda.is_available()
+    found |= {{"torch": torch.__version__, "cuda": torch.version.cuda, "device": torch.cuda.get_device_name() if cuda else "",
+               "capability": list(torch.cuda.get_device_capability()) if cuda else None}}
+print(json.dumps(found))
+"""
+
+
+def write(path: Path, evidence: Mapping[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "evidence", help="the folder to write to")
-    parser.add_argument("--budget", default="3m", help="per example")
-    arguments = parser.parse_args()
-    name, torch = device_name().split("\n")
-    if not name:
-        print("no CUDA device here: nothing to write", file=sys.stderr)
-        return 3
-    evidence = {"source": source_hash(), "device": name, "torch": torch, "python": platform.python_version(), "tests": tests(),
-                "tune": {label: tuned(script, arguments.budget) for label, script in EXAMPLES.items()}}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-    path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    parser.add_argument("--minutes", type=float, default=9.3, help="for everything (default: 9.3)")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels to use, where there is no network")
+    parser.add_argument("--only", default="", help="names of parts, comma-separated")
+    parser.add_argument("--rehearse", action="store_true", help="also without a GPU; the file is called rehearsal.json")
+    given = parser.parse_args(arguments)
+    wanted = {name for name in given.only.split(",") if name} or {part.name for part in parts}
+    if unknown := wanted - {part.name for part in parts}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    ends = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory(prefix="evidence-site-") as site:
+        environment = installed(given.wheels, Path(site))
+        probe = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True)
+        if probe.returncode:
+            print(f"torch does not start here: {probe.stderr[-2000:]}", file=sys.stderr)
+            return 3
+        machine = json.loads(probe.stdout.splitlines()[-1])
+        if missing := machine.pop("missing"):
+            print(f"missing here: {', '.join(missing)}; carry them with --wheels", file=sys.stderr)
+            return 3
+        if not machine["device"] and not given.rehearse:
+            print("no CUDA device here: nothing to write", file=sys.stderr)
+            return 3
+        name = "rehearsal" if given.rehearse else re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+        given.out.mkdir(parents=True, exist_ok=True)
+        path = given.out / f"{name}.json"
+        evidence = _begun(path, machine, parts)
+        for part in parts:
+            if part.name not in wanted:
+                continue
+            left = ends - time.monotonic() - 16.0       # what ending a part can take
+            if left < min(LEAST_S, part.seconds):
+                evidence["parts"][part.name] = {"status": "not run", "reason": "the time was over"}
+            else:
+                print(f"{part.name}: at most {min(part.seconds, left):.0f} s", file=sys.stderr, flush=True)
+                evidence["parts"][part.name] = run(part, min(part.seconds, left), environment)
+            write(path, evidence)
+            print(f"{part.name}: {evidence['parts'][part.name]['status']}", file=sys.stderr, flush=True)
     print(path)
-    return 0
+    return 0 if all(evidence["parts"][name]["status"] == "done" for name in wanted) else 1
+
+
+def _begun(path: Path, machine: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+    """Evidence of nothing yet. What a file from the same device and versions holds, and is still true, stays in it."""
+    evidence: dict[str, Any] = {"schema": 1, "machine": {**machine, "cores": os.cpu_count(), "architecture": platform.machine()},
+                                "parts": {part.name: {"status": "not run", "reason": "it was not asked for"} for part in parts}}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before.get("machine") == evidence["machine"]:
+            kept = {name: part for name, part in before["parts"].items()
+                    if part["status"] == "done" and name in evidence["parts"] and name not in stale(before)}
+            evidence["parts"] |= kept
+    return evidence
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""bench/gpu_evidence.py, rehearsed without a GPU: what is found is on disk, whatever the next part does; what is old is flagged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CITING = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The script as a module, without torch: the probe answers for a machine."""
+    module = types.SimpleNamespace(**runpy.run_path(str(ROOT / "bench" / "gpu_evidence.py")))
+    machine = {"missing": [], "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "device": "NVIDIA H200", "capability": [9, 0]}
+    module.globals = module.main.__globals__
+    monkeypatch.setitem(module.globals, "PROBE", f"print({json.dumps(json.dumps(machine))})")
+    module.part = lambda name, code, seconds=30.0, read=module._object, speaks_of=("bench/gpu_evidence.py",): module.Part(
+        name, seconds, speaks_of, lambda seconds, folder: ["-c", code], read)
+    return module
+
+
+def written(tmp_path):
+    return json.loads((tmp_path / "nvidia-h200.json").read_text())
+
+
+SEES = "import json, os, sys; print(json.dumps({'seen': {k: v['status'] for k, v in json.load(open(sys.argv[1]))['parts'].items()}}))"
+
+
+def test_what_was_found_is_on_disk_before_the_next_part_begins(bench, tmp_path, capfd):
+    look = SEES.replace("sys.argv[1]", repr(str(tmp_path / "nvidia-h200.json")))
+    parts = [bench.part("first", "print('{\"speedup\": 1.5, \"recipe\": \"/home/me/x\"}')"),
+             bench.part("broken", "import sys; print('no JSON'); print('the cause', file=sys.stderr); sys.exit(7)"),
+             bench.part("second", look), bench.part("other", "print(1)")]
+    assert bench.main(["--out", str(tmp_path), "--only", "first,broken,second"], parts) == 1
+    found = written(tmp_path)
+    assert found["parts"]["first"]["found"] == {"exit_code": 0, "speedup": 1.5}
+    assert found["parts"]["broken"]["status"] == "failed" and found["parts"]["broken"]["exit_code"] == 7
+    assert "the cause" in found["parts"]["broken"]["output"] and "no JSON" in found["parts"]["broken"]["output"]
+    assert found["parts"]["second"]["found"]["seen"] == {"first": "done", "broken": "failed", "second": "not run", "other": "not run"}
+    assert found["machine"]["device"] == "NVIDIA H200" and found["machine"]["cores"]
+    assert capfd.readouterr().out == f"{tmp_path / 'nvidia-h200.json'}\n"
+    assert os.listdir(tmp_path) == ["nvidia-h200.json"]
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_rest_is_run(bench, tmp_path, monkeypatch):
+    stubborn = ("import os, signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+                "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(child.pid, flush=True); time.sleep(60)")
+    wait = bench._wait
+    monkeypatch.setitem(bench.globals, "_wait", lambda process, seconds: wait(process, seconds, patience=0.5))
+    began = time.monotonic()
+    parts = [bench.part("hangs", stubborn, seconds=2.0), bench.part("fine", "print('{}')")]
+    assert bench.main(["--out", str(tmp_path)], parts) == 1
+    found = written(tmp_path)["parts"]
+    assert time.monotonic() - began < 20 and found["hangs"]["status"] == "timed out" and found["fine"]["status"] == "done"
+    child = int(found["hangs"]["output"].split()[0])
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+
+
+def test_no_part_begins_that_could_not_end(bench, tmp_path):
+    assert bench.main(["--out", str(tmp_path), "--minutes", "0.2"], [bench.part("late", "print('{}')")]) == 1
+    assert written(tmp_path)["parts"]["late"] == {"status": "not run", "reason": "the time was over"}
+
+
+def test_parts_of_an_earlier_call_stay_while_they_are_true(bench, tmp_path):
+    parts = [bench.part("one", "print('{\"n\": 1}')"), bench.part("two", "print('{\"n\": 2}')")]
+    for only in ("one", "two"):
+        assert bench.main(["--out", str(tmp_path), "--only", only], parts) == 0
+    assert [part["found"]["n"] for part in written(tmp_path)["parts"].values()] == [1, 2]
+    changed = written(tmp_path)
+    changed["parts"]["one"]["sources"] = "older"
+    (tmp_path / "nvidia-h200.json").write_text(json.dumps(changed))
+    bench.main(["--out", str(tmp_path), "--only", "two"], parts)
+    assert written(tmp_path)["parts"]["one"]["status"] == "not run"
+
+
+def test_what_is_missing_is_named_before_anything_runs(bench, tmp_path, monkeypatch, capfd):
+    for found, said in (({"missing": ["msgspec", "tomlkit"]}, "missing here: msgspec, tomlkit"), ({"missing": [], "device": ""}, "no CUDA device")):
+        monkeypatch.setitem(bench.globals, "PROBE", f"print({json.dumps(json.dumps(found))})")
+        assert bench.main(["--out", str(tmp_path)], []) == 3 and said in capfd.readouterr().err
+    monkeypatch.setitem(bench.globals, "PROBE", "raise SystemExit('libcudart is missing')")
+    assert bench.main(["--out", str(tmp_path)], []) == 3 and "libcudart is missing" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="holds no wheels"):
+        bench.main(["--out", str(tmp_path), "--wheels", str(tmp_path)], [])
+    assert os.listdir(tmp_path) == []
+
+
+def test_outcomes_of_tests_are_read_from_what_pytest_prints(bench):
+    output = ("tests/gpu/test_cuda.py::test_a[compile-options3] PASSED      [ 50%]\n"
+              "tests/gpu/test_cuda.py::test_b FAILED [100%]\n== short summary ==\nFAILED tests/gpu/test_cuda.py::test_b - AssertionError\n")
+    found = bench._tests(output, 1)
+    assert found["counts"] == {"FAILED": 1, "PASSED": 1} and "AssertionError" in found["failures"]
+    assert found["outcomes"] == {"test_cuda.py::test_a[compile-options3]": "PASSED", "test_cuda.py::test_b": "FAILED"}
+    for bad in ((output, 2), ("", 5), ("", 0)):
+        with pytest.raises(ValueError):
+            bench._tests(*bad)
+
+
+def test_every_part_speaks_of_sources_that_exist_and_fits_into_one_call(bench):
+    for part in bench.PARTS:
+        assert all((ROOT / name).exists() for name in part.speaks_of), part.name
+        command = part.command(part.seconds, ROOT / "tests")
+        assert all(Path(word).exists() for word in command if word.startswith(str(ROOT)) and word.endswith(".py"))
+    listed = " ".join(word for part in bench.PARTS for word in part.command(60, ROOT))
+    assert all(file.name in listed for file in (ROOT / "tests" / "gpu").glob("test_*.py")), "a file of GPU tests that no part runs"
+    assert sum(part.seconds for part in bench.PARTS[:4]) < 9.3 * 60 - 16
+
+
+# -- evidence that is older than the code it speaks of ---------------------------------------------------------------
+
+
+def cited_but_stale(bench, folder: Path, pages: list[Path], root: Path = ROOT) -> list[str]:
+    """"page: file: part" wherever a page names a file of evidence that is missing, or a part's sources have changed."""
+    found = []
+    for page in pages:
+        for name in sorted(set(re.findall(r"evidence/([\w.-]+\.json)", page.read_text(encoding="utf-8")))):
+            file = folder / name
+            parts = bench.stale(json.loads(file.read_text()), root) if file.is_file() else ["the file is missing"]
+            found += [f"{page.name}: {name}: {part}" for part in parts]
+    return found
+
+
+def test_cited_evidence_is_of_the_code_as_it_is(bench):
+    assert cited_but_stale(bench, ROOT / "evidence", CITING) == [], "run bench/gpu_evidence.py again, or take the numbers out"
+
+
+def test_a_change_of_the_sources_is_flagged_where_they_are_cited(bench, tmp_path):
+    source = tmp_path / "src" / "part"
+    source.mkdir(parents=True)
+    (source / "a.py").write_text("x = 1\n")
+    (source / "notes.md").write_text("not code")
+    page, evidence = tmp_path / "page.md", tmp_path / "gpu.json"
+    part = {"status": "done", "speaks_of": ["src/part"], "sources": bench.source_hash(["src/part"], tmp_path)}
+    evidence.write_text(json.dumps({"parts": {"tune": part, "tests": part | {"status": "failed", "sources": "?"}}}))
+
+    def flagged(text: str = "1.5x ([evidence](evidence/gpu.json))") -> list[str]:
+        page.write_text(text)
+        return cited_but_stale(bench, tmp_path, [page], tmp_path)
+
+    assert flagged() == [] and flagged("no number") == []
+    assert flagged("evidence/other.json") == ["page.md: other.json: the file is missing"]
+    (source / "notes.md").write_text("still not code")
+    assert flagged() == []
+    for change in (lambda: (source / "a.py").write_text("x = 2\n"), lambda: (source / "a.py").rename(source / "b.py"),
+                   lambda: (source / "b.py").unlink(), source.rename):
+        change(tmp_path / "src" / "gone") if change == source.rename else change()
+        assert flagged() == ["page.md: gpu.json: tune"] and flagged("no number") == []
