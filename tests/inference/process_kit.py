@@ -73,6 +73,13 @@ class Noisy(torch.nn.Module):
         return torch.nn.functional.dropout(x, 0.5, training=True)
 
 
+class Doubles(torch.nn.Module):
+    """Writes to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
 class Slow(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import time

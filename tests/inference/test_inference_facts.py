@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from process_kit import Branches, Noisy, Pair, Slow, Structured  # noqa: E402 - after the check for torch
 
 from saturate.inference import facts  # noqa: E402
+from saturate.inference.techniques._api import unrepeatable  # noqa: E402
 
 
 class RMSNorm(torch.nn.Module):
@@ -98,7 +99,29 @@ def test_a_model_that_writes_to_its_inputs_is_not_random() -> None:
             return x.add_(1)
 
     given = torch.zeros(3)
-    assert not observe(Writes(), (given,)).random and given.sum() == 0
+    found = observe(Writes(), (given,))
+    assert found.writes_inputs and not found.random and given.sum() == 0
+    assert not observe(Pair(), (torch.zeros(2, 6),)).writes_inputs
+
+
+def test_a_state_that_is_kept_is_told_from_random_numbers() -> None:
+    class Remembers(torch.nn.Module):
+        seen = 0.0
+
+        def forward(self, x: Any) -> Any:
+            self.seen = self.seen + x
+            return self.seen
+
+    class DrawsFromNumpy(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x + float(numpy.random.rand())
+
+    numpy = pytest.importorskip("numpy")
+    for model, keeps_state in ((Remembers(), True), (Noisy(), False), (DrawsFromNumpy(), False)):
+        found = observe(model, (torch.ones(50),))
+        assert found.random and found.keeps_state is keeps_state
+        assert ("call to call" if keeps_state else "random numbers") in (unrepeatable(found) or "")
+    assert unrepeatable(observe(Pair(), (torch.zeros(2, 6),))) is None
 
 
 def test_nothing_is_left_on_the_model() -> None:

@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
-from process_kit import Answer, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
+from process_kit import Answer, Doubles, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
@@ -230,6 +230,13 @@ def test_every_shape_is_met_before_the_first_block(tmp_path: Path, server: Serve
     server.do_block(3, None)
     server.do_block(1, 2)
     assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 "
+
+
+def test_every_call_gets_the_inputs_that_the_user_gave(tmp_path: Path, server: Server) -> None:
+    source = Source.write(tmp_path / "source", Doubles(), [torch.ones(2, 3), torch.ones(4, 3)], [torch.ones(1, 3)])
+    server.do_prepare(order(source, tmp_path, facts=ModelFacts(writes_inputs=True)))
+    server.do_block(5, None)
+    assert server.context and all(batch[0].eq(1).all() for batch in (*server.inputs, *server.context.inputs))
 
 
 def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path, server: Server) -> None:

@@ -36,6 +36,64 @@ def images(count: int, size: int = 4) -> list[tuple[Any, ...]]:
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("forward", "batch", "remedy"), [
+    (lambda x: x, 2, "leave the targets out: inputs=(batch[:-1] for batch in loader)"),
+    (lambda x, mask: x, 1, "a tuple of all 2 inputs: x, mask"),
+    (lambda *, x: x, 1, "wrap the model"),
+    (lambda x, mask=None: x, 5, "what the forward takes: x, mask")])
+def test_a_batch_that_does_not_fit_the_forward_comes_with_what_would(forward: Any, batch: int, remedy: str) -> None:
+    with pytest.raises(UsageError, match="positional inputs") as caught:
+        batches.check_call(forward, (torch.zeros(1),) * batch)
+    assert remedy in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(("forward", "inputs", "named", "places"), [
+    (lambda x, mask=None, scale=1: x, (1,), {}, (1,)),
+    (lambda x, mask=None, scale=1: x, (), {"x": 1}, (1,)),
+    (lambda x, mask=None, scale=1: x, (1,), {"scale": 3}, (1, None, 3)),
+    (lambda x, mask=None, **rest: x, (1,), {"mask": 2}, (1, 2)),
+    (lambda *inputs, scale=1: inputs, (1, 2, 3), {}, (1, 2, 3))])
+def test_keywords_of_a_call_go_to_their_places(forward: Any, inputs: Any, named: Any, places: Any) -> None:
+    assert batches.by_place(batches.signature_of(forward), inputs, named) == places
+
+
+@pytest.mark.parametrize(("forward", "named", "words"), [
+    (lambda x: x, {"y": 1}, "missing a required argument|unexpected keyword"), (lambda x, *, y: x, {"x": 1, "y": 2}, "by keyword only"),
+    (lambda x, **rest: x, {"x": 1, "y": 2}, "by keyword only"), (None, {"x": 1}, "not known")])
+def test_keywords_without_a_place_are_refused(forward: Any, named: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        batches.by_place(None if forward is None else batches.signature_of(forward), (), named)
+
+
+def exported() -> Any:
+    return torch.export.export(torch.nn.Linear(6, 3), (torch.zeros(1, 6),), strict=False)
+
+
+@pytest.mark.parametrize(("make", "says", "remedy"), [
+    (lambda: torch.nn.Sequential(torch.nn.ReLU(), torch.jit.script(torch.nn.Linear(6, 3))), "the part '1' of the model is a TorchScript", "made from"),
+    (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), "no weights yet", "call the model once"),
+    (exported, "program of torch.export", "exported from"), (lambda: exported().module(), "program of torch.export", "exported from")])
+def test_what_has_no_layers_to_exchange_is_named(make: Any, says: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        Source.write(tmp_path / "source", make(), images(2))
+    assert remedy in str(caught.value.remedy)
+
+
+def test_a_model_whose_weights_are_computed_travels_as_it_is(tmp_path: Path) -> None:
+    """weight_norm and its like: torch does not pickle them."""
+    norms = torch.nn.utils.parametrizations
+    model = torch.nn.Sequential(norms.weight_norm(torch.nn.Linear(6, 4)), norms.spectral_norm(torch.nn.Conv1d(1, 2, 3))).eval()
+    x = torch.randn(1, 1, 6)
+    source = Source.write(tmp_path / "source", model, [(x,)] * 4)
+    code = ("import sys, torch; from pathlib import Path; from saturate.inference.source import Source; from torch.nn.utils import parametrize;"
+            "source = Source.open(Path(sys.argv[1])); model = source.model(torch); assert parametrize.is_parametrized(model[0], 'weight');"
+            "parametrize.remove_parametrizations(model[1], 'weight'); print(model(source.inputs(torch)[0][0]).flatten().tolist())")
+    done = subprocess.run([sys.executable, "-c", code, str(source.folder)], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert torch.allclose(torch.tensor(eval(done.stdout)), model(x).flatten(), atol=1e-6)
+    assert torch.nn.utils.parametrize.is_parametrized(model[0], "weight")
+
+
 def test_an_endless_loader_is_not_exhausted() -> None:
     asked = []
 

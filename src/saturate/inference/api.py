@@ -31,7 +31,7 @@ from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
 from saturate.inference.result import Result, record_of
 from saturate.inference.search import Search
-from saturate.inference.source import Source
+from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
@@ -88,7 +88,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     for note in source.notes:
         say(note)
     lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
-              memory_bytes=memory_limit(source.device))
+              memory_bytes=memory_limit(source.device), signature=signature_of(model))
     registry = known(_registry.load(), only, skip)
     with running_model():
         worker = lab.baseline()
@@ -182,11 +182,19 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
         notes.append("the model came in training mode: it is measured in evaluation mode")
     import torch
 
+    if not any(lab.reference):
+        raise WorkloadFailed("the model returns no tensor", cause="there is nothing that a candidate's answer could be compared with",
+                             remedy="return tensors, alone or inside of tuples, lists, dictionaries and dataclasses")
     repeated = guards.repeats(torch, lab.reference, lab.again or lab.reference)
     if facts.random or not repeated.passed:
         lab.facts = dataclasses.replace(facts, random=True)
-        notes.append("the model is random at inference: two calls on the same input differ, so no candidate can be shown to be "
-                     "lossless, and scores scatter more")
+        notes.append(("the model keeps something from call to call: two calls on the same input differ although all random numbers "
+                      "are the same" if facts.keeps_state else
+                      "the model is random at inference: two calls on the same input differ") +
+                     ", so no candidate can be shown to be lossless, and scores scatter more")
+    if facts.writes_inputs:
+        notes.append("the model writes to its inputs: every call that is measured gets a copy of its own, and a candidate may leave "
+                     "its inputs as they are")
     if facts.export_problem:
         notes.append(f"the model cannot be exported: {facts.export_problem}")
     return notes
@@ -198,7 +206,7 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
 
     assert lab.check is not None and lab.budget is not None
     say("check: twice on the baseline, once on noise")
-    found = checking.controls(lab.check, worker.run, lab.budget)
+    found = checking.controls(lab.check, lab.run_of(worker), lab.budget)
     if found.problem is not None:
         raise CheckUnusable(f"the check cannot be used: {found.problem.what}", evidence=found.baseline.output[-2000:],
                             remedy=found.problem.remedy)

@@ -64,9 +64,9 @@ def _batch(torch: Any, item: Any, what: str) -> tuple[Any, ...]:
         return (item,)
     if isinstance(item, (list, tuple)):
         return tuple(item)
-    remedy = f"{what}=[(item,) for item in ...], one tuple of positional inputs for each batch"
+    remedy = f"{what}=((item,) for item in ...), one tuple of positional inputs for each batch"
     if isinstance(item, Mapping):
-        remedy = f"{what}=[(batch['input_ids'], batch['attention_mask']) for batch in loader], in the forward's order"
+        remedy = f"{what}=((batch['input_ids'], batch['attention_mask']) for batch in loader), in the forward's order"
     raise UsageError(f"`{what}` yields {type(item).__name__}, not tuples of positional inputs", remedy=remedy)
 
 
@@ -74,19 +74,58 @@ def _own(torch: Any, leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
 
 
+def signature_of(call: Callable[..., Any]) -> inspect.Signature | None:
+    """None where it has none: compiled code."""
+    try:
+        return inspect.signature(call)
+    except (TypeError, ValueError):
+        return None
+
+
+def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A call with keywords as positional inputs, up to the last one that is given; defaults fill what lies between.
+
+    Raises TypeError as the call itself would, and for a keyword that has no place.
+    """
+    if not named:
+        return inputs
+    if signature is None:
+        raise TypeError(f"the model's parameters are not known: give {', '.join(named)} by place")
+    bound = signature.bind(*inputs, **named)
+    last = max((place for place, name in enumerate(signature.parameters) if name in bound.arguments), default=-1)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{', '.join(bound.kwargs)} can be given by keyword only, and candidates take their inputs by place")
+    # *inputs is one parameter and any number of places; nothing that can be given by place comes after it.
+    return bound.args if len(bound.args) > len(signature.parameters) else bound.args[:max(last + 1, len(inputs))]
+
+
 def check_call(call: Callable[..., Any], batch: tuple[Any, ...], what: str = "inputs") -> None:
     """Raises UsageError where `call` cannot take that many positional inputs: a loader's batch often holds the target
     too."""
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        return                  # compiled code without one: the first call will tell
+    signature = signature_of(call)
+    if signature is None:
+        return                  # the first call will tell
     try:
         signature.bind(*batch)
     except TypeError as error:
         raise UsageError(f"the model does not take a batch of `{what}`: {len(batch)} positional inputs",
-                         cause=str(error),
-                         remedy=f"leave the targets out: {what}=[batch[:-1] for batch in loader]") from None
+                         cause=str(error), remedy=_fitting(signature, batch, what)) from None
+
+
+def _fitting(signature: inspect.Signature, batch: tuple[Any, ...], what: str) -> str:
+    """What the user can do about a batch that does not go into the call."""
+    parameters = signature.parameters.values()
+    if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
+        return ("inputs are given by place: wrap the model in a small torch.nn.Module whose forward(x, ...) calls it with "
+                "its keywords")
+    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = sum(one.default is one.empty for one in places)
+    if len(batch) < needed:
+        return f"each batch is a tuple of all {needed} inputs: {', '.join(one.name for one in places[:needed])}"
+    if len(batch) == 1 + len(places):
+        return f"leave the targets out: {what}=(batch[:-1] for batch in loader)"
+    return f"each batch is a tuple of what the forward takes: {', '.join(one.name for one in places) or 'nothing'}"
 
 
 def split(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]],

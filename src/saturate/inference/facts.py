@@ -8,18 +8,20 @@ import copy
 import itertools
 import json
 import os
+import random
 import re
 import select
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 from saturate.inference import batches as trees
+from saturate.inference import samples
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
 from saturate.techniques._trees import put_together, taken_apart
@@ -50,13 +52,15 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
             training_mode: bool = False, trainable: bool = False, student: bool = False,
             generates: bool = False) -> ModelFacts:
     """The facts about `model`, which is in evaluation mode on `device` ("cpu" or "cuda"), as `inputs` are. It is
-    called three times on the first batch. What it raises there is raised: then there is no baseline.
+    called three times on the first batch, and twice more where the answers differ. What it raises there is raised:
+    then there is no baseline.
 
     `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only.
     """
     modules = list(model.modules())
     parameters = list(model.parameters())
-    calls, attention_calls, random = _watch_calls(torch, model, inputs[0])
+    calls, attention_calls, writes_inputs = _watch_calls(torch, model, inputs[0])
+    differs, keeps_state = _repeats(torch, model, inputs[0])
     full, _ = trees.without_last(torch, inputs)
     sizes = {trees.samples(torch, batch) for batch in full}
     return ModelFacts(
@@ -70,7 +74,8 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         reused_modules=tuple(name for name, count in calls.items() if count > 1),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
         varying_shapes=len({trees.signature(torch, batch) for batch in full}) > 1,
-        exportable=exportable, export_problem=export_problem, random=random, training_mode=training_mode,
+        exportable=exportable, export_problem=export_problem, random=differs, keeps_state=keeps_state,
+        writes_inputs=writes_inputs, training_mode=training_mode,
         installed=installed(),
         cpu_flags=cpu_flags(), capability=torch.cuda.get_device_capability() if device == "cuda" else None,
         cores=max(1, int(machine.cpu_count())), threads=threads, calibration_samples=calibration_samples,
@@ -109,8 +114,8 @@ def _attention_modules(torch: Any, modules: list[Any]) -> int:
 
 
 def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counter[str], int, bool]:
-    """(calls of each submodule in one forward, calls of scaled_dot_product_attention, whether two further calls
-    differ)."""
+    """(calls of each submodule in one forward, calls of scaled_dot_product_attention, whether it changed its
+    inputs)."""
     calls: Counter[str] = Counter()
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -123,11 +128,35 @@ def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counte
 
     watch = Watch()
     # Not inference mode: what a model keeps from a call could not be used in one that records or exports.
-    with torch.no_grad():
-        with _counted(model, calls), watch:
-            model(*copy.deepcopy(batch))        # a model may write to its inputs
-        first, second = (trees.tensors(torch, model(*copy.deepcopy(batch))) for _ in range(2))
-    return calls, watch.seen, _differ(torch, first, second)
+    given = copy.deepcopy(batch)
+    with torch.no_grad(), _counted(model, calls), watch:
+        model(*given)
+    before, after = (trees.tensors(torch, one) for one in (batch, given))
+    written = any(one.shape != other.shape or samples.raw(one) != samples.raw(other) for one, other in zip(before, after))
+    return calls, watch.seen, written
+
+
+def _repeats(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, bool]:
+    """(whether two calls differ, whether they do so although every random number is the same in both)."""
+    def answers(prepare: Callable[[], None]) -> list[list[Any]]:
+        found = []
+        for _ in range(2):
+            given = copy.deepcopy(batch)
+            prepare()
+            with torch.no_grad():
+                found.append([tensor.clone() for tensor in trees.tensors(torch, model(*given))])
+        return found
+
+    differs = _differ(torch, *answers(lambda: None))
+    return differs, differs and _differ(torch, *answers(lambda: seed(torch)))
+
+
+def seed(torch: Any) -> None:
+    """Put the generators that models draw from where they always are."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 @contextmanager

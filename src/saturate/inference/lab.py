@@ -5,6 +5,7 @@ One lab per search. Its baseline outputs and scores are what every candidate is 
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import SaturateError
-from saturate.inference import accuracy, artifact, checking, guards, samples
+from saturate.inference import accuracy, artifact, batches, checking, guards, samples
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
@@ -53,6 +54,7 @@ class Lab:
     again: list[list[Any]] | None = None                        # the same, a second time
     twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
     others: list[tuple[tuple[Any, ...], list[Any]]] = field(default_factory=list)   # batches of other sizes, its outputs
+    signature: inspect.Signature | None = None                  # of the model, for a check that calls it with keywords
     scores: Scores | None = None                                # the baseline's
     answers: str = ""                                           # digest of what the check got from the baseline
     identical: set[str] = field(default_factory=set)            # scores that rest on the very answers of the baseline
@@ -96,13 +98,13 @@ class Lab:
             worker = self._worker(found.candidate, AGAIN * known_s)
             try:
                 entry = worker.store(program)
-                batches = self.source.inputs(self._torch())[:EXAMPLES]
-                answers = [worker.run(*batch) for batch in batches]
+                examples = self.source.inputs(self._torch())[:EXAMPLES]
+                answers = [worker.run(*batch) for batch in examples]
             finally:
                 worker.close()
             assert self.facts is not None
             return artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
-                                  inputs=batches, outputs=answers)
+                                  inputs=examples, outputs=answers)
         except WorkerFailed as error:
             raise NotDeployable(error.reason) from error
         except SaturateError as error:
@@ -129,14 +131,21 @@ class Lab:
         torch = self._torch()
         self.reference, self.again = worker.outputs(), worker.outputs()
         inputs = self.source.inputs(torch)
-        moved = guards.perturbed(torch, inputs)
-        self.twin = None if moved is None else [samples.tensors(worker.run(*batch)) for batch in moved]
+        moved = [self._taken(worker, batch) for batch in guards.perturbed(torch, inputs) or ()]
+        whole = [answer for answer in moved if answer is not None]
+        self.twin = whole if moved and len(whole) == len(moved) else None
         for batch in guards.other_batches(inputs):
-            try:
-                self.others.append((batch, samples.tensors(worker.run(*batch))))
-            except WorkerFailed as error:
-                if not error.alive:
-                    raise
+            if (answer := self._taken(worker, batch)) is not None:
+                self.others.append((batch, answer))
+
+    def _taken(self, worker: Worker, batch: tuple[Any, ...]) -> list[Any] | None:
+        """The answer to a batch that is not the user's own; None where the model refuses it."""
+        try:
+            return samples.tensors(worker.run(*batch))
+        except WorkerFailed as error:
+            if not error.alive:
+                raise
+            return None
 
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
         """What is wrong on batches of other sizes that the model takes. A compiler may compile again for each."""
@@ -172,11 +181,15 @@ class Lab:
 
     # -- the check -------------------------------------------------------------------------------------------------
 
+    def run_of(self, worker: Worker) -> Callable[..., Any]:
+        """What a check gets: it is called as the model is."""
+        return lambda *inputs, **named: worker.run(*batches.by_place(self.signature, inputs, named))
+
     def score(self, worker: Worker) -> Scores | None:
         """The check on a worker; None where there is no check."""
         if self.check is None or self.budget is None:
             return None
-        found = checking.scored(self.check, worker.run, self.budget.metric)
+        found = checking.scored(self.check, self.run_of(worker), self.budget.metric)
         scores = found.required()
         if found.answers == self.answers:
             self.identical.add(fingerprint(scores))

@@ -61,6 +61,8 @@ def pickler() -> type[pickle.Pickler]:
                     _SENT.pop(name, None)
 
         def reducer_override(self, thing: Any) -> Any:
+            if (parts := _parametrized(thing)) is not None:
+                return parts
             module = _foreign_module(thing, self._known)
             if module is not None and module.__name__ not in ("__main__",
                                                               *cloudpickle.list_registry_pickle_by_value()):
@@ -91,10 +93,32 @@ class _ByName(pickle.Pickler):
         super().dump(thing)
 
     def reducer_override(self, thing: Any) -> Any:
+        if (parts := _parametrized(thing)) is not None:
+            return parts
         module = _foreign_module(thing, self._known)
         if module is not None:
             raise NotImportable(f"{thing.__qualname__} is of {module.__name__}, known to this process only")
         return NotImplemented
+
+
+def _parametrized(thing: Any) -> Any:
+    """What a module whose weights are computed from others (weight_norm, for one) is made from; None for anything else.
+    Its class was made for it alone, so torch refuses to pickle it."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    if parametrize is None or "_modules" not in getattr(thing, "__dict__", ()) or not parametrize.is_parametrized(thing):
+        return None
+    return _parametrize, (parametrize.type_before_parametrizations(thing), list(thing.parametrizations)), dict(vars(thing))
+
+
+def _parametrize(cls: type, names: list[str]) -> Any:
+    """A module of this class without its state, whose attributes `names` are computed."""
+    from torch.nn.utils import parametrize
+
+    module = cls.__new__(cls)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def _foreign_module(thing: Any, known: dict[str, bool]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -193,6 +194,9 @@ def _called(torch: Any, model: Any) -> tuple[_Called | None, list[str]]:
     if not isinstance(given, torch.nn.Module) and isinstance(getattr(given, "__self__", None), torch.nn.Module):
         given, method = given.__self__, given.__name__
     module, notes = _unwrapped(torch, given)
+    if isinstance(module, torch.export.ExportedProgram) or "_StatefulGraphModule" in {cls.__name__ for cls in type(module).__mro__}:
+        raise UsageError("the model is a program of torch.export", cause="its layers cannot be exchanged any more",
+                         remedy="give the torch.nn.Module that it was exported from")
     if not isinstance(module, torch.nn.Module):
         kind = getattr(given, "__qualname__", None) or type(given).__qualname__
         raise UsageError(
@@ -200,12 +204,31 @@ def _called(torch: Any, model: Any) -> tuple[_Called | None, list[str]]:
             cause="candidates change the layers of a module, and there is none to be found in it",
             remedy="give an instance" if isinstance(given, type) else
             "give the module, a method of it, or a small torch.nn.Module whose forward calls what is to be served")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UsageError("the model is a TorchScript program", cause="its layers cannot be exchanged any more",
-                         remedy="give the torch.nn.Module that it was made from")
+    _check_layers(torch, module)
     if method in ("__call__", "_call_impl"):
         method = "forward"
     return _Called(module, method, tuple(arguments), dict(named)), notes
+
+
+def _check_layers(torch: Any, model: Any) -> None:
+    """Raises UsageError for layers that are no layers any more, or not yet."""
+    lazy = torch.nn.parameter.UninitializedTensorMixin
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"the part {name!r} of the model" if name else "the model"
+            raise UsageError(f"{what} is a TorchScript program", cause="its layers cannot be exchanged any more",
+                             remedy="give the torch.nn.Module that it was made from")
+        if any(isinstance(one, lazy) for one in (*module._parameters.values(), *module._buffers.values())):
+            raise UsageError("the model has no weights yet", cause=f"{name or type(module).__name__} waits for its first call",
+                             remedy="call the model once: model(*batch)")
+
+
+def signature_of(model: Any) -> inspect.Signature | None:
+    """Of what the user gave as a model; None where it has none."""
+    import torch
+
+    called, _ = _called(torch, model)
+    return batches.signature_of(called.function(called.module)) if called else None
 
 
 def _unwrapped(torch: Any, model: Any) -> tuple[Any, list[str]]:

@@ -15,7 +15,6 @@ import dataclasses
 import gc
 import importlib
 import os
-import random
 import socket
 import sys
 import time
@@ -121,7 +120,7 @@ class Server:
         else:
             done = self._become_artifact(order, source)
         prepared = time.monotonic()
-        self._call(self.inputs[0])
+        self._call(self._own(self.inputs[0]))
         called = time.monotonic()
         self._meet_other_shapes()
         proofs = [self._proof(module, options) for module, options in self._parts]
@@ -151,7 +150,8 @@ class Server:
             source.keep_facts(torch, facts)
         self.facts = facts
         self.context = Context(
-            torch=torch, model=model, device=self.device, inputs=self.inputs, calibration=source.calibration(torch),
+            torch=torch, model=model, device=self.device, inputs=[self._own(batch) for batch in self.inputs],
+            calibration=source.calibration(torch),
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if source.trainable else None, keep=order.keep,
             deadline_s=began + _TRAINING_SHARE * order.limit_s)
@@ -207,7 +207,7 @@ class Server:
         for batch in self.inputs[1:]:
             if (shapes := trees.signature(self.torch, batch)) not in met:
                 met.add(shapes)
-                self._call(batch)
+                self._call(self._own(batch))
 
     def _settle(self) -> None:
         """Give back what preparation left, so that the memory of serving is that of serving."""
@@ -246,7 +246,7 @@ class Server:
         try:
             with self.torch.inference_mode():
                 for _ in range(count):
-                    batch = inputs[index % len(inputs)]
+                    batch = self._own(inputs[index % len(inputs)])
                     index += 1
                     prepare()
                     wait()
@@ -303,12 +303,15 @@ class Server:
             self.torch.cuda.synchronize()
         return output
 
+    def _own(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The batch, or a copy of it where the model writes to its inputs: every call gets what the user gave."""
+        return copy.deepcopy(batch) if self.facts.writes_inputs else batch
+
     def _moved(self, path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def _seed(self) -> None:
-        self.torch.manual_seed(0)
-        random.seed(0)
+        observing.seed(self.torch)
 
     def reason(self, error: BaseException) -> str:
         """One sentence on what happened, with the technique that it happened in."""

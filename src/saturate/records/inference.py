@@ -44,6 +44,8 @@ class ModelFacts:
     exportable: bool | None = None          # torch.export took it; None: not tried
     export_problem: str = ""                # why it did not: data-dependent control flow, for one
     random: bool = False                    # two calls on one input differ
+    keeps_state: bool = False               # they differ although all random numbers were the same: a call leaves something behind
+    writes_inputs: bool = False             # a call changes the tensors that it is given
     training_mode: bool = False             # it came in training mode, and was switched to evaluation
     installed: dict[str, str] = field(default_factory=dict)     # onnxruntime, onnx, onnxscript, torchao, tensorrt ... -> version
     cpu_flags: frozenset[str] = frozenset() # those that matter: avx2, avx512f, avx512_vnni, avx_vnni, avx512_bf16, amx_int8, amx_bf16

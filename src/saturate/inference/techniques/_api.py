@@ -6,8 +6,9 @@ process that searches, `eligible`, `variants` and `as_code` are called. A techni
 library and saturate at its top; torch comes from `context.torch`, everything else is imported where it is used.
 
 A technique module holds, in this order: a docstring with the headings of `saturate.techniques._api.HEADINGS`;
-`TECHNIQUE`; a frozen dataclass `Options` whose fields all have defaults of type bool, int, float or str; and the
-functions of `InferenceTechnique`. No technique names another: what cannot go together claims the same resource.
+`TECHNIQUE`; where preparing takes long, `PREPARE_S`: the seconds for a small model, a prior for the order of trials; a
+frozen dataclass `Options` whose fields all have defaults of type bool, int, float or str; and the functions of
+`InferenceTechnique`. No technique names another: what cannot go together claims the same resource.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
 #: module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
 #: layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
 RESOURCES = ("number-format", "runtime", "module-classes", "network", "weights-trained", "memory-format", "threads", "sdpa-backend")
+
+
+def unrepeatable(facts: ModelFacts) -> str | None:
+    """Why one input has more than one right answer, so that a program of another kind cannot be compared with the model;
+    None where it has one."""
+    if facts.keeps_state:
+        return "the model keeps something from call to call, so no other program can be compared with it"
+    return "the model draws random numbers, and no other program draws the same" if facts.random else None
 
 
 @dataclass(frozen=True)
@@ -114,5 +123,5 @@ class InferenceTechnique(Protocol):
 
 __all__ = [
     "FUNCTIONS", "HEADINGS", "LOSSLESS", "RESOURCES", "STAGES", "Context", "Eligible", "Entry", "Ineligible",
-    "InferenceTechnique", "NotApplied", "Proof", "Technique", "Touch", "Train",
+    "InferenceTechnique", "NotApplied", "Proof", "Technique", "Touch", "Train", "unrepeatable",
 ]

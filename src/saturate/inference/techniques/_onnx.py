@@ -17,7 +17,7 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
+from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
@@ -59,8 +59,8 @@ def refusal(facts: ModelFacts, packages: Sequence[str] = ("onnx", "onnxruntime",
         return Ineligible(f"torch.export does not take this model: {facts.export_problem}")
     if facts.generates:
         return Ineligible("the cache of a model that generates grows with each token; an exported graph has none")
-    if facts.random:
-        return Ineligible("the model draws random numbers; the graph would draw others")
+    if (why := unrepeatable(facts)) is not None:
+        return Ineligible(why)
     return None
 
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from os import environ
 
 from saturate.inference.formats import _program, aoti
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, unrepeatable
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
 
@@ -49,6 +49,8 @@ TECHNIQUE = Technique(
     stage="runtime",
     touches=(Touch("runtime"),),
 )
+
+PREPARE_S = 30.0
 
 #: The first version with packages and open sizes (torch.export.Dim.AUTO).
 _OLDEST = (2, 6)
@@ -71,8 +73,8 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("compiling needs a C++ compiler (g++ or clang++) on PATH")
     if facts.exportable is False:
         return Ineligible(f"torch.export does not take this model: {facts.export_problem}")
-    if facts.random:
-        return Ineligible("the model draws random numbers; compiled code draws others")
+    if (why := unrepeatable(facts)) is not None:
+        return Ineligible(why)
     return Eligible("the model can be exported")
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from saturate.inference import runtimes
 from saturate.inference.formats import exported
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, unrepeatable
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
 
@@ -52,6 +52,8 @@ TECHNIQUE = Technique(
     stage="runtime",
     touches=(Touch("runtime"),),
 )
+
+PREPARE_S = 25.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
     if facts.device == "cpu" and not machine.compiler(os.environ):
         return Ineligible("compiling for a CPU needs a C++ compiler (g++ or clang++) on PATH")
-    if facts.random:
-        return Ineligible("the model draws random numbers; compiled code draws others")
+    if (why := unrepeatable(facts)) is not None:
+        return Ineligible(why)
     return Eligible("runs eagerly")
 
 

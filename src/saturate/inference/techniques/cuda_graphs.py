@@ -35,7 +35,16 @@ from dataclasses import dataclass
 
 from saturate.inference import runtimes
 from saturate.inference.formats import exported
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.inference.techniques._api import (
+    Context,
+    Eligible,
+    Ineligible,
+    NotApplied,
+    Proof,
+    Technique,
+    Touch,
+    unrepeatable,
+)
 from saturate.records.inference import ModelFacts
 
 TECHNIQUE = Technique(
@@ -58,8 +67,8 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("only CUDA devices have launches to record")
     if facts.varying_shapes:
         return Ineligible("the shapes of the inputs vary; each would be recorded")
-    if facts.random:
-        return Ineligible("the model draws random numbers; a replay would repeat them")
+    if (why := unrepeatable(facts)) is not None:
+        return Ineligible(why)
     return Eligible("launches can be recorded for one shape")
 
 
