@@ -140,3 +140,15 @@ def test_who_follows_it_by_other_means_learns_how_it_ended(start) -> None:
     while (ended := trial.finished()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert ended is not None and (ended.kind, ended.reason) == ("exited", "exit code 3 without a word")
+
+
+def test_processes_that_train_independently_are_named(script, start) -> None:
+    """Workers that update one shared model, or two trainings at once: no step is both's, and the late one hits a gate at which
+    the first already runs its blocks."""
+    trial = start(str(script("import os, time\nchild = os.fork()\nif child: time.sleep(2)\n" + TRAIN)), step=STEP)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        for _ in range(400):
+            trial.run_block(0, 20)
+    assert ended.value.outcome.kind == "several_trainings"
+    assert "train as rank 0" in ended.value.outcome.reason

@@ -122,7 +122,7 @@ def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, floa
 def failed(study: Study, outcome: Outcome) -> bool:
     """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
     log = study.folder / study.store.trials()[-1]["log"]
-    if outcome.kind in ("too_short", "never_trained", "no_step"):
+    if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings"):
         study.refusal = f"{outcome.reason}; {outcome.remedy}"
         study.say(f"cannot measure: {study.refusal}")
         return False

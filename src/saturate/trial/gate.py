@@ -31,6 +31,10 @@ class NoStep(Exception):
     """The agent saw a lot happen, but nothing that repeats and changes parameters."""
 
 
+class SeveralTrainings(Exception):
+    """Two processes greeted as the same rank: each trains on its own, and there is no one step to measure."""
+
+
 class _Rank:
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -152,6 +156,8 @@ class GateServer:
         if kind == "hello":
             if message.get("token") != self.token:
                 raise GateClosed("a stranger connected")
+            if any(r is not rank and r.hello and r.hello["rank"] == message["rank"] for r in self.ranks):
+                raise SeveralTrainings(f"two of its processes train as rank {message['rank']}, without a process group in common")
             rank.hello = message
         elif rank.hello is None:
             raise GateClosed("no greeting")

@@ -21,6 +21,7 @@ KINDS = {
     "too_short": "ended normally before enough steps were seen",
     "never_trained": "ended normally without a training step",
     "no_step": "it trains, but no step was recognised",
+    "several_trainings": "several of its processes train independently of each other",
     "no_agent": "the agent never woke up",
     "crashed": "a Python exception ended it",
     "command_not_found": "the command does not exist or cannot be executed",

@@ -15,7 +15,7 @@ from typing import Any
 
 from saturate.records import sizes
 from saturate.trial import launch, meter, tree
-from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep
+from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.outcome import Outcome, classify, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks of at least this length before it is not believed.
@@ -232,6 +232,8 @@ class Trial:
         except NoStep as error:
             raise self.end(Outcome("no_step", f"backward passes run, but no step repeats (the latest events: {error})",
                                    "say what ends a step with --step backward:N")) from None
+        except SeveralTrainings as error:
+            raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
         except GateClosed as error:
             raise self._collect(str(error)) from None
 
