@@ -31,7 +31,6 @@ from _output import as_text, close, write_json
 from saturate.inference.generation import build, measure, optimize
 from saturate.inference.generation.compare import agreement
 from saturate.inference.generation.decode import Request
-from saturate.inference.generation.models import plain_forward
 from saturate.inference.generation.sampling import GREEDY, Sampling
 
 TARGET = 1.8
@@ -131,13 +130,13 @@ def raced(
     if request.sampling.greedy:
         prompts = [prompt for batch in batches for prompt in batch]
         texts = [[text for batch in batches for text in way.generate(batch, request).tokens] for way in (plain, loop)]
-        same = agreement(torch, plain_forward(torch, pair.target), prompts, *texts, loop.tolerance, "cpu")
+        same = agreement(prompts, *texts, loop.tolerance, lambda text: last_logits(pair.target, text))
         row |= {"identical": same.identical == same.rows, "tokens": same.tokens}
     found, before, after = measure.race(
         lambda batch: plain.generate(batch, request),
         lambda batch: loop.generate(batch, request),
         batches,
-        rounds=rounds,
+        most=rounds,
     )
     drafts = measure.speculation(str(getattr(loop.drafter, "name", "")), after, loop.costs, loop.choices)
     row |= {
@@ -153,6 +152,11 @@ def raced(
     }
     say(row)
     return row
+
+
+def last_logits(model: Any, text: list[int]) -> Any:
+    with torch.inference_mode():
+        return model(torch.tensor([text]))[0, -1]
 
 
 def greedy_row(

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -13,10 +14,15 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
-from saturate.inference.generation import Budget, decode, generate, optimize, tune  # noqa: E402
+from saturate.inference.generation import Budget, decode, generate, tune  # noqa: E402
+from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 NEW = 12
+
+
+#: The search itself, without its processes: see test_inference_generation_isolation.py for those.
+optimize = partial(optimize_in_processes, isolate=False)
 
 
 class Slow(toys.Cached):
@@ -113,16 +119,33 @@ def test_without_time_nothing_is_tried():
 
 
 def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
-    real = tune.Search._raced
+    real = tune.Search._judged
 
-    def only_here(self, ready, batches):
-        record = real(self, ready, batches)
-        return tune._with(record, fate="slower") if batches is self.confirmation else record
+    def only_here(self, *arguments, chosen):
+        record = real(self, *arguments, chosen=chosen)
+        return tune._with(record, fate="slower") if chosen else record
 
-    monkeypatch.setattr(tune.Search, "_raced", only_here)
+    monkeypatch.setattr(tune.Search, "_judged", only_here)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
     assert result.best == "plain" and any("not on others" in note for note in result.record.notes)
     assert fates(result)["speculative, draft model"] == "slower"
+
+
+def test_ctrl_c_returns_the_best_so_far(monkeypatch):
+    """Pressed while the last way is tried."""
+    real = tune.Search._tried
+
+    def pressed(self, label, *arguments):
+        if label == "speculative, prompt lookup":
+            raise KeyboardInterrupt
+        return real(self, label, *arguments)
+
+    monkeypatch.setattr(tune.Search, "_tried", pressed)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="1m",
+                      ways=("draft", "lookup"))
+    assert result.best == "speculative, draft model" and result.record.verdict == "inconclusive"
+    assert any(note.startswith("interrupted") and "not confirmed" in note for note in result.record.notes)
+    assert result.generate(PROMPTS[0]).tokens[0] == toys.greedy(toys.Cached(), PROMPTS[0], NEW)
 
 
 def test_ways_that_change_numbers_need_a_check():
@@ -172,5 +195,5 @@ def test_compiled_steps_give_the_same_text(monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["soon", "0", "-5s", ""])
 def test_what_is_no_time_is_refused(wrong):
-    with pytest.raises(UsageError, match="is not a time"):
+    with pytest.raises(UsageError, match="time is "):
         optimize(Slow(), PROMPTS, max_new_tokens=4, time=wrong)

@@ -13,6 +13,8 @@
     measure        prefill and decode timed apart; races
     compare        is it still the same text?
     weights        copies of a model with weights in fewer bits
+    recipe         one way to generate, as plain data
+    host           where a way lives: in a process of its own, or here
     tune           which way is the fastest
     prompts        prompts in the shapes that people have them in
 """

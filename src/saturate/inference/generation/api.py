@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import os
+import tempfile
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
 from saturate.inference.accuracy import Budget
+from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation import tune
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating
-from saturate.inference.generation.decode import Request, Run
+from saturate.inference.generation.decode import Loop, Request, Run
+from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
+from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
+from saturate.inference.journal import Journal
 from saturate.records.generation import GenerationRecord
 
 
@@ -81,9 +88,11 @@ class GenerationResult:
     """What `optimize` found. `record` holds every number; `generate` generates in the best way."""
 
     record: GenerationRecord
-    _ready: tune.Ready
+    recipe: Recipe
+    _given: Given
     _request: Request
     _batch_size: int
+    _loop: Loop | None = None
 
     @property
     def best(self) -> str:
@@ -91,17 +100,19 @@ class GenerationResult:
         return self.record.best.id
 
     def generate(self, prompts: Any, max_new_tokens: int | None = None) -> Generation:
-        """New tokens for other prompts, in batches of the size that was optimized for."""
+        """New tokens for other prompts, in this process, in batches of the size that was optimized for. The first
+        call prepares the loop."""
         rows = shapes.as_lists(prompts)
         request = (
             self._request
             if max_new_tokens is None
             else Request(max_new_tokens, self._request.sampling, self._request.eos)
         )
-        with evaluating(*_models(self._ready.model, self._ready.way.draft)):
-            return _generation(
-                [self._ready.loop.generate(batch, request) for batch in shapes.batches(rows, self._batch_size)]
-            )
+        batches = shapes.batches(rows, self._batch_size)
+        with evaluating(*_models(self._given.model, self._given.draft)):
+            if self._loop is None:
+                self._loop = Served(_torch(), self._given, self.recipe, batches[0], request).loop
+            return _generation([self._loop.generate(batch, request) for batch in batches])
 
     def table(self) -> str:
         """Every way that was tried, with its fate and the reason."""
@@ -144,17 +155,23 @@ def optimize(
     draft_adapter: Adapter = None,
     tokenizers: tuple[Any, Any] | None = None,
     ways: Sequence[str] = tune.KINDS,
+    isolate: bool = True,
+    workdir: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> GenerationResult:
-    """The fastest way to generate from `model`, by racing each against the plain loop on the prompts' first half, and
-    the winner once more on the second.
+    """The fastest way to generate from `model`: each is raced against the plain loop, in a process of its own, on one
+    half of the prompts, and the winner once more on the other.
 
     draft: a smaller model with the same tokens; prompt lookup is tried without one. time: seconds, or "90s", "5m",
     "1h"; ways that it leaves no time for are `not_tried`. check, budget: as for `saturate.optimize`, for ways that
     change numbers; check(run) gets run(prompts) -> lists of new tokens. Without them only lossless ways are tried.
-    ways: which kinds are tried, "draft", "lookup", "compile" (half a minute and more on a CPU), "weights". say: gets
-    a line as each begins. The other arguments are those of `generate`. Raises UsageError, by name, where the model
-    cannot be called rightly; a way that fails costs its row in the table.
+    ways: which kinds are tried, "draft", "lookup", "compile" (half a minute and more on a CPU), "weights". isolate:
+    False keeps all in this process, for a model of which the device does not hold two: then nothing limits the time
+    and memory of a way. workdir: a folder in which the same call goes on after an interruption. say: gets a line as
+    each way begins. The other arguments are those of `generate`. Ctrl-C ends the search and returns the best so far.
+
+    Raises UsageError, by name, where the model cannot be called rightly, WorkloadFailed where it fails, and
+    CheckUnusable; a way that fails costs its row in the table.
     """
     if (check is None) != (budget is None):
         raise UsageError(
@@ -166,29 +183,37 @@ def optimize(
             f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(tune.KINDS)}"
         )
     torch = _torch()
-    rows = shapes.as_lists(prompts)
-    batches = shapes.batches(rows, batch_size)
+    selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     started = clock.monotonic()
-    search = tune.Search(
-        torch,
-        model,
-        Way(draft, adapter, draft_adapter, tokenizers),
-        batches[0::2],
-        batches[1::2] or batches,
-        request,
-        started + _seconds(time),
-        check,
-        budget,
-        say,
-        frozenset(ways),
-    )
-    with evaluating(*_models(model, draft)):
-        best, base, found, notes = search.run()
-    if len(batches) == 1:
-        notes.append("one batch of prompts: the winner was confirmed on the prompts that chose it")
-    record = tune.record_of(search, best, base, found, notes, clock.monotonic() - started)
-    return GenerationResult(record, best, request, batch_size)
+    deadline = started + seconds_of(time)
+    given = Given(model, None if isinstance(draft, str) else draft, adapter, draft_adapter, tokenizers)
+    if isinstance(draft, str) and draft != LOOKUP:
+        raise UsageError(f"no such draft: {draft!r}", remedy=f"a model, or {LOOKUP!r}")
+    with evaluating(*_models(model, given.draft)), _folder(workdir, isolate) as folder:
+        plain = build(torch, model, given.way(tune.PLAIN), selection[0], request)
+        yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
+        journal = None
+        if workdir is not None and folder is not None:
+            journal = Journal(folder, tune.key_of(torch, given, yard, (selection, confirmation, request, budget)))
+        search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget, say,
+                             frozenset(ways), journal)
+        with running_model():
+            best, base = search.run()
+    return GenerationResult(tune.record_of(search, best, base, clock.monotonic() - started), best.recipe, given, request,
+                            batch_size)
+
+
+@contextmanager
+def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[Path | None]:
+    """Where processes and what was found live; None: nowhere."""
+    if workdir is not None:
+        yield Path(workdir)
+    elif isolate:
+        with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
+            yield Path(folder)
+    else:
+        yield None
 
 
 def _generation(runs: list[Run]) -> Generation:
@@ -197,14 +222,6 @@ def _generation(runs: list[Run]) -> Generation:
 
 def _models(model: Any, draft: Any) -> tuple[Any, ...]:
     return (model,) if draft is None or isinstance(draft, str) else (model, draft)
-
-
-def _seconds(time: float | str) -> float:
-    units = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([smh]?)\s*", str(time))
-    if match is None or not float(match[1]) > 0:
-        raise UsageError(f"{time!r} is not a time", remedy='write seconds, "90s", "5m" or "1h"')
-    return float(match[1]) * units[match[2]]
 
 
 def _torch() -> Any:

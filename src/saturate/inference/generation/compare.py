@@ -40,17 +40,15 @@ class Agreement:
 
 
 def agreement(
-    torch: Any,
-    forward: Callable[[Any], Any],
     prompts: Sequence[Sequence[int]],
     plain: Sequence[Sequence[int]],
     other: Sequence[Sequence[int]],
     tolerance: float,
-    device: Any,
+    last_logits: Callable[[Sequence[int]], Any],
 ) -> Agreement:
-    """`forward`: ids [1, n] -> logits, of the model as it is. Where a row first differs, its two tokens' logits there
-    tell whether that was a tie, at most `tolerance` apart. What follows a tie is another text, and is not
-    compared."""
+    """last_logits(text): [vocabulary], of the model as it is, for the token that follows. Where a row first differs,
+    its two tokens' logits there tell whether that was a tie, at most `tolerance` apart. What follows a tie is another
+    text, and is not compared."""
     identical = tied = different = tokens = 0
     first: tuple[int | None, int | None, float | None] = (None, None, None)
     for row, (prompt, ours, theirs) in enumerate(zip(prompts, plain, other, strict=True)):
@@ -59,7 +57,10 @@ def agreement(
         if len(ours) == len(theirs) == at:
             identical += 1
             continue
-        margin = _margin(torch, forward, [*prompt, *ours[:at]], ours, theirs, at, device)
+        margin = float("inf")   # one ended, the other went on: no choice between two tokens explains that
+        if at < min(len(ours), len(theirs)):
+            logits = last_logits([*prompt, *ours[:at]])
+            margin = float((logits[ours[at]] - logits[theirs[at]]).abs())
         if margin <= tolerance:
             tied += 1
         else:
@@ -67,19 +68,3 @@ def agreement(
             first = (row, at, margin) if first[0] is None else first
     ratio = sum(map(len, other)) / sum(map(len, plain))
     return Agreement(len(plain), identical, tied, different, tokens, ratio, *first)
-
-
-def _margin(
-    torch: Any,
-    forward: Callable[[Any], Any],
-    text: list[int],
-    ours: Sequence[int],
-    theirs: Sequence[int],
-    at: int,
-    device: Any,
-) -> float:
-    if at >= min(len(ours), len(theirs)):
-        return float("inf")     # one ended, the other went on: no choice between two tokens explains that
-    with torch.inference_mode():
-        logits = forward(torch.tensor([text], device=device))[0, -1].float()
-    return float((logits[ours[at]] - logits[theirs[at]]).abs())

@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def costs(loop: Loop, batch: Batch, request: Request) -> Costs | None:
-    """Of rounds without drafts and with a few numbers of them, taken in turns after the prefill of `batch`; medians.
+    """Of rounds without drafts and with a few numbers of them, taken in turns after the prefill of `batch`.
     None where the model's context has no room for a draft."""
     assert loop.drafter is not None
     torch = loop.torch
@@ -56,12 +56,9 @@ def costs(loop: Loop, batch: Batch, request: Request) -> Costs | None:
                 loop.drafter.settle(sequences)
                 seen = probe.round(sequences, length, endless, append=False)
                 times.append((seen.draft_ns, seen.verify_ns))
-    middle = {
-        length: tuple(median(column) for column in zip(*times[1:])) for length, times in found.items()
-    }  # the first warms up
-    return Costs(
-        tuple(middle), tuple(draft for draft, _ in middle.values()), tuple(verify for _, verify in middle.values())
-    )
+    # The least of each: a round does the same work every time, and what else runs on the machine only adds to it.
+    least = {length: tuple(min(column) for column in zip(*times)) for length, times in found.items()}
+    return Costs(tuple(least), tuple(draft for draft, _ in least.values()), tuple(verify for _, verify in least.values()))
 
 
 class _Always:
@@ -83,19 +80,26 @@ class _Always:
 
 
 def race(a: Callable[[Batch], Run], b: Callable[[Batch], Run], batches: Sequence[Batch], seconds: float = math.inf,
-         rounds: int = MOST_ROUNDS) -> tuple[Estimate, list[Run], list[Run]]:
-    """ln(time of A / time of B) per new token, with its interval, and all runs. One process, one batch after the
-    other: in each round both generate from the same batch, in turns first."""
+         most: int = MOST_ROUNDS) -> tuple[Estimate, list[Run], list[Run]]:
+    """ln(time of A / time of B) per new token, with its interval, and all runs."""
+    ratios, before, after = rounds(a, b, batches, seconds, most)
+    return estimate([ratios]), before, after
+
+
+def rounds(a: Callable[[Batch], Run], b: Callable[[Batch], Run], batches: Sequence[Batch], seconds: float = math.inf,
+           most: int = MOST_ROUNDS) -> tuple[list[float], list[Run], list[Run]]:
+    """ln(time of A / time of B) per new token of each round, and all runs. In each round both generate from the same
+    batch, one after the other, in turns first."""
     ended = time.monotonic() + seconds
     ratios: list[float] = []
     runs: tuple[list[Run], list[Run]] = ([], [])
-    while len(ratios) < FEWEST_ROUNDS or (len(ratios) < rounds and time.monotonic() < ended):
+    while len(ratios) < FEWEST_ROUNDS or (len(ratios) < most and time.monotonic() < ended):
         batch = batches[len(ratios) % len(batches)]
         order = (0, 1) if len(ratios) % 2 == 0 else (1, 0)
         for side in order:
             runs[side].append((a, b)[side](batch))
         ratios.append(math.log(_ns_per_token(runs[0][-1]) / _ns_per_token(runs[1][-1])))
-    return estimate([ratios]), *runs
+    return ratios, *runs
 
 
 def timing(runs: Sequence[Run]) -> GenerationTiming:

@@ -245,7 +245,7 @@ def _refuse_huggingface(model: Any) -> None:
     if lacks:
         raise UsageError(
             f"{name}.forward takes no {' and no '.join(sorted(lacks))}, so rows cannot be at positions of their own",
-            remedy="use the model's own generate, or pass adapter=, a function (model, ids, cache) -> logits",
+            remedy='pass adapter="recompute", which uses no cache, or a function (model, ids, cache) -> logits',
         )
     attention = getattr(text, "_attn_implementation", None)
     if attention not in (None, "eager", "sdpa"):

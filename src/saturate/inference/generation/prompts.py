@@ -65,5 +65,24 @@ def batches(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
     return [list(prompts[start:start + size]) for start in range(0, len(prompts), size)]
 
 
+def halves(prompts: Sequence[list[int]], size: int) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """Batches for choosing a way and for confirming it, of `size` prompts each, without a prompt in common. Where a
+    half does not fill its batches, its prompts are repeated. Raises UsageError for fewer than two different prompts.
+    """
+    different = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+    if len(different) < 2:
+        raise UsageError(
+            "one prompt alone, and the winner has to hold on prompts that did not choose it",
+            remedy="pass at least two different prompts, better a dozen",
+        )
+    batches(different, size)        # refuses sizes below 1
+    both = []
+    for half in (different[0::2], different[1::2]):
+        wanted = -(-len(half) // size) * size
+        filled = (half * -(-wanted // len(half)))[:wanted]
+        both.append(batches(filled, size))
+    return both[0], both[1]
+
+
 def _whole(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)

@@ -1,33 +1,37 @@
 """Which way to generate is the fastest for this model, these prompts and this machine, and is it still the same text?
 
-Each way is raced against the plain loop: one token per forward, in eager PyTorch, with the same static cache.
-Lossless ways must give the same greedy tokens. Ways that change numbers need a check. The winner is raced and
-compared once more on prompts that took no part in choosing it. Everything happens in this process, one way after the
-other: a draft and its target share memory.
+Each way lives in a process of its own (see host.py) and is raced there against the plain loop: one token per forward,
+in eager PyTorch, with the same static cache; one runs while the other stands still. Lossless ways must give the same
+greedy tokens. Ways that change numbers need a check. The winner is raced, compared and scored once more, in fresh
+processes, on prompts and samples that took no part in choosing it.
 """
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from saturate.errors import SaturateError, UsageError
-from saturate.inference.accuracy import Budget, UnusableScores, compare
-from saturate.inference.checking import scored
+import msgspec
+
+from saturate.errors import CheckUnusable
+from saturate.inference import identity
+from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores, compare, split
+from saturate.inference.checking import controls, scored
 from saturate.inference.generation import measure, weights
-from saturate.inference.generation.build import LOOKUP, Way, build
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
 from saturate.inference.generation.decode import Loop, Request
-from saturate.inference.generation.models import plain_forward
+from saturate.inference.generation.host import Host, Refused, Yard
 from saturate.inference.generation.prompts import as_lists
+from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.sampling import GREEDY
-from saturate.inference.techniques._api import NotApplied
-from saturate.measure.race import verdict
+from saturate.inference.journal import Journal
+from saturate.inference.process import WorkerFailed
+from saturate.measure.race import Estimate, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate, GenerationRecord
+from saturate.records.inference import Fate
 
 Batches = list[list[list[int]]]
 
@@ -39,215 +43,264 @@ _WORKED = ("dominated", "no_difference", "inconclusive", "slower")
 #: Kinds of ways to generate, that a search may be limited to.
 KINDS = ("draft", "lookup", "compile", "weights")
 
+#: The winner races in so many fresh pairs of processes at most: two processes differ by a constant.
+_PAIRS = 3
+
+#: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
+_FEWEST_TO_SPLIT = 20
+
+PLAIN = Recipe()
+
 
 @dataclass
 class Ready:
-    """A way to generate that works: what it is made of, and its latest record."""
+    """A way to generate that was tried, and its latest record. like: whose greedy tokens it has to give."""
 
     label: str
-    way: Way
-    model: Any
-    loop: Loop
+    recipe: Recipe
     record: GenerationCandidate
-    like: Ready | None = None           # whose greedy tokens it has to give; None: of no other
+    like: Recipe = PLAIN
 
 
 @dataclass
 class Search:
-    """One search. `selection` and `confirmation` are batches of prompts, disjoint where there are two."""
+    """One search. `selection` and `confirmation` are batches of prompts, without a prompt in common."""
 
     torch: Any
-    model: Any
-    way: Way                            # adapters and tokenizers; its draft is the user's
+    given: Given
+    yard: Yard
     selection: Batches
     confirmation: Batches
     request: Request
     deadline: float                     # time.monotonic()
+    plain: Loop                         # in this process: proves that the model is called rightly
     check: Callable[..., Any] | None = None
     budget: Budget | None = None
     say: Callable[[str], None] = lambda line: None
     kinds: frozenset[str] = frozenset(KINDS)
+    journal: Journal | None = None
+    notes: list[str] = field(default_factory=list)
+    found: list[GenerationCandidate] = field(default_factory=list)
+    interrupted: bool = False
+    _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
+    _scores: Scores | None = None
+    _halves: tuple[Sequence[int], Sequence[int]] | None = None
 
-    def run(self) -> tuple[Ready, GenerationCandidate, list[GenerationCandidate], list[str]]:
-        """The best way, the plain loop's record, all candidates', and notes."""
-        self.notes: list[str] = []
-        self.found: list[GenerationCandidate] = []
-        started = time.monotonic()
-        self._plain = build(self.torch, self.model, replace(self.way, draft=None), self.selection[0], self.request)
+    def run(self) -> tuple[Ready, GenerationCandidate]:
+        """The best way, and the plain loop's record. Ctrl-C ends the search: the best so far is returned then, not
+        confirmed. Raises WorkerFailed where the plain loop itself fails, CheckUnusable where the check cannot judge."""
         for batch in (*self.selection, *self.confirmation):
-            self._plain.check(batch, self.request)      # before anything was measured
-        runs = [self._plain.generate(batch, self.request) for batch in self.selection]
-        base = GenerationCandidate(
-            id="plain",
-            numerics="exact",
-            fate="dominated",
-            reason="one token per forward, in eager PyTorch",
-            speedup=1.0,
-            timing=measure.timing(runs),
-            identical=1.0,
-            prepare_s=time.monotonic() - started,
-            length_ratio=1.0,
-            code="token = model(ids)[:, -1].argmax(-1)",
-        )
-        self._scores = None if self.check is None or self.budget is None else self._score(self._plain)
-        plain = Ready("plain", replace(self.way, draft=None), self.model, self._plain, base)
-        tried = [
-            ready
-            for label, way in self._single()
-            if (ready := self._try(label, "reordering", way, self.model, plain)) is not None
-        ]
-        drafting = [ready for ready in tried if ready.way.draft is not None and ready.record.fate in _WORKED]
-        runtime = self._better(plain, *(ready for ready in tried if ready.way.draft is None))
-        runtime = self._better(runtime, *self._weight_only(runtime, plain))
-        best = self._better(runtime, *drafting)
-        if runtime is not plain and drafting:
-            draft = max(drafting, key=lambda ready: ready.record.speedup or 0.0)
-            label, way = f"{runtime.label} + {draft.label}", replace(draft.way, compile_mode=runtime.way.compile_mode)
-            best = self._better(best, self._try(label, runtime.record.numerics, way, runtime.model, runtime))
-        return self._confirmed(best, plain), base, self.found, self.notes
+            self.plain.check(batch, self.request)      # before anything is measured
+        began = time.monotonic()
+        with self.yard.running(PLAIN, self.selection[0], self.request) as self._base:
+            prepared = time.monotonic() - began
+            runs = [self._base.generate(batch, self.request) for batch in self.selection]
+            self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
+            base = GenerationCandidate(
+                id="plain", numerics="exact", fate="dominated", reason="one token per forward, in eager PyTorch",
+                speedup=1.0, timing=measure.timing(runs), identical=1.0, prepare_s=prepared, length_ratio=1.0,
+                code="token = model(ids)[:, -1].argmax(-1)",
+            )
+            self._best = plain = Ready("plain", PLAIN, base)
+            try:
+                self._control()
+                self._walk(plain)
+                self._base.close()
+                if self._best is not plain:
+                    self._best = self._confirmed(self._best, plain)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self.notes.append(f"interrupted: {self._best.label} is the best so far"
+                                  + ("" if self._best is plain else ", and was not confirmed on other prompts"))
+        return self._best, base
+
+    def _walk(self, plain: Ready) -> None:
+        tried = [ready for label, recipe in self._single()
+                 if (ready := self._try(label, "reordering", recipe, PLAIN)) is not None]
+        drafting = [ready for ready in tried if ready.recipe.draft is not None and ready.record.fate in _WORKED]
+        runtime = self._better(plain, *(ready for ready in tried if ready.recipe.draft is None))
+        runtime = self._better(runtime, *self._weight_only(runtime))
+        if runtime is plain or not drafting:
+            return
+        draft = max(drafting, key=lambda ready: ready.record.speedup or 0.0)
+        recipe = replace(runtime.recipe, draft=draft.recipe.draft, may_stop=False)
+        self._try(f"{runtime.label} + {draft.label}", runtime.record.numerics, recipe, Recipe(weights=recipe.weights))
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
-    def _single(self) -> list[tuple[str, Way]]:
-        mode = "reduce-overhead" if str(self._plain.target.device).startswith("cuda") else "default"   # CUDA graphs
-        given = self.way.draft is not None and self.way.draft != LOOKUP
+    def _single(self) -> list[tuple[str, Recipe]]:
+        mode = "reduce-overhead" if str(self.plain.target.device).startswith("cuda") else "default"   # CUDA graphs
         ways = [
-            ("draft", given, "speculative, draft model", replace(self.way, may_stop=False)),
-            ("lookup", True, "speculative, prompt lookup", replace(self.way, draft=LOOKUP, may_stop=False)),
-            ("compile", True, "compile", replace(self.way, draft=None, compile_mode=mode)),
+            ("draft", self.given.draft is not None, "speculative, draft model", Recipe(MODEL, may_stop=False)),
+            ("lookup", True, "speculative, prompt lookup", Recipe(LOOKUP, may_stop=False)),
+            ("compile", True, "compile", Recipe(compile_mode=mode)),
         ]
-        return [(label, way) for kind, possible, label, way in ways if possible and kind in self.kinds]
+        return [(label, recipe) for kind, possible, label, recipe in ways if possible and kind in self.kinds]
 
-    def _weight_only(self, runtime: Ready, plain: Ready) -> list[Ready | None]:
+    def _weight_only(self, runtime: Ready) -> list[Ready | None]:
         ready: list[Ready | None] = []
         if "weights" not in self.kinds:
             return ready
-        for name, (technique, refusal) in weights.techniques(self.torch, self.model).items():
+        for name, (_, refusal) in weights.techniques(self.torch, self.given.model).items():
             if refusal:
                 self._lost(name, "precision", "not_applicable", refusal)
-            elif self.check is None or self.budget is None:
+            elif self.check is None:
                 self._lost(
                     name, "precision", "not_tried", "changes numbers: pass check= and budget= to have it judged"
                 )
             else:
-                ready.append(self._quantized(name, technique, runtime, plain))
+                mode = runtime.recipe.compile_mode
+                label = name if mode is None else f"{name} + compile"
+                ready.append(self._try(label, "precision", Recipe(weights=name, compile_mode=mode), PLAIN))
         return ready
 
-    def _quantized(self, name: str, technique: Any, runtime: Ready, plain: Ready) -> Ready | None:
-        label = name if runtime.way.compile_mode is None else f"{name} + compile"
-        try:
-            with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
-                model = weights.quantized(self.torch, self.model, technique, Path(folder))
-        except NotApplied as reason:
-            return self._lost(label, "precision", "not_applied", str(reason))
-        except Exception as error:  # noqa: BLE001 - a technique may raise anything; it costs a row
-            return self._lost(label, "precision", "failed", _line(error))
-        return self._try(
-            label, "precision", replace(self.way, draft=None, compile_mode=runtime.way.compile_mode), model, plain
-        )
+    def _try(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> Ready | None:
+        """Start, compare, race. None where it does not work, is wrong, or there is no time."""
+        known = self.journal.known.get(label) if self.journal else None
+        if known is not None:
+            record = msgspec.convert(known["record"], GenerationCandidate)
+            self.say(f"{label}: known from the search before")
+        else:
+            if time.monotonic() > self.deadline:
+                self._lost(label, numerics, "not_tried", "the time was over")
+                return None
+            self.say(label)
+            record = self._tried(label, numerics, recipe, like)
+            if self.journal:
+                self.journal.add(label, {"record": msgspec.to_builtins(record)})
+        self.found.append(record)
+        ready = Ready(label, recipe, record, like)
+        self._best = self._better(self._best, ready)
+        return ready if record.fate in _WORKED else None
 
-    def _try(self, label: str, numerics: str, way: Way, model: Any, like: Ready) -> Ready | None:
-        """Build, compare, race. None where it does not work, is wrong, or there is no time."""
-        if time.monotonic() > self.deadline:
-            return self._lost(label, numerics, "not_tried", "the time was over")
-        self.say(label)
-        started = time.monotonic()
+    def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> GenerationCandidate:
+        record = GenerationCandidate(id=label, numerics=numerics, fate="not_tried", reason="")
+        began = time.monotonic()
         try:
-            loop = build(self.torch, model, way, self.selection[0], self.request)
-            if way.draft is not None and loop.costs is None:
-                return self._lost(label, numerics, "not_applicable", "the context has no room for drafts")
-            prepared = time.monotonic() - started
-            ready = Ready(label, way, model, loop, _untimed(label, numerics, prepared), like)
-            ready.record = self._raced(ready, self.selection)
-        except (UsageError, NotApplied) as error:
-            return self._lost(label, numerics, "not_applicable", str(error))
-        except Exception as error:  # noqa: BLE001 - compilers may raise anything; it costs a row
-            return self._lost(label, numerics, "failed", _line(error))
-        self.found.append(ready.record)
-        return ready
+            with self.yard.running(recipe, self.selection[0], self.request) as host:
+                record = _with(record, prepare_s=time.monotonic() - began)
+                left = max(0.0, self.deadline - time.monotonic())
+                found, before, after = measure.race(
+                    lambda batch: self._base.generate(batch, self.request),
+                    lambda batch: host.generate(batch, self.request), self.selection, left / 4)
+                return self._judged(record, host, like, found, before, after, chosen=False)
+        except Refused as refusal:
+            return _with(record, fate=refusal.fate, reason=str(refusal))
+        except WorkerFailed as error:
+            return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason)
 
-    def _lost(self, label: str, numerics: str, fate: Any, reason: str) -> None:
+    def _lost(self, label: str, numerics: str, fate: Fate, reason: str) -> None:
         self.found.append(GenerationCandidate(id=label, numerics=numerics, fate=fate, reason=reason))
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _same_text(self, ready: Ready, batches: Batches) -> Agreement:
+    def _text(self, host: Host, batches: Batches) -> list[list[int]]:
         """Greedy, whatever was asked: under sampling each run is another text."""
-        assert ready.like is not None
         greedy = replace(self.request, sampling=GREEDY)
-        prompts, plain, other = [], [], []
-        for batch in batches:
-            prompts += batch
-            plain += ready.like.loop.generate(batch, greedy).tokens
-            other += ready.loop.generate(batch, greedy).tokens
-        forward = plain_forward(self.torch, ready.like.model, self.way.adapter)
-        tolerance = max(ready.like.loop.tolerance, ready.loop.tolerance)
-        return agreement(self.torch, forward, prompts, plain, other, tolerance, self._plain.target.device)
+        return [row for batch in batches for row in host.generate(batch, greedy).tokens]
 
-    def _raced(self, ready: Ready, batches: Batches) -> GenerationCandidate:
-        """Compared and raced on `batches`: its record."""
-        loop, same = ready.loop, self._same_text(ready, batches)
-        left = max(0.0, self.deadline - time.monotonic())
-        found, before, runs = measure.race(lambda batch: self._plain.generate(batch, self.request),
-                                           lambda batch: loop.generate(batch, self.request), batches, left / 4)
-        drafts = None if loop.drafter is None else measure.speculation(_drafter(loop), runs, loop.costs, loop.choices)
-        lengths = sum(run.new_tokens for run in runs) / sum(run.new_tokens for run in before)
+    def _text_of(self, like: Recipe, chosen: bool) -> list[list[int]]:
+        """What the loop without drafts says; `chosen`: to the prompts of the confirmation."""
+        if (like, chosen) not in self._texts:
+            batches = self.confirmation if chosen else self.selection
+            if like == PLAIN and not chosen:
+                self._texts[like, chosen] = self._text(self._base, batches)
+            else:
+                with self.yard.running(like, batches[0], self.request) as host:
+                    self._texts[like, chosen] = self._text(host, batches)
+        return self._texts[like, chosen]
+
+    def _same_text(self, host: Host, like: Recipe, chosen: bool) -> Agreement:
+        batches = self.confirmation if chosen else self.selection
+        prompts = [prompt for batch in batches for prompt in batch]
+        return agreement(prompts, self._text_of(like, chosen), self._text(host, batches),
+                         max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
+
+    def _judged(self, record: GenerationCandidate, host: Host, like: Recipe, found: Estimate, before: list[Any],
+                after: list[Any], chosen: bool) -> GenerationCandidate:
+        """The record of a way that was raced: is it faster, and is it right?"""
+        same, ready = self._same_text(host, like, chosen), host.ready
+        drafts = None
+        if ready.drafter is not None:
+            drafts = measure.speculation(ready.drafter, after, ready.costs, ready.choices)
+        lengths = _length(after) / _length(before)
         record = _with(
-            ready.record,
-            speedup=found.speedup,
-            speedup_ci=found.speedup_ci,
-            timing=measure.timing(runs),
-            speculation=drafts,
-            identical=same.share,
-            length_ratio=lengths,
+            record, speedup=found.speedup, speedup_ci=found.speedup_ci, timing=measure.timing(after),
+            speculation=drafts, identical=same.share, length_ratio=lengths,
         )
         outcome = verdict(found, _THRESHOLD)
         fate, reason = ("dominated", same.words()) if outcome == "faster" else (outcome, "")
         if drafts is not None:
             reason = "; ".join(filter(None, (speculation_words(record), reason)))
-        if same.different and (record.numerics != "precision" or loop.drafter is not None):
+        if same.different and (record.numerics != "precision" or drafts is not None):
             return _with(record, fate="rejected_behaviour", reason=same.words())
         if record.numerics == "precision":
-            return self._checked(record, loop, fate, reason)
+            if not LENGTHS[0] <= lengths <= LENGTHS[1]:
+                return _with(record, fate="rejected_behaviour",
+                             reason=f"answers are {lengths:.0%} as long as the plain loop's")
+            return self._scored(record, host, fate, reason, chosen)
         if not LENGTHS[0] <= same.length_ratio <= LENGTHS[1]:
             fate, reason = "rejected_behaviour", f"{same.length_ratio:.0%} of the plain loop's tokens"
         return _with(record, fate=fate, reason=reason)
 
-    def _checked(self, record: GenerationCandidate, loop: Loop, fate: Any, reason: str) -> GenerationCandidate:
-        """A way that changes numbers: by the user's check, and by the length of what it answers."""
-        assert self.budget is not None
-        if record.length_ratio is not None and not LENGTHS[0] <= record.length_ratio <= LENGTHS[1]:
-            return _with(
-                record,
-                fate="rejected_behaviour",
-                reason=f"answers are {record.length_ratio:.0%} as long as the plain loop's",
-            )
-        scores = self._score(loop)
-        if self._scores is None or scores is None:
-            return _with(record, fate="undecided", reason="the check gave no scores; see the notes")
+    # -- the check -------------------------------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        """Whether the check can judge; its scores of the plain loop, split in two. Raises CheckUnusable."""
+        if self.check is None or self.budget is None or "weights" not in self.kinds:
+            return
+        found = controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget)
+        if found.problem is not None:
+            raise CheckUnusable(f"the check cannot be used: {found.problem.what}",
+                                evidence=found.baseline.output[-2000:], remedy=found.problem.remedy)
+        self._scores = found.baseline.scores
+        values = None if self._scores is None else self._scores.values
+        if values is None:
+            self.notes.append(
+                "the check returns a single number: it cannot certify a budget; return one value per sample")
+        elif len(values) >= _FEWEST_TO_SPLIT:
+            self._halves = split(len(values))
+        else:
+            self.notes.append(f"the check has {len(values)} samples, too few to be split: the winner was scored on "
+                              "those that chose it")
+
+    def _run(self, host: Host, prompts: Any) -> list[list[int]]:
+        rows = as_lists(prompts)
+        size = max(map(len, self.selection))
+        return [row for at in range(0, len(rows), size)
+                for row in host.generate(rows[at:at + size], self.request).tokens]
+
+    def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
+                chosen: bool) -> GenerationCandidate:
+        """A way that changes numbers: by the user's check, on the samples of the selection or of the confirmation."""
+        assert self.check is not None and self.budget is not None and self._scores is not None
+        answer = scored(self.check, lambda prompts: self._run(host, prompts), self.budget.metric)
+        if answer.scores is None:
+            what = answer.problem.what if answer.problem else "the check gave no scores"
+            return _with(record, fate="rejected_behaviour", reason=what)
         try:
-            judged = compare(self._scores, scores, self.budget)
+            judged = self._compared(answer.scores, chosen)
         except UnusableScores as error:
             return _with(record, fate="undecided", reason=str(error))
         record = _with(
-            record,
-            accuracy=scores.mean,
-            accuracy_drop=judged.drop,
-            accuracy_drop_ci=judged.drop_ci,
+            record, accuracy=answer.scores.mean, accuracy_drop=judged.drop, accuracy_drop_ci=judged.drop_ci,
             verdict=judged.verdict,
         )
         if judged.verdict != "pass":
             fate = "undecided" if judged.verdict == "undecided" else "rejected_accuracy"
         return _with(record, fate=fate, reason="; ".join(filter(None, (judged.reason, reason))))
 
-    def _score(self, loop: Loop) -> Any:
-        assert self.check is not None and self.budget is not None
-        found = scored(
-            self.check, lambda prompts: loop.generate(as_lists(prompts), self.request).tokens, self.budget.metric
-        )
-        if found.problem is not None:
-            self.notes.append(f"the check: {found.problem.what}")
-        return found.scores
+    def _compared(self, scores: Scores, chosen: bool) -> Judgement:
+        assert self.budget is not None and self._scores is not None
+        before = self._scores
+        if self._halves is not None and scores.values is not None and before.values is not None:
+            if len(scores.values) != len(before.values):
+                raise UnusableScores(f"the check gave {len(scores.values)} values, and {len(before.values)} before")
+            half = self._halves[chosen]
+            before, scores = before.at(half), scores.at(half)
+        return compare(before, scores, self.budget)
+
+    # -- the winner ------------------------------------------------------------------------------------------------
 
     def _better(self, best: Ready, *others: Ready | None) -> Ready:
         """The fastest of those that are faster than the plain loop beyond doubt and right."""
@@ -255,13 +308,14 @@ class Search:
         return max([best, *right], key=lambda ready: ready.record.speedup or 0.0)
 
     def _confirmed(self, best: Ready, plain: Ready) -> Ready:
-        """The winner as it will run, on prompts that did not choose it. Where it does not hold there, the plain
-        loop."""
-        if best is plain:
-            return plain
-        best.way = replace(best.way, may_stop=True)
-        best.loop = replace(best.loop, may_stop=True)
-        record = self._raced(best, self.confirmation)
+        """The winner as it will run, in fresh processes, on prompts that did not choose it. Where it does not hold
+        there, the plain loop."""
+        self.say(f"confirm: {best.label}")
+        best.recipe = replace(best.recipe, may_stop=True)
+        try:
+            record = self._again(best)
+        except (Refused, WorkerFailed) as error:
+            record = _with(best.record, fate="failed", reason=str(error))
         kept = record.fate == "dominated"
         changes = {"fate": "kept"} if kept else {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
         self.found = [_with(row, **changes) if row.id == best.label else row for row in self.found]
@@ -271,22 +325,47 @@ class Search:
         self.notes.append(f"{best.label} was faster on the prompts that chose it, and not on others")
         return plain
 
+    def _again(self, best: Ready) -> GenerationCandidate:
+        """The winner's record, from races in fresh pairs of processes."""
+        pairs: list[list[float]] = []
+        before: list[Any] = []
+        after: list[Any] = []
+        ends = time.monotonic() + max(10.0, self.deadline - time.monotonic())
+        while True:
+            first = self.confirmation[0]
+            with (self.yard.running(PLAIN, first, self.request) as base,
+                  self.yard.running(best.recipe, first, self.request) as host):
+                left = max(0.0, ends - time.monotonic()) / (_PAIRS - len(pairs) + 1)
+                ratios, one, other = measure.rounds(
+                    lambda batch, base=base: base.generate(batch, self.request),
+                    lambda batch, host=host: host.generate(batch, self.request), self.confirmation, left)
+                if (PLAIN, True) not in self._texts:
+                    self._texts[PLAIN, True] = self._text(base, self.confirmation)
+                pairs.append(ratios)
+                before += one
+                after += other
+                found = estimate(pairs, confidence=look_confidence(_PAIRS))
+                last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
+                if last or verdict(found, _THRESHOLD) != "inconclusive":
+                    return self._judged(best.record, host, best.like, found, before, after, chosen=True)
 
-def record_of(
-    search: Search,
-    best: Ready,
-    base: GenerationCandidate,
-    found: list[GenerationCandidate],
-    notes: list[str],
-    seconds: float,
-) -> GenerationRecord:
+
+def key_of(torch: Any, given: Given, yard: Yard, more: Any) -> str:
+    """What a search's results depend on, for the journal."""
+    models = yard.source.model_hash if yard.source else identity.of_model(torch, given.module(torch))
+    here = torch.__version__, torch.get_num_threads(), yard.isolated
+    return hashlib.blake2b(repr((models, here, more)).encode(), digest_size=12).hexdigest()
+
+
+def record_of(search: Search, best: Ready, base: GenerationCandidate, seconds: float) -> GenerationRecord:
     """The whole search, for reports."""
-    undecided = any(row.fate in ("inconclusive", "not_tried") and row.numerics != "precision" for row in found)
+    undecided = search.interrupted or any(
+        row.fate in ("inconclusive", "not_tried") and row.numerics != "precision" for row in search.found)
     sampling, faster = search.request.sampling, best.label != "plain"
     base = base if faster else _with(base, fate="kept")
     return GenerationRecord(
-        model=type(search.model).__name__,
-        device=str(search._plain.target.device),
+        model=type(search.given.model).__name__,
+        device=str(search.plain.target.device),
         torch=str(search.torch.__version__),
         threads=search.torch.get_num_threads(),
         batch_size=max(map(len, search.selection)),
@@ -298,11 +377,11 @@ def record_of(
             "top_p": sampling.top_p,
             "seed": sampling.seed,
         },
-        verdict="faster" if faster else "inconclusive" if undecided else "nothing_helps",
+        verdict="faster" if best.record.fate == "kept" and faster else "inconclusive" if undecided else "nothing_helps",
         baseline=base,
         best=best.record if faster else base,
-        candidates=found,
-        notes=notes,
+        candidates=search.found,
+        notes=search.notes,
         seconds=seconds,
     )
 
@@ -318,24 +397,9 @@ def speculation_words(record: GenerationCandidate) -> str:
     return f"acceptance {drafts.acceptance_rate:.2f}{ratio}: {record.speedup:.2f}x{expected}"
 
 
-def _untimed(label: str, numerics: str, prepared_s: float) -> GenerationCandidate:
-    return GenerationCandidate(id=label, numerics=numerics, fate="not_tried", reason="", prepare_s=prepared_s)
-
-
-def _drafter(loop: Loop) -> str:
-    return str(getattr(loop.drafter, "name", type(loop.drafter).__name__))
+def _length(runs: list[Any]) -> int:
+    return sum(run.new_tokens for run in runs)
 
 
 def _with(record: GenerationCandidate, **changes: Any) -> GenerationCandidate:
-    import msgspec
-
     return msgspec.structs.replace(record, **changes)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (
-        f"{type(error).__name__}: {text[0] if text else ''}"[:300]
-        if not isinstance(error, SaturateError)
-        else error.message
-    )

@@ -1,0 +1,221 @@
+"""Where a way to generate lives: in a process of its own, with limits, frozen while another one runs; or here.
+
+In a process of its own is the rule: what a compiler or a quantizer leaves behind, what hangs and what takes too much
+memory ends with it. `isolate=False` is for a model of which the device does not hold two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from saturate.errors import SaturateError, UsageError
+from saturate.inference.candidates import Candidate
+from saturate.inference.generation import weights
+from saturate.inference.generation.build import build
+from saturate.inference.generation.decode import Request, Run
+from saturate.inference.generation.draft_length import Costs
+from saturate.inference.generation.models import plain_forward
+from saturate.inference.generation.recipe import Given, Recipe
+from saturate.inference.process import Worker, WorkerFailed
+from saturate.inference.source import Source
+from saturate.inference.techniques._api import NotApplied
+from saturate.records.inference import Fate, ModelFacts
+
+Batch = Sequence[Sequence[int]]
+
+_HERE = "saturate.inference.generation.host"
+
+#: A way may take so long to start, as a share of the time that is left: compilers hang.
+_PREPARE_SHARE, _LEAST_PREPARE_S = 0.5, 60.0
+
+#: A batch may take so many times as long as the plain loop took for its slowest, and not less than so many seconds.
+_PATIENCE, _LEAST_BATCH_S = 20.0, 60.0
+
+
+class Refused(Exception):
+    """The way cannot be: its fate, and the reason as its message."""
+
+    def __init__(self, fate: Fate, reason: str):
+        super().__init__(reason)
+        self.fate: Fate = fate
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A loop that is ready. drafter: its name; None: it drafts nothing."""
+
+    tolerance: float
+    drafter: str | None
+    costs: Costs | None
+    choices: tuple[int, ...]
+
+
+class Host(Protocol):
+    """A way that is ready. What it is asked for raises WorkerFailed, and KeyboardInterrupt."""
+
+    ready: Prepared
+
+    def generate(self, batch: Batch, request: Request) -> Run: ...
+
+    def last_logits(self, text: Sequence[int]) -> Any:
+        """[vocabulary], on the CPU: of the model as this way has it, by one plain forward."""
+
+    def close(self) -> None: ...
+
+
+class Served:
+    """A way with its models."""
+
+    def __init__(self, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request):
+        """Raises Refused where this way cannot be; whatever else a model or a compiler raises."""
+        self._torch, self._given = torch, given
+        try:
+            self._model = given.model if recipe.weights is None else _quantized(torch, given.model, recipe.weights)
+            self.loop = build(torch, self._model, given.way(recipe), batch, request)
+        except NotApplied as error:
+            raise Refused("not_applied", str(error)) from error
+        except UsageError as error:
+            raise Refused("not_applicable", str(error)) from error
+        if recipe.draft is not None and self.loop.costs is None and recipe.lengths is None:
+            raise Refused("not_applicable", "the context has no room for drafts")
+
+    @property
+    def ready(self) -> Prepared:
+        loop = self.loop
+        name = None if loop.drafter is None else str(getattr(loop.drafter, "name", type(loop.drafter).__name__))
+        return Prepared(loop.tolerance, name, loop.costs, loop.choices)
+
+    def last_logits(self, text: Sequence[int]) -> Any:
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([list(text)], device=self.loop.target.device)
+            return plain_forward(self._torch, self._model, self._given.adapter)(ids)[0, -1].float().cpu()
+
+
+class Local:
+    """In this process."""
+
+    def __init__(self, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request):
+        with _named():
+            self._served = Served(torch, given, recipe, batch, request)
+        self.loop, self.ready = self._served.loop, self._served.ready
+
+    def generate(self, batch: Batch, request: Request) -> Run:
+        with _named():
+            return self.loop.generate(batch, request)
+
+    def last_logits(self, text: Sequence[int]) -> Any:
+        return self._served.last_logits(text)
+
+    def close(self) -> None:
+        """Nothing of it lives on by itself."""
+
+
+class Remote:
+    """In a process of its own, which stands still between requests."""
+
+    def __init__(self, worker: Worker, recipe: Recipe, batch: Batch, request: Request, prepare_s: float, batch_s: float):
+        self._worker, self._batch_s = worker, batch_s
+        try:
+            found = worker.ask(f"{_HERE}:start", recipe, [list(row) for row in batch], request, limit_s=prepare_s)
+            if isinstance(found, tuple):
+                raise Refused(*found)
+            self.ready: Prepared = found
+            worker.freeze()
+        except BaseException:       # also Ctrl-C: nobody else knows this process
+            worker.close()
+            raise
+
+    def generate(self, batch: Batch, request: Request) -> Run:
+        return self._worker.ask(f"{_HERE}:generate", [list(row) for row in batch], request, limit_s=self._batch_s)
+
+    def last_logits(self, text: Sequence[int]) -> Any:
+        return self._worker.ask(f"{_HERE}:last_logits", list(text), limit_s=self._batch_s)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class Yard:
+    """Starts ways. folder: for processes of their own, private; None: all of them live here."""
+
+    def __init__(self, torch: Any, given: Given, folder: Path | None, deadline: float, memory_bytes: int | None = None):
+        self.deadline, self.slowest_s = deadline, 0.0
+        self._torch, self._given, self._memory_bytes = torch, given, memory_bytes
+        self.source = None
+        if folder is not None:
+            blank = [(torch.zeros(1, dtype=torch.long),)]
+            self.source = Source.write(folder / "source", given.module(torch), blank, blank)
+            self._folder = folder
+
+    @property
+    def isolated(self) -> bool:
+        return self.source is not None
+
+    def start(self, recipe: Recipe, batch: Batch, request: Request) -> Host:
+        """Raises Refused, WorkerFailed."""
+        if self.source is None:
+            return Local(self._torch, self._given, recipe, batch, request)
+        prepare_s = max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
+        worker = Worker(self.source, Candidate(), folder=self._folder / "processes", threads=self._torch.get_num_threads(),
+                        memory_bytes=self._memory_bytes, prepare_s=prepare_s, facts=ModelFacts(device=self.source.device))
+        return Remote(worker, recipe, batch, request, prepare_s, max(_LEAST_BATCH_S, _PATIENCE * self.slowest_s))
+
+    @contextlib.contextmanager
+    def running(self, recipe: Recipe, batch: Batch, request: Request) -> Iterator[Host]:
+        host = self.start(recipe, batch, request)
+        try:
+            yield host
+        finally:
+            host.close()
+
+
+# -- in the process of a way: the first argument is the worker's context -----------------------------------------------
+
+
+def start(context: Any, recipe: Recipe, batch: list[list[int]], request: Request) -> Prepared | tuple[Fate, str]:
+    """Make the loop and keep it for the requests that follow; or why it cannot be."""
+    try:
+        context.model.served = Served(context.torch, Given.of(context.model), recipe, batch, request)
+    except Refused as refusal:
+        return refusal.fate, str(refusal)
+    return context.model.served.ready
+
+
+def generate(context: Any, batch: list[list[int]], request: Request) -> Run:
+    return context.model.served.loop.generate(batch, request)
+
+
+def last_logits(context: Any, text: list[int]) -> Any:
+    return context.model.served.last_logits(text)
+
+
+def _quantized(torch: Any, model: Any, name: str) -> Any:
+    technique, refusal = weights.techniques(torch, model)[name]
+    if refusal:
+        raise Refused("not_applicable", refusal)
+    with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
+        return weights.quantized(torch, model, technique, Path(folder))
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What a model, a technique or a compiler raises here, as its process would report it."""
+    try:
+        yield
+    except (Refused, WorkerFailed):
+        raise
+    except Exception as error:  # whatever it is, it costs a row
+        raise WorkerFailed("failed", _line(error), alive=True) from error
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, SaturateError):
+        return error.message
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

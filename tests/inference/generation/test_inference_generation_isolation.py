@@ -1,0 +1,104 @@
+"""Ways to generate in processes of their own: what hangs, crashes or leaves something behind costs its row, an
+interruption costs nothing that was found, and a search goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="generation needs torch")
+
+import generation_models as toys  # noqa: E402
+
+from saturate.errors import CheckUnusable, UsageError, WorkloadFailed  # noqa: E402
+from saturate.inference.generation import Budget, host, optimize, prompts, tune  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
+
+
+class Resting(toys.Cached):
+    """Takes as long for several tokens as for one."""
+
+    def __init__(self, seed: int = 0, rest_s: float = 0.02):
+        super().__init__(seed)
+        self.rest_s = rest_s
+
+    def forward(self, ids, cache=None):
+        time.sleep(self.rest_s)
+        return super().forward(ids, cache)
+
+
+class Ending(toys.Cached):
+    """Ends the process that it runs in, where that is not the user's."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.home = how, os.getpid()
+
+    def forward(self, ids, cache=None):
+        if os.getpid() != self.home:
+            if self.how == "hangs":
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().forward(ids, cache)
+
+
+def rows(result):
+    return {row.id: row for row in result.record.candidates}
+
+
+@pytest.mark.slow
+def test_a_winner_is_found_and_confirmed_in_processes_of_its_own(tmp_path):
+    said = []
+    arguments = {"max_new_tokens": 12, "draft": Resting(rest_s=0.0005), "time": "2m", "ways": ("draft",), "workdir": tmp_path}
+    result = optimize(Resting(), PROMPTS, say=said.append, **arguments)
+    row = rows(result)["speculative, draft model"]
+    assert result.best == "speculative, draft model" and row.fate == "kept" and row.identical == 1, row
+    assert result.record.best.speedup > 1.02 and said == ["speculative, draft model", "confirm: speculative, draft model"]
+    wanted = [toys.greedy(Resting(rest_s=0), prompt, 12) for prompt in PROMPTS]
+    assert result.generate(PROMPTS).tokens == wanted
+    assert (tmp_path / "candidates.jsonl").read_text().count("speculative, draft model") > 0
+    assert not list((tmp_path / "processes").glob("*/scratch")), "nothing is left of the processes"
+    again = optimize(Resting(), PROMPTS, say=said.append, **arguments)
+    assert "speculative, draft model: known from the search before" in said and again.best == result.best
+
+
+@pytest.mark.parametrize(("how", "words"), [("crashes", "SIGSEGV"), pytest.param("hangs", "took longer", marks=pytest.mark.slow)])
+def test_a_draft_that_ends_its_process_costs_a_row(monkeypatch, how, words):
+    if how == "hangs":
+        monkeypatch.setattr(host, "_LEAST_PREPARE_S", 30.0)
+        monkeypatch.setattr(host, "_PREPARE_SHARE", 0.0)
+    result = optimize(toys.Cached(), PROMPTS, max_new_tokens=4, draft=Ending(how), time="2m", ways=("draft",))
+    row = rows(result)["speculative, draft model"]
+    assert row.fate == "failed" and words in row.reason, row
+    assert result.best == "plain"
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_in_another_process_is_the_users_to_know():
+    with pytest.raises(WorkloadFailed):
+        optimize(Ending("crashes"), PROMPTS, max_new_tokens=4, time="1m", ways=("lookup",))
+
+
+def test_the_prompts_that_choose_do_not_confirm():
+    chosen, confirmed = prompts.halves([[1], [2], [1], [3], [2], [4], [5]], 4)
+    assert chosen == [[[1], [3], [5], [1]]] and confirmed == [[[2], [4], [2], [4]]]
+    with pytest.raises(UsageError, match="one prompt alone"):
+        optimize(toys.Cached(), [[1, 2], [1, 2]], max_new_tokens=4)
+
+
+def test_a_check_that_does_not_ask_is_refused():
+    with pytest.raises(CheckUnusable, match="never called"):
+        optimize(toys.Cached(), PROMPTS, max_new_tokens=4, check=lambda run: [1.0] * 30, budget=Budget(max_drop=0.1),
+                 isolate=False, ways=("weights",))
+
+
+def test_the_winner_is_scored_on_samples_that_did_not_choose_it():
+    search = tune.Search.__new__(tune.Search)
+    search.budget, search._halves = Budget(max_drop=0.5), (range(30), range(30, 60))
+    search._scores = tune.Scores(1.0, (1.0,) * 60)
+    lucky = tune.Scores(0.5, (1.0,) * 30 + (0.0,) * 30)
+    assert search._compared(lucky, chosen=False).drop == 0 and search._compared(lucky, chosen=True).drop == 1
