@@ -238,6 +238,21 @@ def test_tf32_and_cuda_graphs_need_a_gpu(tmp_path: Path) -> None:
             module.apply(images(tmp_path), module.Options())
 
 
+def test_outputs_of_recorded_graphs_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a GPU: its tensors say that they are on one, and the next call overwrites what was returned."""
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    held, began = torch.zeros(2).as_subclass(OnGpu), []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: (held.copy_(function(x)), "x"))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: began.append(1))
+    for mode, own in (("reduce-overhead", True), ("max-autotune", True), ("default", False)):
+        call = runtimes.compiled(torch, torch.nn.Identity(), mode=mode, dynamic=False, freezing=False)
+        (first, word), _ = call(torch.ones(2)), call(torch.full((2,), 7.0))
+        assert bool((first == 1).all()) is own and word == "x"
+    assert len(began) == 4
+
+
 # -- wrappers ------------------------------------------------------------------------------------------------------------
 
 

@@ -397,6 +397,35 @@ def test_repeated_blocks_share_one_compilation(fresh_dynamo):
     assert context.notes["compile"].startswith("1 graph")
 
 
+def test_what_a_recorded_graph_returns_outlives_the_next_step(monkeypatch):
+    """A stand-in for CUDA: what was returned before is overwritten by the next call, as a replayed graph does."""
+    returned = []
+
+    def recording(function, **settings):
+        def replayed(*args, **kwargs):
+            for old in returned:
+                old.data.fill_(float("nan"))
+            returned[:] = [function(*args, **kwargs)]
+            return {"loss": returned[0], "name": "x"}
+
+        return replayed
+
+    monkeypatch.setattr(torch, "compile", recording)
+    kept = {}
+    for mode in ("reduce-overhead", "default"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 1)).train()
+        context = context_of(model)
+        context.device = "cuda"
+        compile.apply(context, compile.Options(mode=mode))
+        outputs = [model(torch.ones(1, 3)) for _ in range(2)]
+        assert outputs[0]["name"] == "x"
+        kept[mode] = bool(torch.isfinite(outputs[0]["loss"]).all())
+        outputs[1]["loss"].sum().backward()
+        assert torch.equal(model[0].weight.grad, torch.ones(1, 3))
+        context.undo()
+    assert kept == {"reduce-overhead": True, "default": False}
+
+
 def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):
     models = [torch.nn.Sequential(torch.nn.Linear(size, 2)).train() for size in range(1, 13)]
     compile.apply(context_of(*models), compile.Options())

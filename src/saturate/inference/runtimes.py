@@ -11,6 +11,7 @@ from typing import Any
 
 EAGER: dict[str, Any] = {"kind": "eager"}
 
+RECORDING = ("max-autotune", "reduce-overhead")     # record CUDA graphs
 MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
 
 #: CUDA graphs kept for as many input shapes; each holds its own buffers.
@@ -48,7 +49,19 @@ def compiled(torch: Any, module: Callable[..., Any], *, mode: str, dynamic: bool
         with torch.no_grad():       # freezing needs it, and nobody trains this
             return program(*args, **kwargs)
 
-    return call
+    return _kept(torch, call) if mode in RECORDING else call
+
+
+def _kept(torch: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose outputs on a GPU are copied: the next call writes where they lie, and reading them after that raises."""
+    from torch.utils._pytree import tree_map_only
+
+    def copying(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()      # of the calls before, nothing in a graph's memory is in use
+        with torch.no_grad():
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor.is_cuda else tensor, call(*args, **kwargs))
+
+    return copying
 
 
 class CudaGraphs:

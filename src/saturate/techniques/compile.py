@@ -24,7 +24,8 @@ How it is applied
 A plain function around the module's forward is compiled and used in training mode only: `Module.compile` captures
 nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
 parameters share one compiled function, which costs a fraction of the compile time. Modes that record CUDA graphs are not
-offered under gradient accumulation, where they were wrong before.
+offered under gradient accumulation, where they were wrong before; what their graphs return is copied, because the next
+step overwrites it, and scripts keep losses and outputs.
 
 References
 ----------
@@ -57,6 +58,8 @@ TECHNIQUE = Technique(
 #: A block must repeat this often before compiling it alone pays.
 REPEATS = 4
 _DYNAMIC = {"auto": None, "yes": True, "no": False}
+#: Modes whose outputs lie, on CUDA, in memory that the next call writes to; reading them after that raises.
+RECORDING = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -172,8 +175,20 @@ class _Compiler:
         # Dynamo files its results, and counts recompilations, by code object: each function needs one of its own.
         own = types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
         compiled = self.context.torch.compile(own, mode=self.options.mode, dynamic=_DYNAMIC[self.options.dynamic])
+        if self.options.mode in RECORDING and self.context.device == "cuda":
+            compiled = self._copying(compiled)
         self.shared[inner] = compiled
         return compiled
+
+    def _copying(self, compiled: Any) -> Any:
+        from torch.utils._pytree import tree_map_only
+
+        tensor = self.context.torch.Tensor
+
+        def copied(*args: Any, **kwargs: Any) -> Any:
+            return tree_map_only(tensor, tensor.clone, compiled(*args, **kwargs))
+
+        return copied
 
     def _captured(self) -> int:
         return int(self.context.torch._dynamo.utils.counters["stats"]["unique_graphs"])
