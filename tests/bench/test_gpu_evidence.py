@@ -100,7 +100,8 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(bench):
     found = bench._tests(output, 1)
     assert found["counts"] == {"FAILED": 1, "PASSED": 1} and "AssertionError" in found["failures"]
     assert found["outcomes"] == {"test_cuda.py::test_a[compile-options3]": "PASSED", "test_cuda.py::test_b": "FAILED"}
-    for bad in ((output, 2), ("", 5), ("", 0)):
+    assert bench._tests(output, 2)["counts"] == {"FAILED": 1, "PASSED": 1}, "cut short"
+    for bad in ((output, 3), ("", 2), ("", 5), ("", 0)):
         with pytest.raises(ValueError):
             bench._tests(*bad)
 
