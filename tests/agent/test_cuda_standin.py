@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import observe, randomness  # noqa: E402 - after the check for torch
+from saturate.agent import kinds, observe, randomness  # noqa: E402 - after the check for torch
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
@@ -60,6 +60,15 @@ def test_memory_is_that_of_the_training_s_devices():
     plain = session(cuda)
     plain.inspection.device = "cpu"
     assert observe.reserved_bytes(plain) is None
+
+
+def test_the_profile_asks_the_training_s_device():
+    """By name: before torch 2.6 the properties of the current device had to be asked for by its number."""
+    stats = {f"{name}_bytes.all.peak": 5 for name in ("allocated", "active", "reserved")} | {"num_alloc_retries": 1}
+    cuda = Cuda(memory_stats=lambda device: stats, get_device_properties=lambda device: types.SimpleNamespace(total_memory=9))
+    assert kinds.device_memory(types.SimpleNamespace(cuda=cuda), SECOND) == {
+        "peak": 5, "active_peak": 5, "reserved": 5, "retries": 1, "total": 9}
+    assert {call[1:] for call in cuda.calls} == {(SECOND,)}
 
 
 def test_devices_are_those_of_the_parameters():

@@ -78,15 +78,15 @@ def storage_of(tensor: Any) -> tuple[Any, int]:
         return id(tensor), local.numel() * local.element_size()
 
 
-def device_memory(torch: Any) -> dict[str, int]:
-    """What the CUDA allocator says since its peaks were last reset, bytes."""
-    stats = torch.cuda.memory_stats()
+def device_memory(torch: Any, device: Any) -> dict[str, int]:
+    """What the CUDA allocator says of a device since its peaks were last reset, bytes."""
+    stats = torch.cuda.memory_stats(device)
     return {
         "peak": stats["allocated_bytes.all.peak"],
         "active_peak": stats["active_bytes.all.peak"],
         "reserved": stats["reserved_bytes.all.peak"],
         "retries": stats["num_alloc_retries"],
-        "total": torch.cuda.get_device_properties().total_memory,
+        "total": torch.cuda.get_device_properties(device).total_memory,
     }
 
 

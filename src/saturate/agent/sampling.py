@@ -57,8 +57,9 @@ class Sampling(Window):
         gc.callbacks.append(self._collector)
         self.on_undo(lambda: gc.callbacks.remove(self._collector))
         if self.device == "cuda":
-            self.torch.cuda.reset_peak_memory_stats()
-            self._retries = kinds.device_memory(self.torch)["retries"]
+            device = self.session.inspection.devices[0]
+            self.torch.cuda.reset_peak_memory_stats(device)
+            self._retries = kinds.device_memory(self.torch, device)["retries"]
         self._usage = {pid: schedule(pid) for pid in self._processes()}
         self._cpu = time.process_time_ns()
         self._read = self._read_bytes()
@@ -95,7 +96,7 @@ class Sampling(Window):
             dataset=_described(self.dataset), python=sys.executable, memory=kinds.memory(self.session),
         )
         if self.device == "cuda":
-            memory = kinds.device_memory(self.torch)
+            memory = kinds.device_memory(self.torch, self.session.inspection.devices[0])
             memory["retries"] -= self._retries
             self.result["device_memory"] = memory
 
