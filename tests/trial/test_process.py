@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from saturate.trial import outcome
 from saturate.trial.launch import Chosen
 from saturate.trial.process import TrialEnded
 
@@ -152,3 +153,38 @@ def test_processes_that_train_independently_are_named(script, start) -> None:
             trial.run_block(0, 20)
     assert ended.value.outcome.kind == "several_trainings"
     assert "train as rank 0" in ended.value.outcome.reason
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]:     raise ValueError("no such file of mine")
+[rank1]: ValueError: no such file of mine
+[rank0]:   File "train.py", line 9, in <module>
+[rank0]: RuntimeError: Connection closed by peer
+Traceback (most recent call last):
+  File "run.py", line 7, in <module>
+    run()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+============================================================
+train.py FAILED
+============================================================
+"""
+
+ACCELERATE = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    raise ValueError("no such file of mine")
+ValueError: no such file of mine
+ 10%|#         | 1/10
+Traceback (most recent call last):
+  File "launch.py", line 9, in <module>
+subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.
+"""
+
+
+@pytest.mark.parametrize("log", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_a_launcher_does_not_hide_why_its_process_failed(log: str) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", "ValueError: no such file of mine")

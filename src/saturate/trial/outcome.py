@@ -56,6 +56,12 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("disk_full", r"No space left on device|Disk quota exceeded"),
 )
 
+_TRACEBACK = "Traceback (most recent call last)"
+_RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
+#: What a launcher raises because a process of its own failed; why it failed was printed before.
+_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException")
+
 _REMEDIES = {
     "out_of_memory_device": "lower the batch size or close other programs on this device",
     "out_of_memory_host": "lower the batch size or the number of loader workers, or free memory",
@@ -94,8 +100,8 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
                            _REMEDIES["out_of_memory_host"])
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
-    if "Traceback (most recent call last)" in log:
-        return Outcome("crashed", _last_line(log))
+    if _TRACEBACK in log:
+        return Outcome("crashed", _below_launchers(log) or _last_line(log))
     said = _last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"))
 
@@ -149,6 +155,28 @@ def _signal_name(number: int) -> str:
 def _last_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
+
+
+def _below_launchers(log: str) -> str | None:
+    """Where the last exception is a launcher's: the one below it. Of several ranks' the first, since the others may only have
+    lost their peer. None where it is not a launcher's, or nothing else was printed."""
+    inside: dict[str, bool] = {}
+    found: list[tuple[str, str, str]] = []      # rank, class, line
+    for line in log.splitlines():
+        mark = _RANK.match(line)
+        rank = mark.group() if mark else ""
+        text = line[len(rank):]
+        exception = _EXCEPTION.match(text)
+        if _TRACEBACK in text:
+            inside[rank] = True
+        elif inside.get(rank) and exception:
+            inside[rank] = False
+            found.append((rank, exception.group(1).rpartition(".")[2], text.strip()[:300]))
+    if not found or found[-1][1] not in _LAUNCHERS:
+        return None
+    causes = [(rank, text) for rank, kind, text in found if kind not in _LAUNCHERS]
+    ranks = [text for rank, text in causes if rank]
+    return ranks[0] if ranks else causes[-1][1] if causes else None
 
 
 def _line_of(log: str, position: int) -> str:
