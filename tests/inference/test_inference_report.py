@@ -10,7 +10,7 @@ import msgspec
 import optimizations
 import pytest
 
-from saturate.records.inference import CandidateRecord, Fate, OptimizeRecord
+from saturate.records.inference import CandidateRecord, Fate, OptimizeRecord, ThroughputRow
 from saturate.report import inference as report
 from saturate.report import inference_charts as charts
 from saturate.report import inference_html as page
@@ -250,7 +250,33 @@ def test_typical_pages_are_small(record):
 
 
 def test_a_drop_is_short():
-    assert [report.drop(value) for value in (0.01, 0.00123, -2.5, 0.0, None)] == ["0.01", "0.00123", "-2.5", "0", "not measured"]
+    assert [report.drop(value, False) for value in (0.01, 0.00123, -2.5, 0.0, None)] == ["0.01", "0.00123", "-2.5", "0", "not measured"]
+
+
+def test_a_relative_drop_is_a_share_everywhere():
+    record = msgspec.structs.replace(optimizations.win(), relative=True)
+    text = report.summary(record, width=120, color=False)
+    assert "within a drop of 1%" in text and "drop 0.2% [-0.1%, 0.52%] of 1% allowed, pass" in text
+    assert "0.2% [-0.1%, 0.52%]" in report.table(record)
+    shown = page.render(record)
+    assert "budget 1%" in shown and "per cent of the score of the model as it is" in shown and "points of the score" not in shown
+
+
+def test_throughput_is_on_the_page_in_the_table_and_in_the_summary():
+    rows = [ThroughputRow(of="baseline", batch=8, processes=1, samples_per_s=103.0), ThroughputRow(of="baseline", batch=16, processes=1, samples_per_s=99.0),
+            ThroughputRow(of="best", batch=8, processes=1, samples_per_s=702.0), ThroughputRow(of="best", batch=8, processes=2, samples_per_s=1130.4)]
+    record = msgspec.structs.replace(optimizations.win(), objective="throughput", throughput=rows, throughput_ratio=10.9,
+                                     throughput_ratio_ci=(10.1, 11.6))
+    text = report.summary(record, width=110, color=False)
+    assert text.startswith("10.90x samples per second [10.10, 11.60], within a drop of 0.01")
+    assert "samples   1,130/s at batch 8 in 2 processes, 103/s as it is at batch 8" in text
+    lines = report.table(record).splitlines()
+    assert lines[-5:] == ["throughput of  batch  processes  samples/s", "as it is           8          1        103  its best",
+                          "as it is          16          1         99", "best               8          1        702",
+                          "best               8          2      1,130  its best"]
+    shown = page.render(record)
+    assert 'id="throughput"' in shown and "1,130" in shown and "raced in fresh processes" in shown
+    assert 'id="throughput"' not in page.render(optimizations.win())
 
 
 def test_a_lossless_candidate_has_lost_nothing():

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import saturate
-from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import api, lab
+from saturate.errors import CheckUnusable, NothingFaster, UsageError, WorkloadFailed
+from saturate.inference import api, artifact, lab
+from saturate.inference.candidates import Candidate, Part
 from saturate.inference.process import WorkerFailed
+from saturate.inference.result import judged
+from saturate.inference.search import Tried
 from saturate.records.inference import CandidateRecord, ModelFacts
 from saturate.techniques._api import NotApplied
 
@@ -215,6 +219,35 @@ def test_randomness_at_inference_is_said_and_claims_nothing_lossless(plant, here
     assert row(result, "trap-shortcut").fate == "rejected_accuracy"
 
 
+def test_a_check_may_call_the_model_with_keywords(plant, here):
+    kit = plant("trap_shortcut")
+    inputs, labels = kit.samples(600, 2)
+    result = saturate.optimize(kit.Wasteful(), loader(kit), check=lambda run: run(x=inputs).argmax(1) == labels, threads=1,
+                               progress=lambda text: None)
+    assert row(result, "trap-shortcut").fate == "rejected_accuracy" and result.record.baseline.accuracy > 0.9
+
+
+def test_a_model_without_a_tensor_in_its_answer_is_refused_by_name(plant, here, monkeypatch):
+    kit = plant("trap_liar")
+    monkeypatch.setattr(InProcess, "outputs", lambda self: [[] for _ in self.batches])
+    with pytest.raises(WorkloadFailed, match="returns no tensor"):
+        saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
+
+
+def test_a_model_that_takes_no_other_values_is_no_failure(plant, here):
+    kit = plant("trap_liar")
+
+    class Strict(kit.Wasteful):
+        def forward(self, x):
+            if not any(torch.equal(x, batch[0]) for batch in known):
+                raise ValueError("never seen")
+            return super().forward(x)
+
+    known = loader(kit)
+    result = saturate.optimize(Strict(), known, threads=1, progress=lambda text: None)
+    assert row(result, "trap-liar").fate == "rejected_behaviour"
+
+
 def test_what_a_check_prints_stays_off_stdout(plant, here, capsys):
     kit = plant("trap_broken")
     saturate.optimize(kit.Wasteful(), loader(kit), check=prints_nothing_else(kit), threads=1)
@@ -241,6 +274,34 @@ def test_the_fastest_breaks_accuracy_and_the_next_one_wins(plant):
     assert best.verdict == "pass" and best.speedup_ci[0] > 1.3
     x, labels = kit.samples(400, 9)                         # samples that nobody has seen
     assert (result.best(x).argmax(1) == labels).float().mean() > 0.99
+
+
+@pytest.mark.slow
+def test_pick_stores_loads_scores_and_races_for_another_budget(plant):
+    kit = plant("trap_shortcut", "trap_honest")
+    result = search(kit, check=correct(kit, 1600))
+    before = msgspec.json.encode(result.record)
+    loose = result.pick(max_drop=0.3)
+    scores = artifact.read(loose.folder).scores
+    assert loose.info.candidate.startswith("trap-shortcut") and scores is not None and scores.verdict == "pass"
+    assert scores.accuracy_drop == pytest.approx(1 / kit.CLASSES, abs=0.02) and scores.speedup_ci[0] > 1.3
+    assert result.pick(max_drop=0.05).info.candidate == "trap-honest", "the budget of the search, and its result, are as before"
+    assert msgspec.json.encode(result.record) == before and result.best.info.candidate == "trap-honest"
+    with pytest.raises(NothingFaster, match="within a drop of 0.0001") as caught:
+        result.pick(max_drop=0.0001)
+    assert "samples cannot tell" in caught.value.cause
+
+
+def test_pick_judges_by_its_own_budget_and_gives_what_was_not_scored_a_turn():
+    yard = types.SimpleNamespace(judge=lambda scores: types.SimpleNamespace(verdict="pass", reason="within"))
+    broken = Tried(Candidate(), "rejected_accuracy", "too much", 3.0, scores=0.5)
+    found = judged(broken, yard)
+    assert (found.fate, found.reason, broken.fate) == ("dominated", "3.00x; within", "rejected_accuracy")
+    for fate in ("rejected_behaviour", "not_deployable", "over_limit"):
+        assert judged(Tried(Candidate(), fate, "why", 3.0, scores=0.5), yard).fate == fate
+    part = Part(importlib.import_module("trap_shortcut"), None)
+    assert judged(Tried(Candidate((part,)), "slower", "not scored", 2.0), yard).fate == "dominated"
+    assert judged(Tried(Candidate(), "slower", "0.9x", 0.9), yard).fate == "slower"
 
 
 @pytest.mark.slow

@@ -239,6 +239,7 @@ def nothing(arguments: argparse.Namespace, message: str, cause: str) -> Optimize
         objective=arguments.objective,
         batch_size=None,
         max_drop=arguments.max_drop,
+        relative=arguments.relative,
         confidence=arguments.confidence,
         limits=dict(arguments.limit),
         verdict="inconclusive",

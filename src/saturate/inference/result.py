@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import time
+import time as clock
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,18 @@ from saturate.inference.confirm import Confirmed
 from saturate.inference.racing import Race
 from saturate.inference.search import Tried, code, fate_of
 from saturate.machine import facts as machine
-from saturate.records.inference import Best, CandidateRecord, OptimizeRecord
+from saturate.records.inference import Best, CandidateRecord, Fate, OptimizeRecord
 
 if TYPE_CHECKING:
     from saturate.inference.lab import Lab
     from saturate.inference.search import Search
+
+
+#: Seconds that `Result.pick` may take, unless it is told: scoring some contenders, and a race.
+PICK_S = 600.0
+
+#: Fates that follow from scores, and so from the budget.
+JUDGED: tuple[Fate, ...] = ("kept", "dominated", "no_difference", "inconclusive", "undecided", "rejected_accuracy")
 
 
 class Result:
@@ -89,25 +96,51 @@ class Result:
 
         return _written(Path(path), inference_html.render(self.record).encode())
 
-    def pick(self, max_drop: float) -> Artifact:
-        """The fastest candidate within another budget, stored, loaded and confirmed like the winner.
+    def pick(self, max_drop: float, time: float = PICK_S) -> Artifact:
+        """The fastest candidate within another budget: stored, loaded in a fresh process, scored and raced like the
+        winner. `time`: seconds that it may take, beside storing and loading. The result itself stays as it is.
 
-        Raises UsageError where the search had no check, and NothingFaster where nothing is within that budget.
+        Raises UsageError where the search had no check, and NothingFaster where nothing is shown to be faster within
+        that budget.
         """
-        search, lab = self._search, self._lab
-        if lab.budget is None:
+        if self._lab.budget is None:
             raise UsageError("pick needs a search with a check", remedy="optimize(model, inputs, check=..., budget=...)")
-        lab.budget = dataclasses.replace(lab.budget, max_drop=max_drop)
-        search.max_drop = max_drop
-        for found in search.tried.values():
-            if found.scores is not None:
-                found.judgement = lab.judge(found.scores)
-                found.fate = fate_of(found.judgement)
+        until_s = clock.monotonic() + time
+        lab = dataclasses.replace(self._lab, budget=dataclasses.replace(self._lab.budget, max_drop=max_drop), deadline_s=until_s)
+        search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
+                                     tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won = confirm.winner(search, lab, search.failed, search.check_failed)
         if won is None:
-            raise NothingFaster(f"nothing that was tried is faster within a drop of {max_drop:g}",
+            raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried")
+        final = confirm.against(lab, won.artifact, None, until_s)
+        best = best_of(won, won if won.found.candidate.lossless else None, final, None, lab)
+        if best is None or verdict_of(won, final, search, True) != "faster":
+            raise NothingFaster(f"the fastest within a drop of {max_drop:g} is not shown to be faster than the model as it is",
+                                cause=f"{won.found.candidate.label()}: {final.verdict.replace('_', ' ')} in a race; {final.reason}",
+                                remedy="use the model as it is, or give more time: pick(max_drop, time=1200)")
+        artifact.confirm(won.artifact, best)
         return artifact.load(won.artifact)
+
+
+def judged(found: Tried, lab: Lab) -> Tried:
+    """A copy, judged by the lab's budget. What works, and was not scored because a better one was known, has its turn now:
+    that one may be outside of this budget."""
+    found = dataclasses.replace(found)
+    if found.fate in JUDGED and found.scores is not None:
+        found.judgement = lab.judge(found.scores)
+        found.fate = fate_of(found.judgement)
+        found.reason = f"{found.speedup:.2f}x; {found.judgement.reason}"
+    elif found.fate == "slower" and not found.candidate.lossless:
+        found.fate = "dominated"
+    return found
+
+
+def _closest(search: Search) -> str:
+    """The fastest of those that were refused, and why."""
+    refused = [one for one in search.tried.values() if not one.working and search.value(one) > 1.0]
+    first = max(refused, key=search.value, default=None)
+    return "" if first is None else f"{first.candidate.label()}: {first.reason}"
 
 
 def _written(path: Path, content: bytes) -> Path:
@@ -141,9 +174,10 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
     return OptimizeRecord(
         run=secrets.token_hex(4), model=facts.kind, device=facts.device, machine=machine.cpu_name() or "unknown processor", torch=facts.torch,
         objective=search.objective, batch_size=facts.batch_size, max_drop=budget.max_drop if budget else None,
+        relative=bool(budget and budget.relative),
         confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
         best_lossless=rowed(lossless.found, facts.batch_size) if lossless is not None else None, best=best, candidates=rows, notes=notes,
-        seconds=round(time.monotonic() - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
+        seconds=round(clock.monotonic() - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
 
 
 def verdict_of(won: Confirmed | None, final: Race | None, search: Search, complete: bool) -> str:

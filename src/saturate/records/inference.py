@@ -133,7 +133,8 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     objective: str
     batch_size: int | None
-    max_drop: float | None
+    max_drop: float | None                  # of the budget; in units of the score, as are all drops, unless `relative`
+    relative: bool = False                  # max_drop and all drops are shares of the baseline's score
     confidence: float | None
     limits: dict[str, float] = {}
     verdict: Literal["faster", "nothing_helps", "inconclusive"]

@@ -112,6 +112,7 @@ def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:
         ]
     return [
         ("with", kept_words(record)),
+        ("samples", throughput_words(record)),
         ("latency", change_words(record)),
         ("accuracy", accuracy_words(record)),
         ("lossless", lossless_words(record)),
@@ -134,11 +135,14 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
     best = record.best
     if best is not None and record.verdict == "faster":
         kinds = {"fail": ", but not within the budget", "undecided": ", accuracy undecided", None: ", lossless"}
-        kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop)}")
+        kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop, record.relative)}")
         speed = words.ratio(best.speedup, best.speedup_ci if interval else None, times)
         before, after = record.baseline.peak_memory_bytes, best.peak_memory_bytes
         if record.objective == "memory" and before and after:
             return f"{before / after:.2f}{times} less memory, {speed} the speed{kind}"
+        if record.throughput_ratio is not None:
+            more = words.ratio(record.throughput_ratio, record.throughput_ratio_ci if interval else None, times)
+            return f"{more.replace(times, f'{times} samples per second', 1)}{kind}"
         return f"{speed.replace(times, f'{times} faster', 1)}{kind}"
     if record.verdict == "inconclusive":
         return "No answer yet"
@@ -203,8 +207,8 @@ def accuracy_words(record: OptimizeRecord) -> str:
     parts = [] if best.accuracy is None else [f"score {best.accuracy:.4g}"]
     if best.accuracy_drop is not None:
         parts.append(
-            f"drop {drop(best.accuracy_drop)}{drop_interval(best.accuracy_drop_ci)}"
-            + (f" of {drop(record.max_drop)} allowed" if record.max_drop is not None else "")
+            f"drop {drop(best.accuracy_drop, record.relative)}{drop_interval(best.accuracy_drop_ci, record.relative)}"
+            + (f" of {drop(record.max_drop, record.relative)} allowed" if record.max_drop is not None else "")
         )
     if best.verdict == "undecided" and best.samples_needed is not None:
         parts.append(f"about {best.samples_needed:,} more samples needed")
@@ -255,17 +259,20 @@ def lost(record: OptimizeRecord) -> tuple[str, str]:
     return ", ".join(counts), f"{first.id} {words.ratio(first.speedup)}, {FATES[first.fate]}: {first.reason}"
 
 
-def drop(value: float | None) -> str:
-    """A drop of the score, in its own points, as short as its size allows.
+def drop(value: float | None, relative: bool) -> str:
+    """A drop of the score as short as its size allows: in the score's own points, or where it is `relative`, in per
+    cent of the baseline's score.
 
-    >>> drop(0.01), drop(0.00123), drop(-2.5), drop(0.0)
-    ('0.01', '0.00123', '-2.5', '0')
+    >>> drop(0.01, False), drop(0.00123, False), drop(-2.5, False), drop(0.0, False), drop(0.01, True)
+    ('0.01', '0.00123', '-2.5', '0', '1%')
     """
-    return words.UNMEASURED if value is None else f"{value:.3g}"
+    if value is None:
+        return words.UNMEASURED
+    return f"{100 * value:.3g}%" if relative else f"{value:.3g}"
 
 
-def drop_interval(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f" [{drop(interval[0])}, {drop(interval[1])}]"
+def drop_interval(interval: tuple[float, float] | None, relative: bool) -> str:
+    return "" if interval is None else f" [{drop(interval[0], relative)}, {drop(interval[1], relative)}]"
 
 
 def next_command(record: OptimizeRecord) -> str:
@@ -311,28 +318,61 @@ def _confirmed(one: CandidateRecord, best: Best | None) -> CandidateRecord:
 
 
 def table(record: OptimizeRecord, *, width: int | None = None) -> str:
-    """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, reason. Lines are cut to
-    `width` terminal cells; None: as wide as they are."""
+    """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, reason; below them what
+    was measured of throughput. Lines are cut to `width` terminal cells; None: as wide as they are."""
     head = ("candidate", "fate", "p50 ms", "p99 ms", "speed-up", "drop", "memory", "reason")
     lines = [
         head,
-        _columns(msgspec.structs.replace(record.baseline, speedup=None), "baseline"),
-        *(_columns(one, FATES[one.fate]) for one in rows(record)),
+        _columns(msgspec.structs.replace(record.baseline, speedup=None), "baseline", record.relative),
+        *(_columns(one, FATES[one.fate], record.relative) for one in rows(record)),
     ]
-    numeric = (2, 3)
-    widths = [max(cells(row[column]) for row in lines) for column in range(len(head) - 1)]
+    shown = aligned(lines, (2, 3))
+    if record.throughput:
+        shown += ["", *aligned([THROUGHPUT, *throughput_rows(record)], (1, 2, 3))]
+    return "\n".join(line if width is None else cut(line, width) for line in shown)
+
+
+def aligned(lines: Sequence[tuple[str, ...]], numeric: tuple[int, ...]) -> list[str]:
+    """Cells in columns, those of `numeric` to the right; the last column is as wide as its cells."""
+    last = len(lines[0]) - 1
+    widths = [max(cells(row[column]) for row in lines) for column in range(last)] + [0]
     shown = []
     for row in lines:
         padded = [
             " " * (size - cells(cell)) + cell if index in numeric else cell + " " * (size - cells(cell))
             for index, (cell, size) in enumerate(zip(row, widths))
         ]
-        line = "  ".join([*padded, row[-1]]).rstrip()
-        shown.append(line if width is None else cut(line, width))
-    return "\n".join(shown)
+        shown.append("  ".join(padded).rstrip())
+    return shown
 
 
-def _columns(one: CandidateRecord, fate: str) -> tuple[str, ...]:
+#: Columns of what was measured of throughput.
+THROUGHPUT = ("throughput of", "batch", "processes", "samples/s", "")
+
+
+def throughput_rows(record: OptimizeRecord) -> list[tuple[str, ...]]:
+    """Every setting of batch and processes, of the model as it is and of the winner; the best of each is marked."""
+    most = {one.of: one for one in sorted(record.throughput, key=lambda one: one.samples_per_s)}
+    names = {"baseline": "as it is", "best": "best"}
+    found = []
+    for one in record.throughput:
+        mark = "its best" if most[one.of] is one else ""
+        found.append((names[one.of], str(one.batch), str(one.processes), f"{one.samples_per_s:,.0f}", mark))
+    return found
+
+
+def throughput_words(record: OptimizeRecord) -> str:
+    """ "1,930/s at batch 64 in 2 processes, 410/s as it is at batch 32": each at its best setting."""
+    most = {one.of: one for one in sorted(record.throughput, key=lambda one: one.samples_per_s)}
+    return ", ".join(
+        f"{one.samples_per_s:,.0f}/s{said} at batch {one.batch}"
+        + (f" in {one.processes} processes" if one.processes > 1 else "")
+        for name, said in (("best", ""), ("baseline", " as it is"))
+        if (one := most.get(name)) is not None
+    )
+
+
+def _columns(one: CandidateRecord, fate: str, relative: bool) -> tuple[str, ...]:
     times = one.latency_ms
     return (
         words.one_line(one.id),
@@ -340,7 +380,9 @@ def _columns(one: CandidateRecord, fate: str) -> tuple[str, ...]:
         words.ms(times.p50) if times else "",
         words.ms(times.p99) if times else "",
         words.ratio(one.speedup, one.speedup_ci) if one.speedup is not None else "",
-        f"{drop(one.accuracy_drop)}{drop_interval(one.accuracy_drop_ci)}" if one.accuracy_drop is not None else "",
+        f"{drop(one.accuracy_drop, relative)}{drop_interval(one.accuracy_drop_ci, relative)}"
+        if one.accuracy_drop is not None
+        else "",
         show(one.peak_memory_bytes) if one.peak_memory_bytes is not None else "",
         words.one_line(one.reason),
     )

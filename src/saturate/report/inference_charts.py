@@ -116,18 +116,27 @@ def pareto(record: OptimizeRecord) -> Markup | None:
     for index in range(1, _TICKS - 1):
         at = _pc(index / (_TICKS - 1))
         parts.append(tag("line", x1=at, x2=at, y1="0", y2="100%", class_="grid"))
-    drops = [(_pc(down.share(value)), say.drop(value)) for value in round_values(down.low, down.high)]
+    ticks = round_values(down.low, down.high)
+    drops = [(_pc(down.share(value)), say.drop(value, record.relative)) for value in ticks]
     parts += [tag("line", x1="0", x2="100%", y1=at, y2=at, class_="grid") for at, _ in drops]
     if record.max_drop is not None and down.holds(record.max_drop):
         at = _pc(down.share(record.max_drop))
         parts.append(tag("line", x1="0", x2="100%", y1=at, y2=at, class_="budget"))
         parts.append(
-            tag("text", f"budget {say.drop(record.max_drop)}", x="100%", dx="-6", y=at, dy="14", text_anchor="end")
+            tag(
+                "text",
+                f"budget {say.drop(record.max_drop, record.relative)}",
+                x="100%",
+                dx="-6",
+                y=at,
+                dy="14",
+                text_anchor="end",
+            )
         )
     parts += _front(record, across, down)
     parts += [line for point in placed for line in _whiskers(point, across, down)]
     most = max((point.memory_bytes or 0 for point in placed), default=0)
-    parts += [_dot(point, across, down, most) for point in placed]
+    parts += [_dot(point, across, down, most, record.relative) for point in placed]
     parts += _names(record, placed, across, down, most)
     label = f"{len(placed)} programs by latency and loss of accuracy; the table below has the numbers"
     below = [tag("span", words.ms(math.exp(value))) for value in across.ticks()]
@@ -183,10 +192,10 @@ def _radius(point: Point, most: int) -> float:
     return max(_RADIUS[0], _RADIUS[1] * math.sqrt(point.memory_bytes / most))
 
 
-def _dot(point: Point, across: Axis, down: Axis, most: int) -> Markup:
+def _dot(point: Point, across: Axis, down: Axis, most: int, relative: bool) -> Markup:
     x, y = _at(point, across, down)
     memory = f", {show(point.memory_bytes)}" if point.memory_bytes is not None else ""
-    lost = f"{say.drop(point.y)}{say.drop_interval(point.y_ends)}"
+    lost = f"{say.drop(point.y, relative)}{say.drop_interval(point.y_ends, relative)}"
     told = f"{point.record.id}: {words.ms(point.x)} ms, drop {lost}{memory}"
     css = point.css if down.holds(point.y) else f"{point.css} edge"
     return tag("circle", tag("title", told), cx=x, cy=y, r=f"{_radius(point, most):.1f}", class_=css)

@@ -50,6 +50,7 @@ def render(record: OptimizeRecord) -> str:
         shown = msgspec.convert(flat, OptimizeRecord)
         sections = [
             ("pareto", "Latency", _picture(shown)),
+            ("throughput", "Throughput", _throughput(shown)),
             ("decisions", "Candidates", _decisions(shown)),
             ("lost", "Why the others lost", _lost(shown)),
             ("reproduce", "Reproduce", _reproduce(shown, code)),
@@ -106,7 +107,7 @@ def _budget(record: OptimizeRecord) -> list[tuple[str, str]]:
     if record.max_drop is None:
         return [("Accuracy budget", "lossless only")]
     sure = "point estimates" if record.confidence is None else f"{record.confidence:.0%}"
-    return [("Accuracy budget", say.drop(record.max_drop)), ("Confidence", sure)]
+    return [("Accuracy budget", say.drop(record.max_drop, record.relative)), ("Confidence", sure)]
 
 
 def _change(record: OptimizeRecord) -> Markup | None:
@@ -180,10 +181,35 @@ def _picture(record: OptimizeRecord) -> Markup | None:
     )
 
 
+def _throughput(record: OptimizeRecord) -> Markup | None:
+    """Samples per second at every batch size, in one process and in several."""
+    if not record.throughput:
+        return None
+    ratio = record.throughput_ratio
+    raced = (
+        f"At their best settings the winner gives {words.ratio(ratio, record.throughput_ratio_ci, TIMES)} the samples "
+        "per second, raced in fresh processes."
+        if ratio is not None
+        else "There was no race of the two best settings."
+    )
+    return tag(
+        "section",
+        tag("h2", "Throughput"),
+        tag("p", f"The batch doubles while that pays, then processes that share the threads are added. {raced}"),
+        table(
+            ["Of", "Batch", "Processes", "Samples per second", ""],
+            say.throughput_rows(record),
+            label="Throughput by batch size and processes",
+            numeric=(1, 2, 3),
+        ),
+        id="throughput",
+    )
+
+
 def _decisions(record: OptimizeRecord) -> Markup | None:
     if not record.candidates:
         return None
-    rows = [_decision(index, one) for index, one in enumerate(record.candidates, 1)]
+    rows = [_decision(index, one, record.relative) for index, one in enumerate(record.candidates, 1)]
     return tag(
         "section",
         tag("h2", "Candidates"),
@@ -204,7 +230,7 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
     )
 
 
-def _decision(index: int, one: CandidateRecord) -> list[object]:
+def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
     times = one.latency_ms
     latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
     prepared = f" Prepared in {words.seconds(one.prepare_s)}." if one.prepare_s is not None else ""
@@ -221,7 +247,7 @@ def _decision(index: int, one: CandidateRecord) -> list[object]:
         tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),
         latency,
         _with_interval(words.ratio(one.speedup, one.speedup_ci, TIMES)) if one.speedup is not None else "",
-        _with_interval(f"{say.drop(one.accuracy_drop)}{say.drop_interval(one.accuracy_drop_ci)}")
+        _with_interval(f"{say.drop(one.accuracy_drop, relative)}{say.drop_interval(one.accuracy_drop_ci, relative)}")
         if one.accuracy_drop is not None
         else "",
         _bytes(one.peak_memory_bytes),
@@ -294,8 +320,8 @@ def _method(record: OptimizeRecord, cuts: list[str]) -> Markup:
         "while the other is frozen, in fresh pairs of processes; the interval is of the ratio.",
         "The best was stored, loaded again in a fresh process, and measured and scored there, on samples that the "
         "selection had not used.",
-        "A drop counts in the score's own points, in the direction that is worse; its interval comes from the same "
-        "samples answered by both.",
+        f"A drop counts in {'per cent of the score of the model as it is' if record.relative else 'points of the score'}, "
+        "in the direction that is worse; its interval comes from the same samples answered by both.",
         *(f"Left out of this page for its size: {cut}" for cut in cuts),
     ]
     if record.best is None:
