@@ -143,3 +143,14 @@ def test_processor_time_of_a_tree(child):
     while meter.cpu_seconds(os.getpid()) - before < 0.2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert meter.cpu_seconds(os.getpid()) - before >= 0.2
+
+
+def test_waiting_for_a_core_is_counted_by_the_kernel_or_not_at_all(monkeypatch):
+    before = meter.queued_ns()
+    assert 0 <= before <= meter.queued_ns()
+
+    def missing(*args, **kwargs):
+        raise FileNotFoundError("/proc/thread-self/schedstat")
+
+    monkeypatch.setattr("builtins.open", missing)
+    assert meter.queued_ns() == 0

@@ -57,6 +57,16 @@ def resident(pid: int) -> Resident:
     return Resident(total, plain - total, True)
 
 
+def queued_ns() -> int:
+    """How long the calling thread was ready to run so far and waited for a core; 0 where the kernel keeps no count of it.
+    Source: kernel Documentation/scheduler/sched-stats, /proc/PID/schedstat."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):       # a kernel without it: what it would explain stays unexplained
+        return 0
+
+
 def high_water_bytes(pid: int) -> int:
     """The sum of the most that each living descendant of `pid` ever had resident (at least their peak together), with what
     they share now counted once."""
