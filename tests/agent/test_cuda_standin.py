@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import types
 from typing import Any
 
@@ -101,12 +102,15 @@ def test_seeding_does_not_start_the_driver(monkeypatch, built_for):
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, *, warn_only: asked.append((mode, warn_only)))
     for name in ("cuda", "hip"):
         monkeypatch.setattr(torch.version, name, "13.0" if name == built_for else None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     before = torch.get_rng_state()
     try:
         randomness.seed_torch(torch, 3)
     finally:
         torch.set_rng_state(before)
     assert asked == ([(True, True)] if built_for else [])
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if built_for else None)
 
 
 @pytest.mark.parametrize("segments, active", [([{"is_expandable": True}, {"is_expandable": False}], True),

@@ -34,6 +34,8 @@ def seed_torch(torch: Any, seed: int, offset: int = 0) -> None:
     torch.manual_seed(seed)
     # Not torch.cuda.is_available(): that starts the driver before the script could choose devices, or fork.
     if torch.version.cuda or torch.version.hip:
+        # Read by cuBLAS when it is first used; without it the same product need not give the same bits.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
