@@ -55,6 +55,12 @@ def closure():
     opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
 while True: opt.step(closure)
 """, ["S0"], None),
+    "all in one step": ("""
+opt = torch.optim.LBFGS(model.parameters(), max_iter=10**9, max_eval=10**9, tolerance_grad=0, tolerance_change=-1)
+def closure():
+    opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
+opt.step(closure)
+""", ["C"], 1),
     "no optimizer": ("""
 while True:
     model.zero_grad(); loss_of().backward()
@@ -67,6 +73,14 @@ while True:
     with torch.no_grad():
         for p in model.parameters(): p -= 1e-3 * p.grad
 """, ["B", "B", "B"], 3),
+    "no module, no optimizer": ("""
+w = torch.randn(8, 1, requires_grad=True); b = torch.zeros(1, requires_grad=True)
+while True:
+    ((x @ w + b - y) ** 2).mean().backward()
+    with torch.no_grad():
+        w -= 1e-3 * w.grad; b -= 1e-3 * b.grad
+        w.grad = None; b.grad.zero_()
+""", ["B"], None),
     "evaluation phases": ("""
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)
 while True:

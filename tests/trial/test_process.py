@@ -90,6 +90,8 @@ def test_an_agent_that_fails_is_reported_at_once(script, start, tmp_path: Path) 
     ("raise ValueError('no such file of mine')", "crashed", "no such file of mine"),
     ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed_by_signal", "SIGSEGV"),
     (TRAIN.replace("while True", "for _ in range(7)"), "too_short", "after 7 training steps"),
+    (TRAIN.replace("while True", "for _ in range(2)"), "too_short", "after 2 training steps"),
+    ("import torch\nw = torch.ones(3, requires_grad=True)\nfor _ in range(30): (w * w).sum().backward()", "no_step", "B B B"),
 ])
 def test_how_it_ended(source: str, kind: str, words: str, script, start) -> None:
     trial = start(str(script(source)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from saturate.agent import observe, sample
@@ -30,6 +32,8 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+    if "ended" in session.plan:
+        atexit.register(session.guard, _leave_word, session)
     early.install(session, apply_stage)
     if session.plan.get("fit") is not None:
         from saturate.agent import batching
@@ -90,6 +94,17 @@ def _farewell(session: Any) -> None:
         session.gate.tell({"at": "ended", "steps": session.steps_seen, **_batches(session)})
     except OSError:
         pass        # the controller is gone: nobody is left to tell
+
+
+def _leave_word(session: Any) -> None:
+    """The script has ended before it came to the gate: say what was seen until then, in a file. Helpers end so, too, while the
+    training goes on; to the gate, each would look like the end of a rank."""
+    if session.asleep or session.gate is not None or not session.counts:
+        return
+    optimizers = [count for token, count in session.counts.items() if token != "B"]
+    word = {"steps": max(optimizers, default=session.counts.get("B", 0)), "recognised": session.step is not None,
+            "events": " ".join(session.tokens[-20:])}
+    Path(f"{session.plan['ended']}-{os.getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
 
 
 def report_no_step(session: Any) -> None:

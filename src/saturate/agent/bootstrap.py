@@ -61,7 +61,8 @@ def start(plan: dict[str, Any]) -> None:
     options), `step` (known motif or null), and per mode `socket` and `token`, `capture`, `drill`, `fit` (see
     `agent.batching`), `redirect`, `on_divergence`.
     `early` (true: techniques that must act before memory is taken do so in a verification run, too) and `early_facts` (a path:
-    what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`.
+    what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`; `ended` (the
+    beginning of a path: what was seen by a process that trained and ended before the gate is written there).
     """
     callbacks: dict[str, Any] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):

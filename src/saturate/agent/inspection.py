@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from saturate.agent import motif
 from saturate.agent.observe import all_modules, devices, trained_parameters
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
@@ -181,6 +182,8 @@ class Inspection:
             count = step.tokens.count(f"S{index}")
             if count:
                 words.append(f"{name}.step" + (f" x{count}" if count > 1 else ""))
+        if step.token == motif.CLOSURE:
+            words.append(f"backward x1, within one {' '.join(names)}.step")
         if step.token == "B":
             words.append("update by hand")
         return ", ".join(words)

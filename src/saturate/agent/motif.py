@@ -1,12 +1,16 @@
 """Finding the train step in the sequence of what happens: backward passes and optimizer steps.
 
 Tokens: "B" is one backward pass outside an optimizer, "S0", "S1", ... one step of the n-th optimizer (numbered in the
-order in which they first step). Backward passes inside `optimizer.step(closure)` belong to that step.
+order in which they first step). Backward passes inside `optimizer.step(closure)` belong to that step; where one call is
+the whole training, as in `LBFGS(max_iter=50_000)`, each of them is a step of its own, "C".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+#: The token of one evaluation of a closure, where a single step of the optimizer is the whole training.
+CLOSURE = "C"
 
 #: Longest period searched. A GAN with five critic steps has twelve tokens; accumulation over 40 has 41.
 LONGEST = 512

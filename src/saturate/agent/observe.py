@@ -40,7 +40,8 @@ def all_modules(torch: Any) -> list[Any]:
 
 
 def trained_parameters(session: Any) -> list[Any]:
-    """What the optimizers hold; without an optimizer, every module parameter that has a gradient."""
+    """What the optimizers hold; without an optimizer, every module parameter that has a gradient; without those, the
+    plain tensors that backward passes reach."""
     held = [p for o in session.living_optimizers() for group in o.param_groups for p in group["params"]]
     if held:
         return held
@@ -193,7 +194,6 @@ def facts(session: Any) -> dict[str, Any]:
     ))
 
 
-def _tf32(torch: Any) -> bool:
 def reserved_bytes(session: Any) -> int | None:
     """The most that torch's allocator took of any of the training's CUDA devices; None elsewhere."""
     if session.inspection.device != "cuda":
@@ -201,6 +201,7 @@ def reserved_bytes(session: Any) -> int | None:
     return max(session.torch.cuda.max_memory_reserved(device) for device in session.inspection.devices)
 
 
+def _tf32(torch: Any) -> bool:
     """Whether fp32 matrix products may use TF32, under either of torch's two ways to say so (mixing them raises)."""
     try:
         return bool(torch.backends.cuda.matmul.allow_tf32)

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import motif, observe
+from saturate.agent import leaves, motif, observe
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -25,6 +25,10 @@ MOST_TOKENS = 2048
 #: How long an optimizer that was built may keep the step from being settled.
 MOST_WAITING_STEPS = 200
 MOST_WAITING_NS = 20_000_000_000
+
+#: A step of an optimizer that evaluates its closure this often, or a few times and for this long, is no step to wait for.
+MOST_EVALUATIONS = 256
+SOME_EVALUATIONS, MOST_EVALUATING_NS = 8, 20_000_000_000
 
 #: Updates of a timed trial whose losses are kept, all of them in its warm-up or shortly after: the controller compares
 #: them with those of the verification run.
@@ -57,8 +61,12 @@ class Session:
         self.backwards = 0
         self.optimizers: list[weakref.ref[Any]] = []
         self.constructed: list[weakref.ref[Any]] = []
+        self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
         self.step_counts: dict[int, int] = {}
         self.stepping = 0
+        self._stepper: weakref.ref[Any] | None = None   # whose step is under way
+        self._evaluations = 0                           # of its closure, in this step
+        self._stepping_since = 0
         self.evaluated = False
         self.grad_scaler = False
         self.splitting = False
@@ -188,9 +196,27 @@ class Session:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
             self.guard(self._token, "B")
+        elif self.step is None or self.step.token == motif.CLOSURE:
+            self.guard(self._evaluation)
+
+    def _evaluation(self) -> None:
+        """A closure was evaluated. Where one step of the optimizer is all of the training, evaluations are the steps."""
+        optimizer = self._stepper() if self._stepper is not None else None
+        if optimizer is None or self.plan.get("drill"):
+            return
+        if self.step is None:
+            self._evaluations += 1
+            long = self._evaluations >= SOME_EVALUATIONS and _CLOCK() - self._stepping_since > MOST_EVALUATING_NS
+            if self._evaluations < MOST_EVALUATIONS and not long:
+                return
+        self._name(optimizer)       # it holds what is trained
+        self.step = self.step or motif.Step(motif.CLOSURE, 1, (motif.CLOSURE,))
+        self._token(motif.CLOSURE)
 
     def step_begins(self, optimizer: Any) -> None:
         self.stepping += 1
+        if self.step is None or self.step.token == motif.CLOSURE:
+            self._stepper, self._evaluations, self._stepping_since = weakref.ref(optimizer), 0, _CLOCK()
         if self.splitting:
             self._began = _CLOCK()
 
@@ -231,7 +257,7 @@ class Session:
             if reference() is optimizer:
                 return f"S{index}"
         self.optimizers.append(weakref.ref(optimizer))
-        if self.step is not None and not self.plan.get("step"):
+        if self.step is not None and self.step.token != motif.CLOSURE and not self.plan.get("step"):
             self._rediscover()
         return f"S{len(self.optimizers) - 1}"
 
@@ -345,7 +371,8 @@ class Session:
             self.gate.parts["gc"] = self.gate.parts.get("gc", 0) + _CLOCK() - self._collecting
 
     def drain(self) -> None:
-        """Wait until the device has finished everything that was queued."""
+        """Wait until the devices have finished everything that was queued. Those of the trained parameters: a rank may
+        never have made its own the current one, and asking another would create a context there."""
         if self.context.device == "cuda":
             for device in self.inspection.devices:
                 self.torch.cuda.synchronize(device)

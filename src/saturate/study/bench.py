@@ -30,7 +30,7 @@ WARM_UP_SHARE = 0.2
 EARLY_FACTS = "early_facts.json"
 
 
-_WORDS = {"B": "backward runs", "S": "its optimizer steps"}
+_WORDS = {"B": "backward runs", "S": "its optimizer steps", "C": "its closure runs"}
 
 
 @dataclass

@@ -220,7 +220,7 @@ def other_work(a: list[Block], b: list[Block]) -> str | None:
         expected = sum(block.events.get(token, 0) for block in a) / steps_a
         found = sum(block.events.get(token, 0) for block in b) / steps_b
         if abs(found - expected) > 0.15 * expected + 1.0 / min(steps_a, steps_b):
-            what = "backward ran" if token == "B" else "its optimizer stepped"
+            what = {"B": "backward ran", "C": "its closure ran"}.get(token, "its optimizer stepped")
             return f"{what} {found:.2f} times a step while it was timed, in the other process {expected:.2f} times"
     if not all(map(math.isfinite, b[-1].sample)) and all(map(math.isfinite, a[-1].sample)):
         return "its parameters are not finite after a timed block"

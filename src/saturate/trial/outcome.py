@@ -16,6 +16,20 @@ class Outcome:
     remedy: str = ""
 
 
+@dataclass(frozen=True)
+class LastWords:
+    """What the agent had seen of a process that trained and ended before its first gate. `steps`: of the optimizer that stepped
+    most, without one backward passes; `events`: the latest."""
+
+    steps: int
+    recognised: bool
+    events: str
+
+
+#: With fewer steps than this it is no wonder that none was recognised.
+A_FEW_STEPS = 24
+NO_STEP_REMEDY = "say what ends a step with --step backward:N"
+
 KINDS = {
     "ok": "stopped by saturate when it had seen enough",
     "too_short": "ended normally before enough steps were seen",
@@ -70,11 +84,13 @@ _REMEDIES = {
 }
 
 
-def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bool, injectable: str | None) -> Outcome:
+def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bool, injectable: str | None,
+             last: LastWords | None = None) -> Outcome:
     """Name the end of a process that ended by itself.
 
     `report` is the supervisor's last line (None: it died), `log` the end of the output, `steps` how many training steps
-    were seen, `greeted` whether the agent ever connected, `injectable` an interpreter option that defeats injection.
+    were seen, `greeted` whether the agent ever connected, `injectable` an interpreter option that defeats injection,
+    `last` what the agent left where it never connected.
     """
     if report is None:
         return Outcome("supervisor_died", "the process that watches the command was killed",
@@ -85,7 +101,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     if code in (126, 127) and "saturate: could not start" in log:
         return Outcome("command_not_found", _last_line(log), "check the command's name and path")
     if code == 0:
-        return _ended_well(steps, greeted, injectable)
+        return _ended_well(steps, greeted, injectable, last)
     if code is None:
         return Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     for kind, pattern in _PATTERNS:
@@ -125,15 +141,19 @@ def _ignores_us(injectable: str) -> Outcome:
                    f"run the command without {injectable}")
 
 
-def _ended_well(steps: int, greeted: bool, injectable: str | None) -> Outcome:
+def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None) -> Outcome:
+    if last is not None and not last.recognised and last.steps >= A_FEW_STEPS:
+        return Outcome("no_step", f"the script trained to its end, but no step was recognised (the latest events: {last.events})",
+                       NO_STEP_REMEDY)
+    steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
         return Outcome("too_short", f"the script ended after {steps} training steps",
                        "give it more steps or epochs: a measurement needs a few dozen")
     if injectable:
         return _ignores_us(injectable)
-    return Outcome("never_trained", "the command ended before a training step could be recognised: "
-                   "it does not train, or for too few steps",
-                   "give it more steps; check that it trains with PyTorch, and that Python is started with PYTHONPATH kept")
+    return Outcome("never_trained", "the command ended, and no backward pass and no optimizer's step was seen",
+                   "check that it trains with PyTorch (loss.backward(), not torch.func or torch.autograd.grad alone), and that "
+                   "Python is started with PYTHONPATH kept (a script that sets it: PYTHONPATH=.:$PYTHONPATH)")
 
 
 def _exit_code(report: dict[str, object]) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 from saturate.records import sizes
 from saturate.trial import launch, meter, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
-from saturate.trial.outcome import Outcome, classify, stalled
+from saturate.trial.outcome import NO_STEP_REMEDY, LastWords, Outcome, classify, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks of at least this length before it is not believed.
 CLOCK_TOLERANCE = 0.10
@@ -131,7 +131,8 @@ class Trial:
         plan = spec.folder / "plan.json"
         plan.write_text(launch.plan_text(
             "verify" if spec.capture else "trial", spec.techniques,
-            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect, **spec.plan,
+            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
+            ended=str(spec.folder / "ended"), **spec.plan,
         ), encoding="utf-8")
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
         supervisor = spec.folder / "supervise.json"
@@ -232,7 +233,7 @@ class Trial:
             raise self.end(Outcome("agent_failed", str(error))) from None
         except NoStep as error:
             raise self.end(Outcome("no_step", f"backward passes run, but no step repeats (the latest events: {error})",
-                                   "say what ends a step with --step backward:N")) from None
+                                   NO_STEP_REMEDY)) from None
         except SeveralTrainings as error:
             raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
         except GateClosed as error:
@@ -290,8 +291,14 @@ class Trial:
         hello = self.server.hello()
         last = [notice["steps"] for notice in self.server.notices if notice["at"] == "ended"]
         steps = max([self.steps, hello["steps_so_far"] if hello else 0, *last])
-        self.ended = classify(report, self.output(), steps, hello is not None, launch.defeated_by(self.workload.argv))
+        self.ended = classify(report, self.output(), steps, hello is not None, launch.defeated_by(self.workload.argv),
+                              self._last_words() if hello is None else None)
         return TrialEnded(self.ended)
+
+    def _last_words(self) -> LastWords | None:
+        """Of the process that trained the longest, of those that ended before they came to the gate."""
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in self.spec.folder.glob("ended-*.json")]
+        return max((LastWords(**word) for word in found), key=lambda word: word.steps, default=None)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left.
