@@ -17,6 +17,7 @@ import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, recipe_is_empty, untouched
 
 from saturate.study.store import StudyLock
+from saturate.study.verification import too_slow
 from saturate.trial.process import TrialEnded
 
 FOREVER = "\nwhile True: step()\n"
@@ -144,6 +145,20 @@ def test_a_hang_between_two_blocks_is_noticed(script, start):
             trial.run_block(0, 10)
     assert ended.value.outcome.kind == "hung"
     assert "--timeout" in ended.value.outcome.remedy
+
+
+def test_a_budget_that_one_verification_run_exceeds() -> None:
+    assert too_slow(step_ms=500.0, budget_s=26.0) is None
+    assert "--budget 4m" in (too_slow(step_ms=500.0, budget_s=25.0) or "")
+
+
+@pytest.mark.slow
+def test_slow_steps_do_not_outlast_the_budget_by_minutes(folder):
+    (folder.path / "train.py").write_text(TRAINING + "\nwhile True: step(); time.sleep(0.6)\n")
+    began = time.monotonic()
+    ended = folder.tune()
+    assert ended.code == 0 and ended.result.verified is None and "longer than the whole budget" in ended.result.verified_reason
+    assert "--budget" in ended.stderr and time.monotonic() - began < 60     # one verification run would take 31 s
 
 
 def test_what_prints_is_not_hung(script, start):

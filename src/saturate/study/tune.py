@@ -35,7 +35,7 @@ from saturate.study.racing import Racer
 from saturate.study.search import Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
-from saturate.study.verification import Verifier
+from saturate.study.verification import Verifier, too_slow
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded, Workload
 
@@ -185,7 +185,8 @@ def _measure(study: Study, bench: Bench) -> None:
 def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, end: float) -> bool:
     """Whether what everything is compared with can be verified and timed; `study.refusal` says why not."""
     with _phase(study, "can it be verified"):
-        refusal = verifier.check_baseline()
+        slow = None if base else too_slow(study.baseline["step_ms"], study.request.budget_s)
+        refusal = slow or verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)

@@ -8,6 +8,7 @@ randomness, against the spread of several baseline seeds.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from saturate.verify.tolerance import Tolerance, informative, tolerance
 UPDATES = 52
 SEED = 20
 ENVELOPE_SEEDS = 5
+
+#: Verification runs of a study in which one technique is kept, and as much time again for its races.
+RUNS = 8
 
 #: One rounding to the number format that a class may bring in, relative. No technique can ask for more.
 ROUNDING = {"exact": 2.0**-24, "reordering": 2.0**-24, "stream": 2.0**-24, "precision": 2.0**-9, "convergence": 2.0**-9}
@@ -49,6 +53,15 @@ class Run:
     repetition: int = 0
     perturb: float = 0.0
     seed_offset: int = 0
+
+
+def too_slow(step_ms: float, budget_s: float) -> str | None:
+    """Why nothing can be verified within a budget that not even the updates of one run fit into; None when they do."""
+    needed_s = UPDATES * step_ms / 1e3
+    if needed_s <= budget_s:
+        return None
+    return (f"{UPDATES} updates of {step_ms / 1e3:.1f} s take longer than the whole budget of {budget_s:.0f} s; "
+            f"give it --budget {math.ceil(RUNS * needed_s / 60)}m, or a smaller configuration")
 
 
 def first_difference(expected: list[list[float]], found: list[list[float]], allowed: list[float]) -> int | None:
