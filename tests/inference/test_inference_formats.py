@@ -63,6 +63,18 @@ def test_any_nesting_comes_back(tmp_path: Path) -> None:
         assert not got["y"].requires_grad
 
 
+def test_an_output_that_holds_a_size_is_stored_for_that_size(tmp_path: Path) -> None:
+    class Sized(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.relu(), x.shape, len(x)
+
+    entry = exported.save(context_of(Sized(), [(torch.randn(4, 3),)], tmp_path), tmp_path)
+    call = exported.load(torch, tmp_path, entry)
+    assert call(torch.randn(4, 3))[1:] == ((4, 3), 4)
+    with pytest.raises(ValueError, match="made for"):
+        call(torch.randn(5, 3))
+
+
 SIGNATURE = {"inputs": {"tuple": [[0], [1]]}, "outputs": [0], "parameters": ["x", "y"], "ranges": {"rows": [1, 8]},
              "tensors": [{"dtype": "float32", "shape": ["rows", 4]}, {"dtype": "float32", "shape": ["rows", 4]}]}
 

@@ -20,7 +20,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
-from saturate.inference import batches, identity, pickles  # noqa: E402
+from saturate.inference import batches, guards, identity, pickles  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
 
@@ -63,6 +63,17 @@ def test_keywords_of_a_call_go_to_their_places(forward: Any, inputs: Any, named:
 def test_keywords_without_a_place_are_refused(forward: Any, named: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         batches.by_place(None if forward is None else batches.signature_of(forward), (), named)
+
+
+def test_sparse_inputs_are_neither_cut_nor_moved() -> None:
+    """torch cannot index a sparse matrix, as graph networks take one: such a batch stays whole."""
+    batch = torch.rand(4, 3), torch.eye(4).to_sparse()
+    measured, calibrate, notes = batches.split(torch, [batch])
+    assert measured == calibrate == [batch] and "cannot be divided" in notes[0]
+    assert guards.other_batches([batch]) == []
+    moved = guards.perturbed(torch, [batch])
+    assert moved is not None and not torch.equal(moved[0][0], batch[0]) and moved[0][1] is batch[1]
+    assert guards.perturbed(torch, [batch[1:]]) is None
 
 
 def exported() -> Any:

@@ -183,11 +183,13 @@ def tensors(torch: Any, value: Any) -> list[Any]:
 
 
 def _divisible(torch: Any, batch: tuple[Any, ...]) -> bool:
-    """Whether all that belongs to single samples is in tensors: a list of texts beside them would keep its length."""
+    """Whether all that belongs to single samples is in dense tensors: a list of texts beside them would keep its length,
+    and others cannot be cut."""
     found: list[bool] = []
 
     def add(path: tuple[Any, ...], leaf: Any) -> Any:
-        found.append(isinstance(leaf, (torch.Tensor, *(_SHARED if len(path) == 1 else _NESTED))))
+        dense = not isinstance(leaf, torch.Tensor) or leaf.layout == torch.strided
+        found.append(dense and isinstance(leaf, (torch.Tensor, *(_SHARED if len(path) == 1 else _NESTED))))
         return leaf
 
     copied(batch, add)

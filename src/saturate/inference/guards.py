@@ -107,13 +107,13 @@ def repeats(torch: Any, once: Batches, again: Batches) -> Finding:
 
 
 def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A batch of one sample and a partial one, cut from the first batch; none where it has no batch dimension, or one
-    sample only. Worth a comparison where the baseline takes them."""
+    """A batch of one sample and a partial one, cut from the first batch; none where it has no batch dimension, one
+    sample only, or a tensor that is not dense and cannot be cut. Worth a comparison where the baseline takes them."""
     if not inputs:
         return []
     tensors = samples.tensors(inputs[0])
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
-    if len(sizes) != 1 or not all(map(samples.is_tensor, inputs[0])):
+    if len(sizes) != 1 or not all(samples.is_tensor(value) and _dense(value) for value in inputs[0]):
         return []
     size = sizes.pop()
     return [tuple(tensor[:count] if tensor.dim() else tensor for tensor in inputs[0])
@@ -125,14 +125,18 @@ def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, 
     generator = torch.Generator().manual_seed(0)
 
     def moved(value: Any) -> Any:
-        if not samples.is_tensor(value) or not value.is_floating_point():
+        if not samples.is_tensor(value) or not value.is_floating_point() or not _dense(value):
             return value
         sign = 2 * torch.randint(2, value.shape, generator=generator).to(value) - 1
         return value * (1 + sign * torch.finfo(value.dtype).eps)
 
-    if not any(samples.is_tensor(value) and value.is_floating_point() for batch in inputs for value in batch):
+    if not any(samples.is_tensor(value) and value.is_floating_point() and _dense(value) for batch in inputs for value in batch):
         return None
     return [tuple(map(moved, batch)) for batch in inputs]
+
+
+def _dense(tensor: Any) -> bool:
+    return str(tensor.layout) == "torch.strided"
 
 
 def flip_rate(baseline: Batches, candidate: Batches) -> float | None:

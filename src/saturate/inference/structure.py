@@ -79,6 +79,8 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
                 places[id(value)] = len(tensors)
                 tensors.append(value)
             return [places[id(value)]]
+        if isinstance(value, torch.SymInt) and (size := value.node.maybe_as_int()) is not None:
+            value = size        # torch.export has sizes that cannot vary in this guise, too
         if type(value) in SCALARS:
             return {"value": value}
         if isinstance(value, tuple) and hasattr(value, "_fields"):

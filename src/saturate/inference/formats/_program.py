@@ -59,13 +59,13 @@ def capture(context: Context, model: Any = None) -> Program:
         try:
             exported = _export(torch, flat, _example(torch, batches, sizes), sizes)
             shapes = _try_out(torch, exported, flat, batches, sizes, values=not context.facts.random)
-        except structure.NotDescribable as error:
-            raise NotApplied(f"the output cannot be stored: {error}") from error
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
             problem = problem or error      # the plan with most freedom says best what the model asks for
             continue
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
+    if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
+        raise NotApplied(f"the output cannot be stored: {problem}") from problem
     raise NotApplied(f"torch.export cannot capture the model: {short(problem)}")
 
 
