@@ -243,6 +243,33 @@ def test_what_must_stay_in_float32_does(tmp_path):
         onnx_int8_static.apply(dataclasses.replace(keep, keep=frozenset({"nowhere"})), onnx_int8_static.Options())
 
 
+class Outlier(nn.Module):
+    """One channel between two layers is a thousand times larger than the others, and counts as little as they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(a, 8, 3, padding=1) for a in (3, 8, 8))
+        with torch.no_grad():
+            self.first.weight[2] *= 5000
+            self.second.weight[:, 2] /= 5000
+
+    def forward(self, x):
+        return self.third(F.relu(self.second(F.max_pool2d(F.relu(self.first(x)), 2))))
+
+
+def test_a_layer_that_is_kept_reads_what_was_not_rounded(tmp_path):
+    """What breaks it is the one range of its input: without the layer's own 8 bits, that rounding would still be there."""
+    torch.manual_seed(0)
+    model, images = Outlier(), [(torch.randn(4, 3, 16, 16),) for _ in range(3)]
+    expected, agreed = model.eval()(*images[0]), {}
+    for keep in ((), ("second",)):
+        context = context_of(model, images[:1], tmp_path / f"keep{len(keep)}", calibration=images, keep=keep)
+        onnx_int8_static.apply(context, onnx_int8_static.Options())
+        agreed[keep] = agreement_db(expected, context.call(*images[0]))
+        assert _onnx.integer_proof(context, "onnx-int8-static").active
+    assert agreed[()] < 12 and agreed["second",] > 30, agreed
+
+
 def test_a_kept_linear_layer_stays_out_of_dynamic_int8(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(collections.OrderedDict(first=nn.Linear(16, 32), act=nn.GELU(), inner=nn.Sequential(nn.Linear(32, 16))))

@@ -227,6 +227,42 @@ def excluded(exported: Exported, model: Any, keep: Iterable[str]) -> list[str]:
     return [name for node in found for name in (node.name, f"{node.name}_MatMul")]
 
 
+def before(model: Any, names: Iterable[str]) -> list[str]:
+    """Names of the nodes that only pass on what a product or a sum computed (activations, pooling, reshaping), on the way
+    to the nodes `names`."""
+    made_by = {output: node for node in model.graph.node for output in node.output}
+    constants = {tensor.name for tensor in model.graph.initializer}
+    found, names = [], set(names)
+    waiting = [node for node in model.graph.node if node.name in names]
+    while waiting:
+        for name in waiting.pop().input:
+            node = made_by.get(name)
+            if node is None or node.op_type in FLOAT or node.name in names:
+                continue
+            if sum(bool(given) and given not in constants for given in node.input) == 1:
+                names.add(node.name)
+                found.append(node.name)
+                waiting.append(node)
+    return found
+
+
+def read_unrounded(path: Path, names: Iterable[str], large: bool) -> None:
+    """In a quantized graph (QDQ), let the nodes `names` read their inputs as they were before rounding: one range for a
+    tensor with outliers is what breaks a layer, more often than the layer's own 8 bits."""
+    onnx = files.require("onnx")
+    model, names = onnx.load(path), set(names)
+    made_by = {output: node for node in model.graph.node for output in node.output}
+    for node in model.graph.node:
+        if node.name not in names:
+            continue
+        for place, name in enumerate(node.input):
+            back = made_by.get(name)
+            rounding = made_by.get(back.input[0]) if back is not None and back.op_type == "DequantizeLinear" else None
+            if rounding is not None and rounding.op_type == "QuantizeLinear":
+                node.input[place] = rounding.input[0]
+    _store(onnx, model, path, large)
+
+
 class Batches:
     """Calibration batches as onnxruntime.quantization reads them, one at a time.
 

@@ -24,7 +24,8 @@ How it is applied
 -----------------
 onnxruntime.quantization.quantize_static in QDQ format. `method` chooses the ranges: the whole of what was seen (minmax),
 without its rarest values (percentile), or where least information is lost (entropy). `products` leaves everything but
-convolutions and products with constant matrices in float32. Modules that must stay in float32 are excluded by name.
+convolutions and products with constant matrices in float32. Modules that must stay in float32 are excluded by name, and
+read their inputs as they were before rounding.
 
 References
 ----------
@@ -94,17 +95,21 @@ def apply(context: Context, options: Options) -> str:
     exported = _onnx.export(context)
     prepared, path = context.folder / "prepared.onnx", context.folder / "int8.onnx"
     model, large = _onnx.prepare(exported.path, prepared)
+    left = _onnx.excluded(exported, model, context.keep)
+    left += _onnx.before(model, left)
     reader = _onnx.Batches(context, exported, (item.name for item in model.graph.input), options.batches)
     quantization.quantize_static(
         prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
         activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=options.reduce_range,
         op_types_to_quantize=["Conv", "MatMul", "Gemm"] if options.products else None,
-        nodes_to_exclude=_onnx.excluded(exported, model, context.keep), use_external_data_format=large,
+        nodes_to_exclude=left, use_external_data_format=large,
         calibrate_method=quantization.CalibrationMethod[METHODS[options.method]],
         # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
         # most and gain least.
         extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": options.products},
     )
+    if left:
+        _onnx.read_unrounded(path, left, large)
     _onnx.serve(context, exported, path, TECHNIQUE.id)
     ranges = f"ranges of {len(reader)} calibration batches ({options.method})"
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
