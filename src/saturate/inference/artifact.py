@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from saturate.checkpoints import durable
-from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
 from saturate.inference import examples, folders, hardware
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
@@ -167,8 +167,9 @@ def examples_of(torch: Any, folder: str | os.PathLike[str]) -> list[tuple[tuple[
         raise folders.damaged(folder, f"its examples: {error}") from error
 
 
-def load(folder: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
-    """The artifact in `folder`, ready to be called as the model was.
+def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any) -> Artifact:
+    """The artifact in `folder`, ready to be called as the model was. modules: `model` and `draft` of one that generates,
+    where it does not know how to build them (`generation.artifact`).
 
     Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or
     `Artifact.verify()`, runs it on its stored inputs and compares. Raises ArtifactDamaged, and EnvironmentProblem
@@ -188,7 +189,7 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
     now = hardware.here(torch, made_on.device, made_on.threads, tuple(made_on.versions))
     other = hardware.other_hardware(made_on, now)
     differences = (*other, *hardware.other_software(made_on, now))
-    found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder, manifest, differences), torch)
+    found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder, manifest, differences, modules), torch)
     if verify:
         found.verify().demand()
     elif other:
@@ -229,7 +230,9 @@ def require_torch() -> Any:
     return torch
 
 
-def _program(torch: Any, folder: Path, manifest: Manifest, differences: Sequence[str]) -> Any:
+def _program(
+    torch: Any, folder: Path, manifest: Manifest, differences: Sequence[str], modules: dict[str, Any]
+) -> Any:
     """What the format's `load` gives."""
     from saturate.inference import formats
 
@@ -237,8 +240,10 @@ def _program(torch: Any, folder: Path, manifest: Manifest, differences: Sequence
     if manifest.format not in known:
         raise folders.damaged(folder, f"its format {manifest.format!r} is none of {', '.join(known)}")
     module = importlib.import_module(f"{formats.__name__}.{manifest.format}")
+    if modules and manifest.format != "generation":
+        raise UsageError(f"the artifact {folder} is whole: it takes no {', '.join(modules)}", remedy="leave it out")
     try:
-        return module.load(torch, folder, Entry(manifest.format, list(manifest.program), dict(manifest.settings)))
+        return module.load(torch, folder, Entry(manifest.format, list(manifest.program), dict(manifest.settings)), **modules)
     except SaturateError:
         raise
     except Exception as error:  # libraries raise anything for a program that they cannot load

@@ -7,15 +7,15 @@ import tempfile
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
 from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
+from saturate.inference.generation import artifact, tune
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation import tune
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
@@ -24,6 +24,9 @@ from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
 from saturate.records.generation import GenerationRecord
+
+#: Time to prove an artifact: to load it, to generate a few times, and to do the same without it.
+_SAVING_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class GenerationResult:
     _given: Given
     _request: Request
     _batch_size: int
+    _prompts: list[list[list[int]]]         # of the confirmation, in batches
     _loop: Loop | None = None
 
     @property
@@ -110,9 +114,32 @@ class GenerationResult:
         )
         batches = shapes.batches(rows, self._batch_size)
         with evaluating(*_models(self._given.model, self._given.draft)):
-            if self._loop is None:
-                self._loop = Served(_torch(), self._given, self.recipe, batches[0], request).loop
-            return _generation([self._loop.generate(batch, request) for batch in batches])
+            loop = self._local(batches[0], request)
+            return _generation([loop.generate(batch, request) for batch in batches])
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Store the best way as an artifact, which `saturate.load` opens. Before it takes its place it is loaded in a
+        fresh process, and must give the tokens there that it gives here; its time is measured against the plain loop's.
+
+        Raises UsageError for what cannot be stored, and ArtifactDamaged where it does not prove itself.
+        """
+        torch, greedy = _torch(), replace(self._request, sampling=GREEDY)
+        with (tempfile.TemporaryDirectory(prefix="saturate-generation-") as scratch,
+              evaluating(*_models(self._given.model, self._given.draft))):
+            wanted = [self._local(batch, greedy).generate(batch, greedy).tokens for batch in self._prompts]
+            pairs = [pair for batch, tokens in zip(self._prompts, wanted) for pair in zip(batch, tokens)]
+            examples = pairs if self._request.sampling.greedy and self._batch_size == 1 else []
+            stored = artifact.store(torch, Path(scratch) / "artifact", self._given, self.recipe, self._request,
+                                    self._batch_size, self.record.best, examples)
+            yard = Yard(torch, self._given, Path(scratch) / "processes", clock.monotonic() + _SAVING_S)
+            found = artifact.proved(yard, stored, self._prompts, wanted, self._request)
+            return artifact.take_place(stored, Path(folder), found)
+
+    def _local(self, batch: list[list[int]], request: Request) -> Loop:
+        """The loop in this process, prepared at the first call."""
+        if self._loop is None:
+            self._loop = Served(_torch(), self._given, self.recipe, batch, request).loop
+        return self._loop
 
     def table(self) -> str:
         """Every way that was tried, with its fate and the reason."""
@@ -201,7 +228,7 @@ def optimize(
         with running_model():
             best, base = search.run()
     return GenerationResult(tune.record_of(search, best, base, clock.monotonic() - started), best.recipe, given, request,
-                            batch_size)
+                            batch_size, confirmation)
 
 
 @contextmanager

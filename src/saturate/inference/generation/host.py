@@ -29,7 +29,7 @@ from saturate.records.inference import Fate, ModelFacts
 
 Batch = Sequence[Sequence[int]]
 
-_HERE = "saturate.inference.generation.host"
+_HERE, _STORED = "saturate.inference.generation.host", "saturate.inference.generation.artifact"
 
 #: A way may take so long to start, as a share of the time that is left: compilers hang.
 _PREPARE_SHARE, _LEAST_PREPARE_S = 0.5, 60.0
@@ -119,10 +119,12 @@ class Local:
 class Remote:
     """In a process of its own, which stands still between requests."""
 
-    def __init__(self, worker: Worker, recipe: Recipe, batch: Batch, request: Request, prepare_s: float, batch_s: float):
+    def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: float, batch_s: float):
+        """what: a recipe, or the folder of an artifact."""
         self._worker, self._batch_s = worker, batch_s
+        stored = isinstance(what, Path)
         try:
-            found = worker.ask(f"{_HERE}:start", recipe, [list(row) for row in batch], request, limit_s=prepare_s)
+            found = worker.ask(f"{_STORED if stored else _HERE}:start", str(what) if stored else what, [list(row) for row in batch], request, limit_s=prepare_s)
             if isinstance(found, tuple):
                 raise Refused(*found)
             self.ready: Prepared = found
@@ -157,18 +159,19 @@ class Yard:
     def isolated(self) -> bool:
         return self.source is not None
 
-    def start(self, recipe: Recipe, batch: Batch, request: Request) -> Host:
-        """Raises Refused, WorkerFailed."""
+    def start(self, what: Recipe | Path, batch: Batch, request: Request) -> Host:
+        """A recipe, or (in a process of its own) the folder of an artifact. Raises Refused, WorkerFailed."""
         if self.source is None:
-            return Local(self._torch, self._given, recipe, batch, request)
+            assert isinstance(what, Recipe)
+            return Local(self._torch, self._given, what, batch, request)
         prepare_s = max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
         worker = Worker(self.source, Candidate(), folder=self._folder / "processes", threads=self._torch.get_num_threads(),
                         memory_bytes=self._memory_bytes, prepare_s=prepare_s, facts=ModelFacts(device=self.source.device))
-        return Remote(worker, recipe, batch, request, prepare_s, max(_LEAST_BATCH_S, _PATIENCE * self.slowest_s))
+        return Remote(worker, what, batch, request, prepare_s, max(_LEAST_BATCH_S, _PATIENCE * self.slowest_s))
 
     @contextlib.contextmanager
-    def running(self, recipe: Recipe, batch: Batch, request: Request) -> Iterator[Host]:
-        host = self.start(recipe, batch, request)
+    def running(self, what: Recipe | Path, batch: Batch, request: Request) -> Iterator[Host]:
+        host = self.start(what, batch, request)
         try:
             yield host
         finally:

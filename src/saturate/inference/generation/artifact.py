@@ -1,0 +1,203 @@
+"""A way to generate in a folder: the weights of the model and of its draft (safetensors), and how they are used.
+
+Weights are stored as they came; those in fewer bits are made again when they are loaded. A model of transformers is
+built from its configuration, which is plain data, by the class of that library; of any other model the artifact knows
+no code, and whoever loads it gives an instance of the class, whose weights are replaced. Nothing is unpickled, and no
+code is imported that the artifact names, but classes of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
+from saturate.inference import artifact as artifacts
+from saturate.inference import folders
+from saturate.inference.generation import measure, safetensors, weights
+from saturate.inference.generation import prompts as shapes
+from saturate.inference.generation.build import evaluating
+from saturate.inference.generation.compare import agreement
+from saturate.inference.generation.decode import Request
+from saturate.inference.generation.host import Prepared, Refused, Served, Yard
+from saturate.inference.generation.recipe import Given, Recipe
+from saturate.inference.generation.sampling import GREEDY, Sampling
+from saturate.inference.process import WorkerFailed
+from saturate.inference.techniques._api import Entry
+from saturate.measure.race import Estimate
+from saturate.records.generation import GenerationCandidate
+from saturate.records.inference import CandidateRecord
+
+FORMAT = "generation"
+_FILES = {"model": "model.safetensors", "draft": "draft.safetensors"}
+_LIBRARY = "transformers"
+
+
+def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Request, batch_size: int,
+          record: GenerationCandidate, examples: Sequence[tuple[list[int], list[int]]]) -> Path:
+    """A new artifact in `folder`. examples: prompts with their greedy tokens. Raises UsageError for what cannot be
+    stored, EnvironmentProblem where the file system refuses."""
+    for adapter in (given.adapter, given.draft_adapter):
+        if adapter is not None and not isinstance(adapter, str):
+            raise UsageError("the adapter is a function, which an artifact cannot hold",
+                             remedy="give the model a forward(ids, cache), see saturate.inference.generation.models")
+    modules = {"model": given.model, **({"draft": given.draft} if recipe.draft == "model" else {})}
+    settings = {
+        "recipe": asdict(recipe), "batch_size": batch_size, "max_new_tokens": request.max_new_tokens,
+        "sampling": asdict(request.sampling), "eos": sorted(request.eos), "adapter": given.adapter,
+        "draft_adapter": given.draft_adapter, "measured": msgspec.to_builtins(record),
+        "architectures": {name: architecture(module) for name, module in modules.items()},
+        "tokenizers": given.tokenizers is not None,
+    }
+    facts = weights.facts_of(torch, given.model)
+    row = CandidateRecord(id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
+                          fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
+    given_examples = [(torch.tensor([prompt]),) for prompt, _ in examples]
+    with tempfile.TemporaryDirectory(prefix="saturate-generation-") as program, folders.problems(folder):
+        for name, module in modules.items():
+            try:
+                safetensors.write(torch, Path(program) / _FILES[name], module.state_dict())
+            except safetensors.Unstorable as error:
+                raise UsageError(f"the {name} cannot be stored: {error}", remedy="store plain tensors") from error
+        entry = Entry(FORMAT, [_FILES[name] for name in modules], json.loads(json.dumps(settings)))
+        return artifacts.store(folder, entry, program=Path(program), record=row, facts=facts,
+                               threads=torch.get_num_threads(), inputs=given_examples,
+                               outputs=[[torch.tensor(tokens)] for _, tokens in examples])
+
+
+def architecture(module: Any) -> dict[str, Any]:
+    """What it takes to build the module again, as plain data; of most modules only the name of their class."""
+    kind = type(module)
+    if kind.__module__.partition(".")[0] != _LIBRARY:
+        return {"class": kind.__qualname__}
+    return {"class": kind.__name__, "library": _LIBRARY, "configuration_class": type(module.config).__name__,
+            "configuration": json.loads(module.config.to_json_string(use_diff=False))}
+
+
+class Program:
+    """What loading gives: called with prompts, it returns the new tokens of each, long tensors [tokens]."""
+
+    def __init__(self, torch: Any, given: Given, recipe: Recipe, request: Request, batch_size: int):
+        self._torch, self._given, self._recipe = torch, given, recipe
+        self.request, self.batch_size = request, batch_size
+        self._served: Served | None = None
+
+    def served(self, batch: Sequence[Sequence[int]], request: Request) -> Served:
+        """The loop, prepared at the first call."""
+        if self._served is None:
+            self._served = Served(self._torch, self._given, self._recipe, batch, request)
+        return self._served
+
+    def __call__(self, prompts: Any, max_new_tokens: int | None = None) -> list[Any]:
+        known = self.request
+        request = Request(known.max_new_tokens if max_new_tokens is None else max_new_tokens, known.sampling, known.eos)
+        batches = shapes.batches(shapes.as_lists(prompts), self.batch_size)
+        loop = self.served(batches[0], request).loop
+        return [self._torch.tensor(row) for batch in batches for row in loop.generate(batch, request).tokens]
+
+
+def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None) -> Program:
+    """What `store` left. model, draft: instances of the classes that it names, where those are not of transformers;
+    their weights are replaced. Raises UsageError without them, ArtifactDamaged where the weights are not theirs."""
+    known, instances = settings["architectures"], {"model": model, "draft": draft}
+    loaded = {name: _filled(torch, folder, name, known[name], instances[name]) for name in _FILES if name in known}
+    recipe = Recipe(**{**settings["recipe"], "lengths": tuple(settings["recipe"]["lengths"] or ()) or None})
+    # Equal tokenizers were proved when it was made, and allow logits of different width.
+    tokenizers = ({}, {}) if settings["tokenizers"] else None
+    given = Given(loaded["model"], loaded.get("draft"), settings["adapter"], settings["draft_adapter"], tokenizers)
+    request = Request(settings["max_new_tokens"], Sampling(**settings["sampling"]), frozenset(settings["eos"]))
+    return Program(torch, given, recipe, request, settings["batch_size"])
+
+
+def _filled(torch: Any, folder: Path, name: str, known: dict[str, Any], instance: Any) -> Any:
+    module = _built(known) if instance is None else instance
+    if module is None:
+        raise UsageError(f"the artifact {folder} does not know how to build its {name}, a {known['class']}",
+                         remedy=f"saturate.load(folder, {name}=...), an instance of it with any weights")
+    try:
+        state = safetensors.read(torch, folders.inside(folder, _FILES[name]))
+        kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+        if len(kinds) == 1:
+            module.to(kinds.pop())
+        module.load_state_dict(state)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        line = next(iter(str(error).splitlines()), "")
+        raise ArtifactDamaged(f"the weights in {folder} are not those of its {name}", cause=line,
+                              remedy="give an instance of the very class and sizes, or make the artifact again") from error
+    return module.eval().requires_grad_(False)
+
+
+def _built(known: dict[str, Any]) -> Any:
+    """A model of transformers from its configuration; None where it is another one."""
+    if known.get("library") != _LIBRARY:
+        return None
+    try:
+        import transformers
+    except ImportError as error:
+        raise EnvironmentProblem("the artifact needs transformers, which is not installed here",
+                                 remedy="pip install transformers") from error
+    kind, configuration = (getattr(transformers, str(known[key]), None) for key in ("class", "configuration_class"))
+    for found, base in ((kind, transformers.PreTrainedModel), (configuration, transformers.PreTrainedConfig)):
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ArtifactDamaged(f"transformers {transformers.__version__} has no model {known['class']}",
+                                  remedy="install the version that the manifest names")
+    return kind(configuration.from_dict(known["configuration"]))
+
+
+def proved(yard: Yard, stored: Path, batches: list[list[list[int]]], wanted: list[list[list[int]]],
+           request: Request) -> Estimate:
+    """Its speed over the plain loop, both in fresh processes. Raises ArtifactDamaged where it does not load there, or
+    says something else."""
+    greedy = replace(request, sampling=GREEDY)
+    try:
+        with yard.running(stored, batches[0], request) as host, yard.running(Recipe(), batches[0], request) as plain:
+            for batch, tokens in zip(batches, wanted):
+                prompts = list(map(list, batch))
+                same = agreement(prompts, tokens, host.generate(batch, greedy).tokens, host.ready.tolerance, host.last_logits)
+                if same.different:
+                    raise ArtifactDamaged("the stored way to generate says something else after it was loaded again",
+                                          cause=same.words(), remedy="this is a defect: report it with the model")
+            found, _, _ = measure.race(lambda batch: plain.generate(batch, request),
+                                       lambda batch: host.generate(batch, request), batches)
+            return found
+    except (WorkerFailed, Refused) as error:
+        raise ArtifactDamaged("the stored way to generate does not load in a fresh process", cause=str(error),
+                              remedy="this is a defect: report it with the model") from error
+
+
+def take_place(stored: Path, target: Path, found: Estimate) -> Path:
+    """Copy the artifact to where the user wants it, with what was measured on it. Raises UsageError,
+    EnvironmentProblem."""
+    manifest = artifacts.checked(stored)
+    again = {"speedup": found.speedup, "speedup_ci": list(found.speedup_ci)}
+    manifest = msgspec.structs.replace(manifest, settings={**manifest.settings, "loaded_again": again})
+    with folders.building(target, artifacts.is_artifact) as new:
+        folders.copy(stored, new, [one.path for one in manifest.files])
+        (new / artifacts.MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    return target
+
+
+# -- in a fresh process: the first argument is the worker's context ----------------------------------------------------
+
+
+def start(context: Any, folder: str, batch: list[list[int]], request: Request) -> Prepared:
+    """Load the artifact and keep its loop. The models that came with the process only lend their classes: their
+    weights are spoilt first, so that what works came out of the folder."""
+    holder, torch = context.model, context.torch
+    lent = [holder.model, holder.draft]
+    with torch.no_grad():
+        for module in lent:
+            for tensor in () if module is None else module.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+    manifest = artifacts.checked(Path(folder))
+    found = program(torch, Path(folder), manifest.settings, *lent)
+    with evaluating(*(module for module in lent if module is not None)):
+        holder.served = found.served(batch, request)
+    return holder.served.ready

@@ -1,0 +1,135 @@
+"""A way to generate in a folder: it says the same after it was loaded, holds no pickle, and is refused by name where it
+is damaged, foreign or not buildable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="generation needs torch")
+
+import generation_models as toys  # noqa: E402
+
+import saturate  # noqa: E402
+from saturate.errors import ArtifactDamaged, UsageError  # noqa: E402
+from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors, tune  # noqa: E402
+from saturate.inference.generation.decode import Request  # noqa: E402
+from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
+from saturate.inference.generation.sampling import GREEDY  # noqa: E402
+from saturate.records.generation import GenerationCandidate  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
+ROW = GenerationCandidate(id="a way", numerics="reordering", fate="kept", reason="")
+QUOTING = Recipe(LOOKUP)
+
+
+def stored(folder, model, draft=None, recipe=QUOTING):
+    wanted = [toys.greedy(model, prompt, 12) for prompt in PROMPTS]
+    artifact.store(torch, folder, Given(model, draft), recipe, Request(12, GREEDY, frozenset()), 1, ROW, list(zip(PROMPTS, wanted)))
+    return wanted
+
+
+@pytest.mark.parametrize("draft", [None, 5])
+def test_it_says_the_same_after_it_was_loaded(tmp_path, draft):
+    drafting = None if draft is None else toys.Cached(seed=draft)
+    wanted = stored(tmp_path / "a", toys.Cached(seed=3), drafting, Recipe(LOOKUP if draft is None else MODEL))
+    found = saturate.load(tmp_path / "a", model=toys.Cached(seed=8), draft=None if draft is None else toys.Cached(seed=9))
+    assert [row.tolist() for row in found(PROMPTS)] == wanted
+    assert found(PROMPTS[0], max_new_tokens=3)[0].tolist() == wanted[0][:3]
+    assert found.verify().ok
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"manifest.json", "examples.bin", "reproduce.py", "model.safetensors", *(["draft.safetensors"] if draft else [])}
+
+
+def test_without_a_model_of_that_class_it_says_what_it_needs(tmp_path):
+    stored(tmp_path / "a", toys.Cached())
+    with pytest.raises(UsageError, match="does not know how to build its model, a Cached"):
+        saturate.load(tmp_path / "a")
+    with pytest.raises(ArtifactDamaged, match="not those of its model"):
+        saturate.load(tmp_path / "a", model=toys.Cached(width=32))
+
+
+def test_other_artifacts_take_no_models(tmp_path):
+    stored(tmp_path / "a", toys.Cached())
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps({**manifest, "format": "onnx"}))
+    with pytest.raises(UsageError, match="takes no model"):
+        saturate.load(tmp_path / "a", model=toys.Cached())
+
+
+@pytest.mark.parametrize("change", [
+    lambda data: data[:20], lambda data: b"\xff" * 8 + data[8:], lambda data: data[:8] + b"[" + data[9:], lambda data: b"\x80\x04N."])
+def test_files_that_are_no_tensors_are_refused(tmp_path, change):
+    path = tmp_path / "a"
+    safetensors.write(torch, path, {"x": torch.arange(6.0).reshape(2, 3)})
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError):
+        safetensors.read(torch, path)
+
+
+def test_tensors_come_back_as_they_were(tmp_path):
+    shared = torch.randn(3, 4)
+    state = {"a": torch.tensor(True), "b": shared, "c": shared, "d": torch.randn(4, 2).bfloat16().t(), "e": torch.zeros(0, 2)}
+    safetensors.write(torch, tmp_path / "x", state)
+    found = safetensors.read(torch, tmp_path / "x")
+    assert list(found) == ["a", "b", "d", "e", "c"] and all(torch.equal(found[name], state[name]) for name in state)
+    assert found["c"] is found["b"], "tied weights are stored once"
+    with pytest.raises(safetensors.Unstorable, match="y is a dict"):
+        safetensors.write(torch, tmp_path / "y", {"y": {}})
+
+
+def test_the_library_of_the_format_reads_them(tmp_path):
+    theirs = pytest.importorskip("safetensors.torch", reason="the reference reader")
+    state = toys.Cached().state_dict()
+    safetensors.write(torch, tmp_path / "x", state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.load_file(tmp_path / "x").items())
+
+
+@pytest.mark.parametrize("wrong", [{"class": "os", "configuration_class": "os"}, {"class": "pipeline", "configuration_class": "LlamaConfig"},
+                                   {"class": "LlamaForCausalLM", "configuration_class": "AutoConfig"}])
+def test_only_classes_of_transformers_are_built(tmp_path, wrong):
+    pytest.importorskip("transformers", reason="the models under test are its")
+    with pytest.raises(ArtifactDamaged, match="has no model"):
+        artifact._built({"library": "transformers", "configuration": {}, **wrong})
+
+
+def test_a_model_of_transformers_builds_itself(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                      max_position_embeddings=64, initializer_range=0.6, eos_token_id=None, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.tensor([PROMPTS[0]])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, 7:].tolist()
+    artifact.store(torch, tmp_path / "a", Given(model), Recipe(LOOKUP), Request(12, GREEDY, frozenset()), 1, ROW, [(PROMPTS[0], wanted)])
+    found = saturate.load(tmp_path / "a", verify=True)
+    assert found(PROMPTS[0])[0].tolist() == wanted
+
+
+@pytest.mark.slow
+def test_a_winner_is_saved_once_it_proved_itself_in_a_fresh_process(tmp_path):
+    result = optimize(toys.Cached(), PROMPTS, max_new_tokens=8, time="1s", ways=())
+    assert result.best == "plain"
+    result.recipe = Recipe(LOOKUP)
+    result.save(tmp_path / "a")
+    found = saturate.load(tmp_path / "a", model=toys.Cached(seed=7))
+    assert [row.tolist() for row in found(PROMPTS)] == [toys.greedy(toys.Cached(), prompt, 8) for prompt in PROMPTS]
+    assert found.info.settings["loaded_again"]["speedup"] > 0
+
+
+def test_an_artifact_that_says_something_else_is_not_accepted(tmp_path):
+    """The fresh process answers with the tokens of other weights."""
+    host = tune.Ready("", Recipe(), ROW)
+    host.ready = type("Prepared", (), {"tolerance": 0.0})
+    host.generate = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch]})
+    host.last_logits = lambda text: torch.arange(13.0)
+
+    class Yard:
+        def running(self, *arguments):
+            import contextlib
+
+            return contextlib.nullcontext(host)
+
+    with pytest.raises(ArtifactDamaged, match="says something else"):
+        artifact.proved(Yard(), tmp_path, [[PROMPTS[0]]], [[[1, 2, 4]]], Request(3))
