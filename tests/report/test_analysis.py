@@ -129,6 +129,12 @@ def test_a_profile_is_short():
     assert len(plain(analyses.cpu_profile(), 100).split("\n")) <= 20
 
 
+@pytest.mark.parametrize("verdict", ["input-bound", "host-bound", "sync-bound"])
+def test_no_verdict_about_a_cpu_speaks_of_a_device(verdict):
+    said = plain(msgspec.structs.replace(analyses.cpu_profile(), verdict=verdict)).split("\n")[0]
+    assert "device" not in said and verdict.capitalize() in said
+
+
 def test_a_cpu_profile_claims_nothing_of_a_device():
     text = plain(analyses.cpu_profile())
     assert not re.search(r"^(busy|gaps|time|network|operators) ", text, re.M)

@@ -24,6 +24,7 @@ LIMITS = {
 _ON_A_CPU = {
     "input-bound": "training waits for the next batch",
     "host-bound": "the interpreter works between operators",
+    "sync-bound": "the interpreter reads values out of tensors",
 }
 
 
