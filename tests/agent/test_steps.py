@@ -117,6 +117,50 @@ while True:
 }
 
 
+#: Trainings that go on with other optimizers: 30 steps each.
+SUCCESSIONS = {
+    "folds that were built at once": """
+models = [nn.Linear(8, 1) for _ in range(50)]
+optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in models]
+for m, opt in zip(models, optimizers):
+    for _ in range(30):
+        opt.zero_grad(); loss_of(m).backward(); opt.step()
+""",
+    "an optimizer for every epoch": """
+while True:
+    opt = torch.optim.Adam(model.parameters())
+    for _ in range(30):
+        opt.zero_grad(); loss_of().backward(); opt.step()
+""",
+    "gans one after the other": """
+while True:
+    critic, maker = nn.Linear(1, 1), nn.Linear(8, 1)
+    d = torch.optim.SGD(critic.parameters(), lr=1e-3); g = torch.optim.SGD(maker.parameters(), lr=1e-3)
+    for _ in range(30):
+        d.zero_grad(); critic(maker(x).detach()).mean().backward(); d.step()
+        g.zero_grad(); critic(maker(x)).mean().backward(); g.step()
+""",
+}
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["found", "told"])
+@pytest.mark.parametrize("name", SUCCESSIONS)
+def test_a_step_goes_on_with_other_optimizers(name, told, script, start):
+    """As the same step, whether it was found in this process or in the baseline, and with as many events."""
+    period = ["B", "S0", "B", "S1"] if "gan" in name else ["B", "S0"]
+    step = {"token": period[-1], "count": 1, "tokens": period} if told else None
+    trial = start(str(script(HEAD + SUCCESSIONS[name])), step=step)
+    assert trial.wait_ready()["step"]["tokens"] == period
+    counted = {token: 0 for token in period}
+    for _ in range(5):
+        block = trial.run_block(0, 20)
+        assert block.moved
+        for token in counted:
+            counted[token] += block.events[token]
+    expected = {token: 100 * period.count(token) for token in counted}
+    assert all(abs(counted[token] - expected[token]) <= 2 for token in counted), (counted, expected)
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_step_is_found(name, script, start):
     source, tokens, forwards = LOOPS[name]
@@ -177,6 +221,23 @@ def test_steps_that_contain_an_evaluation_are_left_out(script, start):
     trial = start(str(script(HEAD + LOOPS["evaluation phases"][0])))
     trial.wait_ready()
     assert len(trial.run_block(0, 14).step_ns) == 12      # one evaluation in seven steps
+
+
+def test_nothing_of_ours_is_on_a_module_that_is_copied_or_pickled(script, start):
+    """A hook of a module would be pickled with it, which fails, and run in its copies for good."""
+    source = HEAD + """
+import copy, io
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    opt.zero_grad(); loss_of().backward()
+    twin = copy.deepcopy(model)
+    torch.save((model, twin, opt), io.BytesIO())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in (*model.modules(), *twin.modules()))
+    opt.step()
+"""
+    trial = start(str(script(source)))
+    trial.wait_ready()
+    assert len(trial.run_block(0, 3).step_ns) == 3
 
 
 def test_manual_accumulation_counts_from_the_right_backward(script, start):

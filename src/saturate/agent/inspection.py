@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 from typing import Any
 
 from saturate.agent import motif
@@ -33,6 +35,7 @@ class Inspection:
         self._counter: Any = None
         self._called: dict[int, Any] = {}
         self._stack: list[int] = []
+        self._outermost: Any = None
         self._undo: list[Any] = []
         parameters = trained_parameters(session)
         self.device = parameters[0].device.type if parameters else "cpu"
@@ -45,8 +48,7 @@ class Inspection:
         self._roots = [m for m in everything if id(m) not in children]
         self.modules: tuple[Any, ...] = ()
         if not self.compiled:
-            for module in everything:
-                self._hook(module)
+            self._watch_calls(everything)
             self._count_attention(torch)
             self._count_flops(torch)
             self._watch_gradients(torch)
@@ -55,24 +57,33 @@ class Inspection:
         if self.device == "cuda":
             self._watch_copies(torch)
 
-    def _hook(self, module: Any) -> None:
+    def _watch_calls(self, modules: list[Any]) -> None:
+        """By hooks of all modules: those of a module are pickled with it, and stay in its copies."""
         in_backward = _in_backward(self.session.torch)
+        watched = {id(m) for m in modules}
 
-        def before(m: Any, args: Any, kwargs: Any) -> None:
-            if not self._stack and m.training and self.session.torch.is_grad_enabled() and not in_backward():
-                self._called[id(m)] = m
-                self.calls += 1
-                self._note_call(args, kwargs)
-            self._stack.append(id(m))
+        def before(m: Any, args: Any) -> None:
+            if id(m) in watched:
+                if not self._stack and m.training and self.session.torch.is_grad_enabled() and not in_backward():
+                    self._called[id(m)] = m
+                    self.calls += 1
+                    self._outermost = m
+                self._stack.append(id(m))
 
-        def after(m: Any, args: Any, output: Any) -> None:
+        def after(m: Any, args: Any, *keywords_and_output: Any) -> None:
             if id(m) in self._stack:        # an exception inside a forward leaves entries above ours
                 del self._stack[self._stack.index(id(m)):]
+                if m is self._outermost and not self._stack:
+                    self._outermost = None
+                    self._note_call(args, *keywords_and_output[:-1])
 
-        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(module.register_forward_hook(after, always_call=True).remove)
+        hooks = self.session.torch.nn.modules.module
+        known = inspect.signature(hooks.register_module_forward_hook).parameters
+        keywords = {"with_kwargs": True} if "with_kwargs" in known else {}      # older versions keep them from global hooks
+        self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
+        self._undo.append(hooks.register_module_forward_hook(after, always_call=True, **keywords).remove)
 
-    def _note_call(self, args: Any, kwargs: Any) -> None:
+    def _note_call(self, args: Any, kwargs: Any = types.MappingProxyType({})) -> None:
         torch = self.session.torch
         if torch.is_autocast_enabled(self.device):
             self.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
