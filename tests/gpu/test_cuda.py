@@ -71,7 +71,8 @@ def test_techniques_take_effect(identity, options, script, start):
 
 
 def test_losses_that_replayed_graphs_write_over_are_recorded(start, script):
-    """The model returns its loss, as nanoGPT does: it lies in a graph's memory, which the next step overwrites."""
+    """The model returns its loss, as nanoGPT does: it lies in a graph's memory, which the next step overwrites. The script
+    itself keeps losses, too, and reads them some steps later."""
     source = """
         import torch, torch.nn as nn
         class Net(nn.Module):
@@ -83,9 +84,14 @@ def test_losses_that_replayed_graphs_write_over_are_recorded(start, script):
         torch.manual_seed(0)
         model = Net().cuda()
         opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        kept = []
         while True:
             x = torch.randn(128, 64, device="cuda")
-            opt.zero_grad(); model(x).backward(); opt.step()
+            opt.zero_grad(); loss = model(x); loss.backward(); opt.step()
+            kept.append(loss.detach())
+            if len(kept) == 5:
+                assert len({one.item() for one in kept}) == 5
+                kept.clear()
     """
     found = []
     for techniques in ([], [chosen("compile", mode="reduce-overhead")]):
