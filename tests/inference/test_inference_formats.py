@@ -75,6 +75,16 @@ def test_an_output_that_holds_a_size_is_stored_for_that_size(tmp_path: Path) -> 
         call(torch.randn(5, 3))
 
 
+def test_a_part_in_training_mode_stays_so(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).eval()
+    x = 5 + torch.randn(4, 3)
+    context = context_of(model, [(x,)], tmp_path)
+    model[0].train()
+    expected = model(x)
+    entry = exported.save(context, tmp_path)
+    assert model[0].training and torch.allclose(exported.load(torch, tmp_path, entry)(x), expected, atol=1e-5)
+
+
 SIGNATURE = {"inputs": {"tuple": [[0], [1]]}, "outputs": [0], "parameters": ["x", "y"], "ranges": {"rows": [1, 8]},
              "tensors": [{"dtype": "float32", "shape": ["rows", 4]}, {"dtype": "float32", "shape": ["rows", 4]}]}
 

@@ -221,6 +221,7 @@ def _flat_module(torch: Any, model: Any, description: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+            self.training = False       # not eval(): parts of the model may be in another mode on purpose
             self.outputs: Any = None
             self.classes: dict[str, type] = {}
 
@@ -231,7 +232,7 @@ def _flat_module(torch: Any, model: Any, description: Any) -> Any:
                 self.outputs, self.classes = described, structure.classes_in(output)
             return tuple(flat)
 
-    return Flat().eval()
+    return Flat()
 
 
 def _parameters(model: Any) -> list[str]:

@@ -139,13 +139,14 @@ def in_half(torch: Any, model: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = copy.deepcopy(model).half()
+            self.training = False       # not eval(): parts of the model may be in another mode on purpose
 
         @functools.wraps(type(model).forward)      # its parameters are those of the program
         def forward(self, *inputs: Any) -> Any:
             output = self.model(*_cast(torch, inputs, torch.float32, torch.float16))
             return _cast(torch, output, torch.float16, torch.float32)
 
-    return Half().eval()
+    return Half()
 
 
 def _cast(torch: Any, value: Any, source: Any, target: Any) -> Any:
