@@ -18,7 +18,7 @@ import pytest
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
-from saturate.inference import artifact, examples, folders, hardware
+from saturate.inference import artifact, examples, folders, hardware, probe
 from saturate.inference.techniques._api import Context, Entry
 from saturate.records.artifact import MadeOn
 from saturate.records.inference import Best, CandidateRecord, ModelFacts, Timing
@@ -465,6 +465,53 @@ def test_another_machine_warns_and_offers_to_verify(stored, monkeypatch, change,
     assert words in str(caught[0].message) and words in " ".join(loaded.differences)
     assert str(caught[0].filename) == __file__, "the warning points at the caller"
     assert loaded.verify().ok
+
+
+#: A program as a foreign processor meets it: the process that calls it ends at the first instruction that it does not know.
+ILLEGAL = "import os, signal\n\ndef load(torch, folder, entry):\n    return lambda *inputs: os.kill(os.getpid(), signal.{})\n"
+
+
+@pytest.fixture
+def native(stored, monkeypatch, tmp_path):
+    """An artifact of machine code, made on another processor. Its format, for the trial too, is a file of the test."""
+    def make(code):
+        places = tmp_path / "site"
+        places.mkdir()
+        (places / "native_code.py").write_text(code)
+        monkeypatch.syspath_prepend(str(places))
+        monkeypatch.setattr(probe, "NATIVE", ("exported",))
+        child = "from saturate.inference import probe; import native_code; probe.importlib.import_module = lambda name: native_code; "
+        run = subprocess.run
+        monkeypatch.setattr(probe.subprocess, "run", lambda argv, **more: run(
+            [*argv[:2], argv[2].replace("from saturate.inference import probe; ", child), *argv[3:]], **more))
+        return stored
+
+    rewrite(stored, lambda plain: plain["made_on"].update(cpu_flags=["avx2", "amx_int8", "nonsense"]))
+    return make
+
+
+def test_machine_code_that_this_processor_does_not_know_is_refused_and_this_process_lives(native):
+    folder = native(ILLEGAL.format("SIGILL"))
+    with pytest.raises(EnvironmentProblem, match="machine code for another processor") as caught:
+        artifact.load(folder)
+    assert "ended by SIGILL" in caught.value.cause and "nonsense" in caught.value.cause
+    assert "--skip aot-inductor" in caught.value.remedy
+
+
+def test_machine_code_that_a_trial_shows_to_run_is_loaded_with_a_warning(native):
+    folder = native("def load(torch, folder, entry):\n    return lambda *inputs: None\n")
+    with pytest.warns(UserWarning, match="lacks"):
+        artifact.load(folder)
+
+
+def test_what_cannot_be_tried_is_refused_and_what_is_at_home_is_not_tried(stored, monkeypatch):
+    monkeypatch.setattr(probe, "NATIVE", ("exported",))
+    monkeypatch.setattr(probe, "tried", lambda folder: pytest.fail("tried"))
+    artifact.load(stored)
+    rewrite(stored, lambda plain: plain.update(examples=[], made_on={**plain["made_on"], "cpu": "another"}))
+    with pytest.raises(EnvironmentProblem, match="machine code") as caught:
+        artifact.load(stored)
+    assert "no stored inputs" in caught.value.cause
 
 
 def test_a_gpu_that_is_not_here(stored, monkeypatch):

@@ -27,7 +27,7 @@ import msgspec
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
-from saturate.inference import examples, folders, hardware
+from saturate.inference import examples, folders, hardware, probe
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
 from saturate.records.artifact import Manifest
@@ -172,8 +172,9 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
     where it does not know how to build them (`generation.artifact`).
 
     Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or
-    `Artifact.verify()`, runs it on its stored inputs and compares. Raises ArtifactDamaged, and EnvironmentProblem
-    where a library or a device is missing here, or where it does not verify.
+    `Artifact.verify()`, runs it on its stored inputs and compares. Machine code for another processor is tried in another
+    process first. Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the
+    processor lacks what the program needs, or where it does not verify.
     """
     folder = Path(folder)
     folders.tidy(folder)
@@ -187,6 +188,7 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
             remedy="load it there",
         )
     now = hardware.here(torch, made_on.device, made_on.threads, tuple(made_on.versions))
+    probe.demand(folder, manifest, now)
     other = hardware.other_hardware(made_on, now)
     differences = (*other, *hardware.other_software(made_on, now))
     found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder, manifest, differences, modules), torch)
