@@ -17,6 +17,13 @@ def share(part_ms: float, step_ms: float) -> float | None:
     return min(1.0, part_ms / step_ms)
 
 
+def computing(facts: Facts, most: float = 1.0) -> float | None:
+    """Bound of what acts on forward and backward: at `most` this part of the share of a step that neither waits for
+    input nor is the optimizer's; None when the step was not timed."""
+    rest = share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    return None if rest is None else most * (1.0 - rest)
+
+
 def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
     """Trained modules whose forward may be wrapped."""
     return tuple(module for module in facts.modules if not module.forward_overridden)

@@ -69,8 +69,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
-    return None if waiting is None else 1.0 - waiting
+    return _common.computing(facts)
 
 
 def apply(context: Any, options: Options) -> str:

@@ -104,8 +104,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    waiting = _common.share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
-    return None if waiting is None else 1.0 - waiting
+    return _common.computing(facts)
 
 
 def apply(context: Any, options: Options) -> str:
@@ -176,22 +175,16 @@ class _Compiler:
         own = types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
         compiled = self.context.torch.compile(own, mode=self.options.mode, dynamic=_DYNAMIC[self.options.dynamic])
         if self.options.mode in RECORDING and self.context.device == "cuda":
-            compiled = self._copying(compiled)
+            compiled = _copying(self.context.torch, compiled)
         self.shared[inner] = compiled
         return compiled
 
-    def _copying(self, compiled: Any) -> Any:
-        from torch.utils._pytree import tree_map_only
-
-        tensor = self.context.torch.Tensor
-
-        def copied(*args: Any, **kwargs: Any) -> Any:
-            return tree_map_only(tensor, tensor.clone, compiled(*args, **kwargs))
-
-        return copied
-
     def _captured(self) -> int:
         return int(self.context.torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _copying(torch: Any, compiled: Any) -> Any:
+    return lambda *args, **kwargs: _common.map_tensors(compiled(*args, **kwargs), torch.clone, torch)
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

@@ -38,13 +38,12 @@ from __future__ import annotations
 import functools
 import math
 import multiprocessing
-import pickle
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, LoaderFacts
-from saturate.techniques import _common
+from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -173,56 +172,15 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
     changes: dict[str, Any] = {}
     workers = arguments.get("num_workers") or 0
     if not workers:
-        batches = _batches(dataset, arguments)
-        if batches < 2 or _on_device(dataset, torch) or not _can_cross(dataset, arguments):
+        if not _loaders.may_have_workers(dataset, arguments, torch):
             return {}
-        workers = changes["num_workers"] = min(options.workers, batches)
+        workers = changes["num_workers"] = min(options.workers, _loaders.batches(dataset, arguments))
     referable = type(dataset).__weakrefoffset__ != 0        # a plain list is not; `_keep_order` must know it again
     if options.persistent and referable and not arguments.get("persistent_workers"):
         changes["persistent_workers"] = True
     if options.prefetch != PREFETCH and arguments.get("prefetch_factor") is None:
         changes["prefetch_factor"] = options.prefetch
     return changes
-
-
-def _batches(dataset: Any, arguments: dict[str, Any]) -> int:
-    try:
-        if arguments.get("batch_sampler") is not None:
-            return len(arguments["batch_sampler"])
-        return math.ceil(len(dataset) / (arguments.get("batch_size") or 1))
-    except (TypeError, NotImplementedError):        # no length: the user drives it with a sampler of his own
-        return 1 << 30
-
-
-def _on_device(dataset: Any, torch: Any) -> bool:
-    """Whether the dataset, or the one that it is a view of, holds accelerator tensors: they do not survive a fork."""
-    while dataset is not None:
-        values = list(getattr(dataset, "__dict__", {}).values())
-        values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:64]]
-        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
-            return True
-        dataset = getattr(dataset, "__dict__", {}).get("dataset")
-    return False
-
-
-def _can_cross(dataset: Any, arguments: dict[str, Any]) -> bool:
-    """Whether workers can receive the dataset: a forked one has it already, any other must unpickle it."""
-    chosen = arguments.get("multiprocessing_context")
-    method = chosen if isinstance(chosen, str) else (chosen or multiprocessing).get_start_method()
-    if method == "fork":
-        return True
-    try:
-        pickle.Pickler(_Sink()).dump((dataset, arguments.get("collate_fn"), arguments.get("worker_init_fn")))
-    except Exception:  # noqa: BLE001 - any object's own __reduce__ may raise anything, and then workers cannot start
-        return False
-    return True
-
-
-class _Sink:
-    """A file that keeps nothing: a dataset may be larger than memory allows to hold twice."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

@@ -1,0 +1,55 @@
+"""Which DataLoaders can get worker processes, judged from the arguments that they are built with. Used by `loader-workers`."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import pickle
+from typing import Any
+
+
+def may_have_workers(dataset: Any, arguments: dict[str, Any], torch: Any) -> bool:
+    """Whether a loader of map-style samples that has no workers may have some: it has two batches or more, and workers can
+    receive its dataset."""
+    return batches(dataset, arguments) >= 2 and not _on_device(dataset, torch) and _can_cross(dataset, arguments)
+
+
+def batches(dataset: Any, arguments: dict[str, Any]) -> int:
+    """Of one epoch."""
+    try:
+        if arguments.get("batch_sampler") is not None:
+            return len(arguments["batch_sampler"])
+        return math.ceil(len(dataset) / (arguments.get("batch_size") or 1))
+    except (TypeError, NotImplementedError):        # no length: the user drives it with a sampler of his own
+        return 1 << 30
+
+
+def _on_device(dataset: Any, torch: Any) -> bool:
+    """Whether the dataset, or the one that it is a view of, holds accelerator tensors: they do not survive a fork."""
+    while dataset is not None:
+        values = list(getattr(dataset, "__dict__", {}).values())
+        values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:64]]
+        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
+            return True
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return False
+
+
+def _can_cross(dataset: Any, arguments: dict[str, Any]) -> bool:
+    """Whether workers can receive the dataset: a forked one has it already, any other must unpickle it."""
+    chosen = arguments.get("multiprocessing_context")
+    method = chosen if isinstance(chosen, str) else (chosen or multiprocessing).get_start_method()
+    if method == "fork":
+        return True
+    try:
+        pickle.Pickler(_Sink()).dump((dataset, arguments.get("collate_fn"), arguments.get("worker_init_fn")))
+    except Exception:  # noqa: BLE001 - any object's own __reduce__ may raise anything, and then workers cannot start
+        return False
+    return True
+
+
+class _Sink:
+    """A file that keeps nothing: a dataset may be larger than memory allows to hold twice."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
