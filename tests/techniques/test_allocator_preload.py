@@ -1,0 +1,51 @@
+"""A preloaded library reaches the workload and what it starts, not the processes of saturate around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from saturate.study.candidates import Candidate
+from saturate.techniques import allocator
+
+TRAIN = """
+import torch
+model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(STEPS):
+    model(torch.ones(1, 2)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+print("LD_PRELOAD is", __import__("os").environ.get("LD_PRELOAD", "not set"))
+"""
+
+
+@pytest.fixture
+def library() -> str:
+    """Any library that every Python has loaded stands for an allocator: preloading it changes nothing."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return next(line.split()[-1] for line in maps.splitlines() if "/libm" in line or "/libc" in line)
+
+
+def environ(pid: int) -> list[bytes]:
+    return [entry for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if entry.startswith(b"LD_PRELOAD=")]
+
+
+def test_a_trial_preloads_in_the_workload_only(library, script, start):
+    chosen = Candidate(allocator, allocator.Options("tcmalloc", library)).chosen()
+    trial = start(str(script(TRAIN.replace("STEPS", "10**9"))), techniques=[chosen])
+    hello = trial.wait_ready()
+    assert hello["applied"] == [{"id": "allocator", "problem": ""}]
+    assert environ(hello["pid"]) == [b"LD_PRELOAD=" + library.encode()] and environ(trial.supervisor.pid) == []
+
+
+def test_a_recipe_preloads_in_the_command_and_says_when_the_loader_refuses(library, script, tmp_path, clean_environment):
+    recipe = tmp_path / "recipe.toml"
+    command = [sys.executable, "-m", "saturate.cli.main", "run", str(recipe), "--", sys.executable, str(script(TRAIN.replace("STEPS", "9")))]
+    for path, said in ((library, ""), (str(tmp_path / "libnone.so"), "allocator did not take effect: not_applied")):
+        recipe.write_text(f'schema = 1\n[[technique]]\nid = "allocator"\n[technique.options]\nkind = "tcmalloc"\nlibrary = "{path}"\n')
+        done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, f"LD_PRELOAD is {path}\n"), done.stderr
+        assert said in done.stderr and ("did not take effect" in done.stderr) == bool(said)
