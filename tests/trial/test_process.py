@@ -101,6 +101,29 @@ def test_how_it_ended(source: str, kind: str, words: str, script, start) -> None
     assert ended.value.outcome.kind == kind and words in ended.value.outcome.reason
 
 
+def test_every_trial_reads_a_file_that_we_were_given(script, start, tmp_path: Path) -> None:
+    """From where it stands, without moving it: `while read line; do saturate tune ...; done < file`."""
+    (tmp_path / "lines").write_text("first\nsecond\n", encoding="utf-8")
+    ours = os.dup(0)
+    with open(tmp_path / "lines", encoding="utf-8") as lines:
+        os.lseek(lines.fileno(), len("first\n"), os.SEEK_SET)
+        os.dup2(lines.fileno(), 0)
+        try:
+            for _ in range(2):
+                with pytest.raises(TrialEnded) as ended:
+                    start(str(script("import sys; sys.exit(sys.stdin.read())"))).wait_ready()
+                assert ended.value.outcome.reason == "exit code 1: second"
+        finally:
+            os.dup2(ours, 0)
+            os.close(ours)
+
+
+def test_who_asks_for_input_that_is_no_file_is_told_where_it_comes_from(script, start) -> None:
+    with pytest.raises(TrialEnded) as ended:
+        start(str(script("input('continue? ')"))).wait_ready()
+    assert ended.value.outcome.kind == "crashed" and "< FILE" in ended.value.outcome.remedy
+
+
 def test_signals_are_those_of_a_shell(start) -> None:
     """Python ignores SIGPIPE, and its children would inherit that: `yes | head` would never end."""
     trial = start("bash", "-c", "yes | head -n 1 > /dev/null; grep SigIgn /proc/self/status; exit 4")

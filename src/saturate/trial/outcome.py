@@ -70,6 +70,9 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("disk_full", r"No space left on device|Disk quota exceeded"),
 )
 
+#: What else may help a command that asks and gets no answer.
+_NO_INPUT = "if it reads its standard input: trials get that from a file only, as in `saturate tune -- COMMAND < FILE`"
+
 _TRACEBACK = "Traceback (most recent call last)"
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
@@ -117,7 +120,8 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
                            _REMEDIES["out_of_memory_host"])
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
     if _TRACEBACK in log:
-        return Outcome("crashed", _below_launchers(log) or _last_line(log))
+        said = _below_launchers(log) or _last_line(log)
+        return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else "")
     said = _last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 import subprocess
 import sys
 import time
@@ -47,6 +48,17 @@ def clocks_drift(lags: list[tuple[int, int]]) -> str | None:
         return None
     _, wall, inside = long[len(long) // 4]
     return f"blocks took {wall / 1e6:.0f} ms here and {inside / 1e6:.0f} ms by the clock inside the workload"
+
+
+def standard_input() -> tuple[str, int]:
+    """What a workload reads, and from where on: our own standard input if that is a file, which every trial reads for itself.
+    A pipe can be read only once, and may never end: then they get nothing."""
+    try:
+        if stat.S_ISREG(os.fstat(0).st_mode):
+            return f"/proc/{os.getpid()}/fd/0", os.lseek(0, 0, os.SEEK_CUR)
+    except OSError:
+        pass            # it is closed
+    return os.devnull, 0
 
 
 class TrialEnded(Exception):
@@ -139,8 +151,9 @@ class Trial:
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             argv = launch.carried(workload.argv, environment, spec.techniques)
+            stdin, offset = standard_input()
             json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
-                       "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
+                       "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
         self.supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
