@@ -12,6 +12,8 @@ import torch
 from saving_kit import Disk, applied, same, state
 
 from saturate.checkpoints import staging
+from saturate.records.facts import Evidence
+from saturate.techniques import async_checkpoint
 
 
 @pytest.mark.parametrize("mode", ["thread", "process", "sync", "auto"])
@@ -265,3 +267,16 @@ def test_one_checkpoint_at_a_time_is_on_its_way(tmp_path, monkeypatch):
         disk.waits(lambda: torch.save(state(3), tmp_path / "step2.pt"))
         assert same(torch.load(tmp_path / "step1.pt"), state(1)) and len(disk.written) >= 2
     assert same(torch.load(tmp_path / "step2.pt"), state(3))
+
+
+def test_saves_into_open_files_are_told_apart(tmp_path):
+    """They stay synchronous, and the account says so instead of saying that nothing was saved."""
+    with applied("thread") as context:
+        with open(tmp_path / "opened.pt", "wb") as file:
+            torch.save(state(1), file)
+        seen = async_checkpoint.active(Evidence(notes=dict(context.notes)), async_checkpoint.Options())
+        assert not seen.active and seen.evidence == "1 save(s) into files that the script opened itself stayed synchronous"
+        torch.save(state(2), tmp_path / "named.pt")
+        seen = async_checkpoint.active(Evidence(notes=dict(context.notes)), async_checkpoint.Options())
+        assert seen.active and "1 checkpoint(s) in 1 file(s)" in seen.evidence and "stayed synchronous" in seen.evidence
+    assert same(torch.load(tmp_path / "opened.pt"), state(1))

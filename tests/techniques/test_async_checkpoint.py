@@ -31,6 +31,8 @@ def test_eligibility_needs_a_save():
     found = async_checkpoint.eligible(Facts(saves=2, save_bytes=20_000_000, save_s=0.5))
     assert found and found.reason == "2 save(s) of 10.0 MB took 0.250 s each"
     assert not async_checkpoint.active(Evidence(), async_checkpoint.Options()).active
+    opened = async_checkpoint.eligible(Facts(saves_into_files=3))
+    assert not opened and "3 save(s) went into files that the script opened itself" in opened.reason
 
 
 def test_an_unknown_mode_is_refused():

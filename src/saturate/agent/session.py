@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import leaves, motif, observe
+from saturate.agent import leaves, motif, observe, succession
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -60,6 +60,10 @@ class Session:
         self.boundaries = 0
         self.backwards = 0
         self.optimizers: list[weakref.ref[Any]] = []
+        self.held: dict[str, list[weakref.ref[Any]]] = {}       # parameters by optimizer; see agent.succession
+        self.roles: dict[str, str] = {}         # successors of the step's optimizers
+        self.succession: succession.Succession | None = None
+        self.steps_before: dict[int, int] = {}  # `step_counts` at the latest gate
         self.constructed: list[weakref.ref[Any]] = []
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
         self.step_counts: dict[int, int] = {}
@@ -73,6 +77,7 @@ class Session:
         self.loaders_known = False
         self.loaders: dict[Any, Any] = {}          # by kind of loader: see observe.remember_loader
         self.saves: list[tuple[int, int]] = []     # bytes and nanoseconds of each torch.save
+        self.saves_into_files = 0                  # those into files that the script opened itself
         self.losses: list[Any] = []
         self.recording = plan["mode"] == "trial" and step is not None
         self.early: list[list[Any]] = []        # losses of the first updates, by update, until they are reported
@@ -172,6 +177,8 @@ class Session:
         size = observe.saved_bytes(target)
         if size is not None:
             self.saves.append((size, took_ns))
+        elif not isinstance(target, (str, os.PathLike)):
+            self.saves_into_files += 1
 
     def backward_begins(self) -> None:
         if self.phase == "asleep":
@@ -255,11 +262,12 @@ class Session:
     def _name(self, optimizer: Any) -> str:
         for index, reference in enumerate(self.optimizers):
             if reference() is optimizer:
-                return f"S{index}"
+                return self.roles.get(f"S{index}", f"S{index}")
+        name = f"S{len(self.optimizers)}"
         self.optimizers.append(weakref.ref(optimizer))
-        if self.step is not None and self.step.token != motif.CLOSURE and not self.plan.get("step"):
+        if succession.meet(self, name, optimizer) and not self.plan.get("step"):
             self._rediscover()
-        return f"S{len(self.optimizers) - 1}"
+        return self.roles.get(name, name)
 
     def living_optimizers(self) -> list[Any]:
         return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
@@ -276,10 +284,13 @@ class Session:
         self.counts[token] = self.counts.get(token, 0) + 1
         if self.capture is not None:
             self.capture.token(self, token)
+        if self.succession is not None:
+            token = succession.follow(self, token)
         if self.step is None:
             self._discover(token)
             if self.step is None:
                 return
+            self.succession = None
             if self.step.token != "B":
                 self.occurrences = self.step.count     # found at the very token that ends it
         elif token != self.step.token:

@@ -34,6 +34,7 @@ class Costs:
         self.fixed = fixed
         self.per_byte: dict[str, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in self.ways}
         self.checkpoints = self.files = self.bytes = 0
+        self.left_alone = 0             # saves into files that the script opened itself
         self.blocked_s = 0.0
         self._typical: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._stepped: float | None = None
@@ -129,7 +130,11 @@ class Costs:
 
     def describe(self, memory_bytes: int) -> str:
         """One line: what was saved and what it cost. `memory_bytes`: of the buffers that are held for it."""
+        alone = f"{self.left_alone} save(s) into files that the script opened itself stayed synchronous" if self.left_alone else ""
+        if not self.files:
+            return alone
         text = f"{self.checkpoints} checkpoint(s) in {self.files} file(s), {self.bytes / 1e6:,.1f} MB written"
+        text += f"; {alone}" if alone else ""
         ways = {way: lost for way in self.ways if (lost := self.lost_s(way)) is not None}
         if not ways:
             return f"{text}, {self.blocked_s:.2f} s waited for them in all"

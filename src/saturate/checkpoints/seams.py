@@ -7,6 +7,7 @@ and torch pickles as it always does. Saves into file objects stay what they are:
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards
 from saturate.checkpoints.staging import Recorder
-from saturate.checkpoints.writer import Unsuitable, Writer
+from saturate.checkpoints.writer import Unsuitable, Writer, inside
 
 _local = threading.local()
 
@@ -35,6 +36,8 @@ class Saves:
 
         def open_zipfile_writer(name_or_buffer: Any) -> Any:
             skipping = getattr(getattr(serialization, "_serialization_tls", None), "skip_data", False)
+            if isinstance(name_or_buffer, (io.BufferedWriter, io.BufferedRandom, io.FileIO)) and not inside():
+                self.writer.leave_alone()
             if not isinstance(name_or_buffer, (str, os.PathLike)) or skipping:
                 return original(name_or_buffer)
             name = os.fspath(name_or_buffer)
@@ -136,7 +139,6 @@ _versions: list[bytes] = []
 def _version(torch: Any) -> bytes:
     """The format version that this torch writes at the end of its archives."""
     if not _versions:
-        import io
         import zipfile
 
         buffer = io.BytesIO()

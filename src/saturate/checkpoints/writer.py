@@ -140,6 +140,11 @@ class Writer:
                 raise
         self.count(way, size, time.perf_counter() - began)
 
+    def leave_alone(self) -> None:
+        """Something was saved into a file that the script opened itself."""
+        self.costs.left_alone += 1
+        self._note(self.describe())
+
     def _finish_before(self) -> None:
         """One checkpoint at a time is on its way: a kill then costs the newest, and never a queue of them that a slow
         disk has not taken yet. Files of one checkpoint do not wait for each other."""

@@ -117,6 +117,7 @@ class Facts:
     shapes: int = 1                     # distinct input shapes seen at the outermost modules
     saves: int = 0                      # calls of torch.save in the observed steps, open files left out
     save_bytes: int = 0                 # what they wrote, all together
+    saves_into_files: int = 0           # calls of torch.save with a file that the script had opened; no technique acts on them
     save_s: float = 0.0                 # how long the training stood in them, all together
     modules: tuple[ModuleFacts, ...] = ()
     optimizers: tuple[OptimizerFacts, ...] = ()

@@ -30,7 +30,9 @@ How it is applied
 torch's zip writer is replaced by one that stages. Functions of `os`, `open`, ways to start processes and distributed
 barriers ask first whether a file is pending that they could see, announce (`latest`) or outlive. A failed write is said
 on stderr, and its OSError is raised by the next save; at the end it makes the exit code nonzero. Files that are not
-regular, have hard links or may not be replaced are saved plainly, as are saves into file objects.
+regular, have hard links or may not be replaced are saved plainly. So are saves in torch's old format, into memory, and
+into files that the script opened itself (`with open(path, "wb") as f: torch.save(state, f)`), which stay as slow as they
+were: what it does with them next (write on, fsync, rename) must find all bytes there. Give `torch.save` the path instead.
 
 References
 ----------
@@ -73,6 +75,9 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
+    if not facts.saves and facts.saves_into_files:
+        return Ineligible(f"{facts.saves_into_files} save(s) went into files that the script opened itself, and stay synchronous: the "
+                          "script may write on, or read them back at once; give torch.save the path instead")
     if not facts.saves:
         return Ineligible("no checkpoint was saved in the steps observed; add it to the recipe by hand: "
                           f"[[technique]] id = \"{TECHNIQUE.id}\"")
@@ -137,7 +142,7 @@ def _hold_barriers(context: Any, guards: Any) -> None:
 def _at_exit(context: Any, writer: Any, guards: Any) -> None:
     def finish() -> None:
         guards.at_exit()
-        if writer.costs.files and not writer.foreign:
+        if (writer.costs.files or writer.costs.left_alone) and not writer.foreign:
             sys.stderr.write(f"saturate: {TECHNIQUE.id}: {writer.describe()}\n")
 
     atexit.register(finish)
@@ -146,7 +151,7 @@ def _at_exit(context: Any, writer: Any, guards: Any) -> None:
 
 def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
-    return Proof(bool(seen), seen or "no checkpoint was saved")
+    return Proof("checkpoint(s)" in seen, seen or "no checkpoint was saved")
 
 
 def as_code(options: Options) -> str:
