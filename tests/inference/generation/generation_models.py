@@ -68,6 +68,22 @@ class Whole(nn.Module):
         return self.inner(ids, None), None
 
 
+class LastAlone(nn.Module):
+    """nanoGPT's way: the logits of the last token, and of all only where a loss is asked for."""
+
+    def __init__(self, inner: Cached, takes_targets: bool = True):
+        super().__init__()
+        self.inner, self.block_size = inner, inner.context
+        if not takes_targets:
+            self.forward = lambda ids: self.inner(ids, None)[:, -1:]
+
+    def forward(self, idx, targets=None):
+        logits = self.inner(idx, None)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Bigram(nn.Module):
     """Logits of the next token from the last one alone: every probability of a text can be enumerated."""
 

@@ -50,6 +50,15 @@ def drafts():
 DRAFTS = drafts()
 
 
+def test_a_model_that_gives_the_last_logits_alone_unless_it_gets_targets(model, texts):
+    alone = toys.LastAlone(model)
+    assert generate(alone, PROMPTS, max_new_tokens=NEW).tokens == texts
+    found = generate(alone, PROMPTS, max_new_tokens=NEW, draft=toys.LastAlone(DRAFTS["near"]), lengths=(3,))
+    assert found.tokens == texts and found.acceptance_rate > 0
+    with pytest.raises(UsageError, match="returned the logits of 1 of"):
+        generate(toys.LastAlone(model, takes_targets=False), PROMPTS, max_new_tokens=NEW)
+
+
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batch", "alone"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_plain_is_the_plainest_loop(model, texts, prompts, recompute):

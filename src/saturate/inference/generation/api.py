@@ -119,7 +119,8 @@ class GenerationResult:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Store the best way as an artifact, which `saturate.load` opens. Before it takes its place it is loaded in a
-        fresh process, and must give the tokens there that it gives here; its time is measured against the plain loop's.
+        fresh process, and must give the tokens there that it gives here; its time is measured against that of the
+        plain loop.
 
         Raises UsageError for what cannot be stored, and ArtifactDamaged where it does not prove itself.
         """
@@ -223,12 +224,12 @@ def optimize(
         journal = None
         if workdir is not None and folder is not None:
             journal = Journal(folder, tune.key_of(torch, given, yard, (selection, confirmation, request, budget)))
-        search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget, say,
-                             frozenset(ways), journal)
+        search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
+                             say, frozenset(ways), journal)
         with running_model():
             best, base = search.run()
-    return GenerationResult(tune.record_of(search, best, base, clock.monotonic() - started), best.recipe, given, request,
-                            batch_size, confirmation)
+    record = tune.record_of(search, best, base, clock.monotonic() - started)
+    return GenerationResult(record, best.recipe, given, request, batch_size, confirmation)
 
 
 @contextmanager

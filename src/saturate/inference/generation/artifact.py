@@ -56,8 +56,9 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
         "tokenizers": given.tokenizers is not None,
     }
     facts = weights.facts_of(torch, given.model)
-    row = CandidateRecord(id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
-                          fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
+    row = CandidateRecord(
+        id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
+        fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
     given_examples = [(torch.tensor([prompt]),) for prompt, _ in examples]
     with tempfile.TemporaryDirectory(prefix="saturate-generation-") as program, folders.problems(folder):
         for name, module in modules.items():
@@ -96,7 +97,9 @@ class Program:
 
     def __call__(self, prompts: Any, max_new_tokens: int | None = None) -> list[Any]:
         known = self.request
-        request = Request(known.max_new_tokens if max_new_tokens is None else max_new_tokens, known.sampling, known.eos)
+        if max_new_tokens is None:
+            max_new_tokens = known.max_new_tokens
+        request = Request(max_new_tokens, known.sampling, known.eos)
         batches = shapes.batches(shapes.as_lists(prompts), self.batch_size)
         loop = self.served(batches[0], request).loop
         return [self._torch.tensor(row) for batch in batches for row in loop.generate(batch, request).tokens]
@@ -129,7 +132,7 @@ def _filled(torch: Any, folder: Path, name: str, known: dict[str, Any], instance
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), "")
         raise ArtifactDamaged(f"the weights in {folder} are not those of its {name}", cause=line,
-                              remedy="give an instance of the very class and sizes, or make the artifact again") from error
+                              remedy="give an instance of the very class and sizes, or make it again") from error
     return module.eval().requires_grad_(False)
 
 
@@ -158,8 +161,8 @@ def proved(yard: Yard, stored: Path, batches: list[list[list[int]]], wanted: lis
     try:
         with yard.running(stored, batches[0], request) as host, yard.running(Recipe(), batches[0], request) as plain:
             for batch, tokens in zip(batches, wanted):
-                prompts = list(map(list, batch))
-                same = agreement(prompts, tokens, host.generate(batch, greedy).tokens, host.ready.tolerance, host.last_logits)
+                same = agreement(batch, tokens, host.generate(batch, greedy).tokens, host.ready.tolerance,
+                                 host.last_logits)
                 if same.different:
                     raise ArtifactDamaged("the stored way to generate says something else after it was loaded again",
                                           cause=same.words(), remedy="this is a defect: report it with the model")
@@ -183,7 +186,7 @@ def take_place(stored: Path, target: Path, found: Estimate) -> Path:
     return target
 
 
-# -- in a fresh process: the first argument is the worker's context ----------------------------------------------------
+# -- in a fresh process: the first argument is the worker's context --------------------------------------------------
 
 
 def start(context: Any, folder: str, batch: list[list[int]], request: Request) -> Prepared:

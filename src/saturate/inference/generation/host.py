@@ -119,12 +119,13 @@ class Local:
 class Remote:
     """In a process of its own, which stands still between requests."""
 
-    def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: float, batch_s: float):
+    def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: float,
+                 batch_s: float):
         """what: a recipe, or the folder of an artifact."""
         self._worker, self._batch_s = worker, batch_s
-        stored = isinstance(what, Path)
+        where, said = (_STORED, str(what)) if isinstance(what, Path) else (_HERE, what)
         try:
-            found = worker.ask(f"{_STORED if stored else _HERE}:start", str(what) if stored else what, [list(row) for row in batch], request, limit_s=prepare_s)
+            found = worker.ask(f"{where}:start", said, [list(row) for row in batch], request, limit_s=prepare_s)
             if isinstance(found, tuple):
                 raise Refused(*found)
             self.ready: Prepared = found
@@ -146,7 +147,8 @@ class Remote:
 class Yard:
     """Starts ways. folder: for processes of their own, private; None: all of them live here."""
 
-    def __init__(self, torch: Any, given: Given, folder: Path | None, deadline: float, memory_bytes: int | None = None):
+    def __init__(self, torch: Any, given: Given, folder: Path | None, deadline: float,
+                 memory_bytes: int | None = None):
         self.deadline, self.slowest_s = deadline, 0.0
         self._torch, self._given, self._memory_bytes = torch, given, memory_bytes
         self.source = None
@@ -165,8 +167,9 @@ class Yard:
             assert isinstance(what, Recipe)
             return Local(self._torch, self._given, what, batch, request)
         prepare_s = max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
-        worker = Worker(self.source, Candidate(), folder=self._folder / "processes", threads=self._torch.get_num_threads(),
-                        memory_bytes=self._memory_bytes, prepare_s=prepare_s, facts=ModelFacts(device=self.source.device))
+        worker = Worker(self.source, Candidate(), folder=self._folder / "processes",
+                        threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=prepare_s,
+                        facts=ModelFacts(device=self.source.device))
         return Remote(worker, what, batch, request, prepare_s, max(_LEAST_BATCH_S, _PATIENCE * self.slowest_s))
 
     @contextlib.contextmanager
@@ -178,7 +181,7 @@ class Yard:
             host.close()
 
 
-# -- in the process of a way: the first argument is the worker's context -----------------------------------------------
+# -- in the process of a way: the first argument is the worker's context ---------------------------------------------
 
 
 def start(context: Any, recipe: Recipe, batch: list[list[int]], request: Request) -> Prepared | tuple[Fate, str]:

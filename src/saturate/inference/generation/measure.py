@@ -58,7 +58,8 @@ def costs(loop: Loop, batch: Batch, request: Request) -> Costs | None:
                 times.append((seen.draft_ns, seen.verify_ns))
     # The least of each: a round does the same work every time, and what else runs on the machine only adds to it.
     least = {length: tuple(min(column) for column in zip(*times)) for length, times in found.items()}
-    return Costs(tuple(least), tuple(draft for draft, _ in least.values()), tuple(verify for _, verify in least.values()))
+    drafts, verifies = zip(*least.values())
+    return Costs(tuple(least), drafts, verifies)
 
 
 class _Always:

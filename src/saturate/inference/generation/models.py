@@ -5,7 +5,8 @@ cached        forward(ids, cache) -> logits; each attention layer calls `cache.u
               attends under `cache.mask`, and takes positions from `cache.positions` (see cache.py)
 recompute     forward(ids) -> logits of a causal model without a cache: every step computes the whole sequence again
 
-Logits are [rows, count, vocabulary], or `.logits`, "logits" or the first member of what a model returns. What a model
+Logits are [rows, count, vocabulary], or `.logits`, "logits" or the first member of what a model returns. A model that
+gives those of the last token alone unless it gets targets (nanoGPT's way) gets them. What a model
 cannot do is refused by name; that the way it is called is right for it is not assumed but proved, see proof.py.
 """
 
@@ -100,12 +101,31 @@ class RecomputeDecoder:
         """Nothing is kept: the tokens are the state."""
 
     def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
-        logits = logits_of(self._call(ids[:, :max(starts) + count]))
+        ids = ids[:, :max(starts) + count]
+        if count == 1 and min(starts) == max(starts):
+            return logits_of(self._call(ids))[:, -1:]
+        logits = whole(self._call, ids)
         if min(starts) == max(starts):
             return logits[:, starts[0]:starts[0] + count]
         rows = self._torch.arange(len(starts), device=ids.device).unsqueeze(1)
         first = self._torch.tensor(starts, device=ids.device).unsqueeze(1)
         return logits[rows, first + self._torch.arange(count, device=ids.device)]
+
+
+def whole(call: Callable[..., Any], ids: Any) -> Any:
+    """The logits of every token from call(ids). Raises UsageError for a model that only gives the last one's."""
+    logits = logits_of(call(ids))
+    if logits.shape[1] == ids.shape[1]:
+        return logits
+    named = [name for name in ("targets", "labels") if name in _parameters(call)]
+    found = logits_of(call(ids, **{named[0]: ids})) if named and logits.shape[1] == 1 else logits
+    if found.shape[1] != ids.shape[1]:
+        raise UsageError(
+            f"{type(call).__name__} returned the logits of {found.shape[1]} of {ids.shape[1]} tokens",
+            cause="which drafts stay, and whether the model is called rightly, takes the logits of every token",
+            remedy="return all of them, at least when `targets` are given",
+        )
+    return found
 
 
 Adapter = str | Callable[[Any, Any, Any], Any] | None
@@ -144,7 +164,7 @@ def plain_forward(torch: Any, model: Any, adapter: Adapter = None) -> Callable[[
     if kind == "huggingface":
         return lambda ids: logits_of(model(input_ids=ids, use_cache=False))
     if kind == "recompute":
-        return lambda ids: logits_of(model(ids))
+        return lambda ids: whole(model, ids)
 
     def forward(ids: Any) -> Any:
         fresh = decoder(torch, model, adapter)
@@ -204,12 +224,17 @@ def _slides(config: Any) -> bool:
     return layers is None or any("sliding" in layer for layer in layers)
 
 
-def _kind(model: Any) -> str:
+def _parameters(model: Any) -> set[str]:
+    """Names, of a model's forward."""
     try:
-        names = set(inspect.signature(getattr(model, "forward", model)).parameters)
+        return set(inspect.signature(getattr(model, "forward", model)).parameters)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the signature of {type(model).__name__} cannot be read: {error}",
                          remedy="pass adapter=, a function (model, ids, cache) -> logits") from error
+
+
+def _kind(model: Any) -> str:
+    names = _parameters(model)
     if {"input_ids", "past_key_values"} <= names:
         return "huggingface"
     return "cached" if "cache" in names else "recompute"

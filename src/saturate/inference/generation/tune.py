@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -88,7 +88,8 @@ class Search:
 
     def run(self) -> tuple[Ready, GenerationCandidate]:
         """The best way, and the plain loop's record. Ctrl-C ends the search: the best so far is returned then, not
-        confirmed. Raises WorkerFailed where the plain loop itself fails, CheckUnusable where the check cannot judge."""
+        confirmed. Raises WorkerFailed where the plain loop itself fails, CheckUnusable where the check cannot judge.
+        """
         for batch in (*self.selection, *self.confirmation):
             self.plain.check(batch, self.request)      # before anything is measured
         began = time.monotonic()
@@ -371,13 +372,8 @@ def record_of(search: Search, best: Ready, base: GenerationCandidate, seconds: f
         batch_size=max(map(len, search.selection)),
         prompts=sum(len(batch) for batch in (*search.selection, *search.confirmation)),
         max_new_tokens=search.request.max_new_tokens,
-        sampling={
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-        },
-        verdict="faster" if best.record.fate == "kept" and faster else "inconclusive" if undecided else "nothing_helps",
+        sampling=asdict(sampling),
+        verdict="faster" if best.record.fate == "kept" else "inconclusive" if undecided else "nothing_helps",
         baseline=base,
         best=best.record if faster else base,
         candidates=search.found,
