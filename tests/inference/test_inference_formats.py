@@ -75,6 +75,11 @@ def test_an_output_that_holds_a_size_is_stored_for_that_size(tmp_path: Path) -> 
         call(torch.randn(5, 3))
 
 
+def test_a_sparse_input_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NotDeployable, match="an input is sparse"):
+        exported.save(context_of(Odd(), [(torch.eye(3).to_sparse(),)], tmp_path), tmp_path)
+
+
 def test_a_part_in_training_mode_stays_so(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).eval()
     x = 5 + torch.randn(4, 3)

@@ -52,6 +52,7 @@ def test_a_batch_that_does_not_fit_the_forward_comes_with_what_would(forward: An
     (lambda x, mask=None, scale=1: x, (), {"x": 1}, (1,)),
     (lambda x, mask=None, scale=1: x, (1,), {"scale": 3}, (1, None, 3)),
     (lambda x, mask=None, **rest: x, (1,), {"mask": 2}, (1, 2)),
+    (lambda x, mask=None, *, scale=1: x, (), {"x": 1, "mask": 2}, (1, 2)),
     (lambda *inputs, scale=1: inputs, (1, 2, 3), {}, (1, 2, 3))])
 def test_keywords_of_a_call_go_to_their_places(forward: Any, inputs: Any, named: Any, places: Any) -> None:
     assert batches.by_place(batches.signature_of(forward), inputs, named) == places

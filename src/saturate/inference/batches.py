@@ -92,10 +92,12 @@ def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named
     if signature is None:
         raise TypeError(f"the model's parameters are not known: give {', '.join(named)} by place")
     bound = signature.bind(*inputs, **named)
-    last = max((place for place, name in enumerate(signature.parameters) if name in bound.arguments), default=-1)
+    kinds = {name: one.kind for name, one in signature.parameters.items() if name in bound.arguments}
+    alone = [name for name, kind in kinds.items() if kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)]
+    if alone:
+        raise TypeError(f"{', '.join(alone)} can be given by keyword only, and candidates take their inputs by place")
+    last = max((place for place, name in enumerate(signature.parameters) if name in kinds), default=-1)
     bound.apply_defaults()
-    if bound.kwargs:
-        raise TypeError(f"{', '.join(bound.kwargs)} can be given by keyword only, and candidates take their inputs by place")
     # *inputs is one parameter and any number of places; nothing that can be given by place comes after it.
     return bound.args if len(bound.args) > len(signature.parameters) else bound.args[:max(last + 1, len(inputs))]
 

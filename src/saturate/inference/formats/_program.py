@@ -52,6 +52,8 @@ def capture(context: Context, model: Any = None) -> Program:
     description = described[0][0]
     if any(other != description for other, _ in described):
         raise NotApplied("the batches differ in structure or in values that are no tensors")
+    if any(tensor.layout != torch.strided for _, tensors in described for tensor in tensors):
+        raise NotApplied("an input is sparse, and stored programs take dense tensors")
     batches = [[_plain(torch, tensor) for tensor in tensors] for _, tensors in described]
     flat = _flat_module(torch, model, description)
     problem: Exception | None = None
