@@ -80,6 +80,19 @@ class Doubles(torch.nn.Module):
         return x.mul_(2)
 
 
+class Force(torch.nn.Module):
+    """Minus the gradient of an energy, which it needs in its forward. `alone`: it sees to gradients by itself."""
+
+    def __init__(self, alone: bool = True) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.alone or torch.is_grad_enabled()):
+            x = x.detach().requires_grad_()
+            return -torch.autograd.grad(x.square().sum(), x)[0]
+
+
 class Slow(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import time

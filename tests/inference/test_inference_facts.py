@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from process_kit import Branches, Noisy, Pair, Slow, Structured  # noqa: E402 - after the check for torch
+from process_kit import Branches, Force, Noisy, Pair, Slow, Structured  # noqa: E402 - after the check for torch
 
 from saturate.inference import facts  # noqa: E402
 from saturate.inference.techniques._api import unrepeatable  # noqa: E402
@@ -102,6 +102,15 @@ def test_a_model_that_writes_to_its_inputs_is_not_random() -> None:
     found = observe(Writes(), (given,))
     assert found.writes_inputs and not found.random and given.sum() == 0
     assert not observe(Pair(), (torch.zeros(2, 6),)).writes_inputs
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_model_that_differentiates_is_called_where_it_can(alone: bool) -> None:
+    found = observe(Force(alone), (torch.ones(3),))
+    assert found.mode == ("no_grad" if alone else "enable_grad") and not found.random
+    assert observe(Pair(), (torch.zeros(2, 6),)).mode == "inference_mode"
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        observe(Pair(), (torch.zeros(2, 5),))
 
 
 def test_a_state_that_is_kept_is_told_from_random_numbers() -> None:

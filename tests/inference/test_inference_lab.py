@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from saturate.errors import WorkloadFailed
 from saturate.inference import lab as module
+from saturate.inference.api import running_model
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
 from saturate.inference.lab import Lab
@@ -34,3 +36,18 @@ def test_what_was_found_may_be_prepared_again_although_the_time_is_over(tmp_path
     with pytest.raises(WorkerFailed):
         lab.start(Candidate())
     assert allowed == [240.0, module.LOAD_S, 30.0]
+
+
+def test_the_model_itself_may_take_all_the_time_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine or a large model is no model that does not run."""
+    allowed: list[float] = []
+
+    def start(*given: Any, prepare_s: float, **more: Any) -> Any:
+        allowed.append(prepare_s)
+        raise WorkerFailed("timeout", f"preparation took longer than {prepare_s:.0f} s")
+
+    monkeypatch.setattr(module, "Worker", start)
+    for left_s in (10, 1000):
+        with pytest.raises(WorkloadFailed, match="takes too long"), running_model():
+            Lab(None, tmp_path, 1, time.monotonic() + left_s).baseline()            # type: ignore[arg-type]
+    assert allowed[0] == module.LOAD_S and 990 < allowed[1] <= 1000

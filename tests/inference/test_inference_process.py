@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
-from process_kit import Answer, Doubles, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
+from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
@@ -237,6 +237,13 @@ def test_every_call_gets_the_inputs_that_the_user_gave(tmp_path: Path, server: S
     server.do_prepare(order(source, tmp_path, facts=ModelFacts(writes_inputs=True)))
     server.do_block(5, None)
     assert server.context and all(batch[0].eq(1).all() for batch in (*server.inputs, *server.context.inputs))
+
+
+@pytest.mark.parametrize(("alone", "mode"), [(True, "no_grad"), (False, "enable_grad")])
+def test_a_model_that_differentiates_runs(alone: bool, mode: str, tmp_path: Path, server: Server) -> None:
+    source = Source.write(tmp_path / "source", Force(alone), [torch.ones(2, 3)] * 2)
+    server.do_prepare(order(source, tmp_path, facts=None, techniques=[]))
+    assert server.facts.mode == mode and server.do_outputs()[0][0].eq(-2).all() and len(server.do_block(2, None)) == 2
 
 
 def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path, server: Server) -> None:

@@ -130,6 +130,9 @@ def running_model() -> Iterator[None]:
     try:
         yield
     except WorkerFailed as error:
+        if error.kind == "timeout":
+            raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
+                                 remedy="give the search more time, or fewer and smaller inputs") from error
         raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
                              remedy="model(*batch) must work for each batch of inputs") from error
 

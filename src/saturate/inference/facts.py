@@ -52,15 +52,16 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
             training_mode: bool = False, trainable: bool = False, student: bool = False,
             generates: bool = False) -> ModelFacts:
     """The facts about `model`, which is in evaluation mode on `device` ("cpu" or "cuda"), as `inputs` are. It is
-    called three times on the first batch, and twice more where the answers differ. What it raises there is raised:
-    then there is no baseline.
+    called some times on the first batch. What it raises there is raised: then there is no baseline.
 
     `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only.
     """
     modules = list(model.modules())
     parameters = list(model.parameters())
-    calls, attention_calls, writes_inputs = _watch_calls(torch, model, inputs[0])
-    differs, keeps_state = _repeats(torch, model, inputs[0])
+    recording = _recording(torch, model, inputs[0])
+    with recording():
+        calls, attention_calls, writes_inputs = _watch_calls(torch, model, inputs[0])
+        differs, keeps_state = _repeats(torch, model, inputs[0])
     full, _ = trees.without_last(torch, inputs)
     sizes = {trees.samples(torch, batch) for batch in full}
     return ModelFacts(
@@ -75,7 +76,7 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         batch_size=sizes.pop() if len(sizes) == 1 else None,
         varying_shapes=len({trees.signature(torch, batch) for batch in full}) > 1,
         exportable=exportable, export_problem=export_problem, random=differs, keeps_state=keeps_state,
-        writes_inputs=writes_inputs, training_mode=training_mode,
+        writes_inputs=writes_inputs, mode=_mode(torch, model, inputs[0], recording), training_mode=training_mode,
         installed=installed(),
         cpu_flags=cpu_flags(), capability=torch.cuda.get_device_capability() if device == "cuda" else None,
         cores=max(1, int(machine.cpu_count())), threads=threads, calibration_samples=calibration_samples,
@@ -127,13 +128,40 @@ def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counte
             return function(*arguments, **(named or {}))
 
     watch = Watch()
-    # Not inference mode: what a model keeps from a call could not be used in one that records or exports.
     given = copy.deepcopy(batch)
-    with torch.no_grad(), _counted(model, calls), watch:
+    with _counted(model, calls), watch:
         model(*given)
     before, after = (trees.tensors(torch, one) for one in (batch, given))
     written = any(one.shape != other.shape or samples.raw(one) != samples.raw(other) for one, other in zip(before, after))
     return calls, watch.seen, written
+
+
+def _recording(torch: Any, model: Any, batch: tuple[Any, ...]) -> Any:
+    """torch.no_grad, or torch.enable_grad for a model that differentiates in its forward and cannot do without. Not
+    inference mode yet: what a model keeps from a call could not be used in one that records or exports."""
+    try:
+        with torch.no_grad():
+            model(*copy.deepcopy(batch))
+    except RuntimeError as error:
+        try:
+            with torch.enable_grad():
+                model(*copy.deepcopy(batch))
+        except Exception:   # it is not for want of gradients, and what it said first is what counts
+            raise error from None
+        return torch.enable_grad
+    return torch.no_grad
+
+
+def _mode(torch: Any, model: Any, batch: tuple[Any, ...], recording: Any) -> str:
+    """Inference mode, unless the model differentiates: forces from an energy, for one. It is asked last."""
+    if recording is torch.enable_grad:
+        return "enable_grad"
+    try:
+        with torch.inference_mode():
+            model(*copy.deepcopy(batch))
+    except RuntimeError:    # it ran before, so it is the mode
+        return "no_grad"
+    return "inference_mode"
 
 
 def _repeats(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, bool]:
@@ -143,8 +171,7 @@ def _repeats(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, bool
         for _ in range(2):
             given = copy.deepcopy(batch)
             prepare()
-            with torch.no_grad():
-                found.append([tensor.clone() for tensor in trees.tensors(torch, model(*given))])
+            found.append([tensor.detach().clone() for tensor in trees.tensors(torch, model(*given))])
         return found
 
     differs = _differ(torch, *answers(lambda: None))

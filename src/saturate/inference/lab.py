@@ -66,7 +66,8 @@ class Lab:
     # -- processes -------------------------------------------------------------------------------------------------
 
     def baseline(self) -> Worker:
-        return self._worker(Candidate())
+        """It may take all the time that is left: without it there is nothing."""
+        return self._worker(Candidate(), max(LOAD_S, self.deadline_s - time.monotonic()))
 
     def start(self, candidate: Candidate) -> Worker:
         return self._worker(candidate)

@@ -2,7 +2,7 @@
 
 `process.Worker` starts it as a fresh interpreter with the user's `sys.path`, and is the other end of its socket. One
 request at a time, answered in order: ("ok", value) or ("raised", kind, reason, traceback). What the model prints goes
-to the log. Calls run in inference mode; the module is in evaluation mode, unless it came in evaluation mode with
+to the log. Calls run in inference mode, unless the model differentiates by itself; the module is in evaluation mode, unless it came in evaluation mode with
 parts of it in training mode: that was done on purpose.
 """
 
@@ -244,7 +244,7 @@ class Server:
         collects = gc.isenabled()
         gc.disable()
         try:
-            with self.torch.inference_mode():
+            with self._mode():
                 for _ in range(count):
                     batch = self._own(inputs[index % len(inputs)])
                     index += 1
@@ -297,11 +297,15 @@ class Server:
         assert self.call is not None
         if self.facts.random:
             self._seed()
-        with self.torch.inference_mode():
+        with self._mode():
             output = self.call(*inputs)
         if self.device == "cuda":
             self.torch.cuda.synchronize()
         return output
+
+    def _mode(self) -> Any:
+        """Without gradients, as far as the model can do without."""
+        return getattr(self.torch, self.facts.mode)()
 
     def _own(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The batch, or a copy of it where the model writes to its inputs: every call gets what the user gave."""

@@ -46,6 +46,7 @@ class ModelFacts:
     random: bool = False                    # two calls on one input differ
     keeps_state: bool = False               # they differ although all random numbers were the same: a call leaves something behind
     writes_inputs: bool = False             # a call changes the tensors that it is given
+    mode: str = "inference_mode"            # torch's, in which it is called; no_grad or enable_grad for one that differentiates
     training_mode: bool = False             # it came in training mode, and was switched to evaluation
     installed: dict[str, str] = field(default_factory=dict)     # onnxruntime, onnx, onnxscript, torchao, tensorrt ... -> version
     cpu_flags: frozenset[str] = frozenset() # those that matter: avx2, avx512f, avx512_vnni, avx_vnni, avx512_bf16, amx_int8, amx_bf16
