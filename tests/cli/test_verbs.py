@@ -167,3 +167,18 @@ def test_report_prints_the_newest(capsys, tmp_path):
         path.touch()
         os.utime(path, (1000 - age, 1000 - age))
     assert call(capsys, "report", "--dir", tmp_path)[1] == f"{tmp_path}/new/report.html\n"
+
+
+@pytest.mark.parametrize("verb, reason", [
+    ("tune", lambda found: found["verified_reason"]), ("profile", lambda found: found["unknown"]["verdict"]),
+])
+def test_even_an_error_of_our_own_prints_the_object(verb, reason, capsys, monkeypatch, tmp_path):
+    """Whoever reads the JSON must not meet an empty file; the traceback is still ours to show."""
+    def broken(*_, **__):
+        raise KeyError("stamps")
+
+    monkeypatch.setattr(f"saturate.study.{verb}.{verb}", broken)
+    with pytest.raises(KeyError):
+        call(capsys, verb, "--json", "--dir", tmp_path, "--", "true")
+    found = json.loads(capsys.readouterr().out)
+    assert found["command"] == ["true"] and "saturate itself failed: KeyError: 'stamps'" in reason(found)

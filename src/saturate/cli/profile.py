@@ -65,6 +65,9 @@ def execute(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show(nothing(command, "interrupted"))
         raise
+    except Exception as bug:
+        show(nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     width = min(120, shutil.get_terminal_size((80, 24)).columns)

@@ -77,6 +77,9 @@ def execute(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show(_nothing(command, "interrupted"))
         raise
+    except Exception as bug:
+        show(_nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        raise
     error = error or summary.verification_error(record)
     show(record.result)
     if error is not None:
