@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import tree
+from saturate.trial import process, tree
 from saturate.trial.process import TrialEnded
 
 TRAINING = """
@@ -44,6 +44,13 @@ train()
     finally:
         for path in (older, newer, foreign):
             path.unlink(missing_ok=True)
+
+
+def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch):
+    """And not on the supervisor's own standard error, which nobody reads: "exit code 126 without a word" names no cause."""
+    monkeypatch.setattr(process, "standard_input", lambda: ("/no/such/input", 0))
+    with pytest.raises(TrialEnded, match="/no/such/input"):
+        start("-c", "print(1)").wait_ready()
 
 
 def test_a_frozen_trial_ends_with_its_controller(script, start):

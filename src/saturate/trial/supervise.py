@@ -60,11 +60,11 @@ def _run_workload(spec, output):
     """In the child: enter the cage, then become the workload. Never returns."""
     try:
         os.setsid()
+        os.dup2(output, 1)      # first: what fails below says so there
+        os.dup2(output, 2)
         os.dup2(os.open(spec.get("stdin", os.devnull), os.O_RDONLY), 0)
         if spec.get("stdin_offset"):
             os.lseek(0, spec["stdin_offset"], os.SEEK_SET)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         if spec.get("cage"):
             from saturate.trial import cage
 
