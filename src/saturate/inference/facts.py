@@ -146,7 +146,7 @@ def _recording(torch: Any, model: Any, batch: tuple[Any, ...]) -> Any:
         try:
             with torch.enable_grad():
                 model(*copy.deepcopy(batch))
-        except Exception:   # it is not for want of gradients, and what it said first is what counts
+        except RuntimeError:    # it is not for want of gradients, and what it said first is what counts
             raise error from None
         return torch.enable_grad
     return torch.no_grad
