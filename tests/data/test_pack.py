@@ -229,6 +229,18 @@ def test_sources_that_cannot_be_packed(tmp_path: Path) -> None:
     (tmp_path / "e" / "e.jpg").touch()
     with pytest.raises(UsageError, match="empty"):
         open_source(tmp_path / "e")
+    (tmp_path / "e" / "e.jpg").write_bytes(b"<html>404</html>")
+    with pytest.raises(UsageError, match="1 image files are no images"):
+        open_source(tmp_path / "e")
+
+
+def test_a_class_without_images_does_not_shift_labels(images: Path, tmp_path: Path) -> None:
+    (images / "bee").mkdir()
+    (images / ".cache").mkdir()
+    with pytest.raises(UsageError, match="1 class folders hold no images"):
+        open_source(images)
+    (images / "bee").rmdir()
+    packing.pack(open_source(images), tmp_path / "out")
 
 
 def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from typing import Any
 from saturate.errors import UsageError
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+#: How files of these formats begin. Downloads that failed are pages of HTML under the name of an image.
+BEGINNINGS = (b"\xff\xd8", b"\x89PNG\r\n", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
+              *(b"P%d" % kind for kind in range(1, 7)))
 TEXT = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl"})
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 KINDS = ("images", "text", "csv", "parquet")
@@ -120,8 +123,17 @@ def _images(path: Path, files: list[File]) -> Source:
     empty = [file.name for file in files if not file.bytes]
     if empty:
         raise UsageError(f"{len(empty)} image files are empty", evidence=", ".join(empty[:3]), remedy="remove them, or fetch them again")
+    with ThreadPoolExecutor(READERS) as readers:
+        broken = [file.name for file, begins in zip(files, readers.map(_begins_as_image, files)) if not begins]
+    if broken:
+        raise UsageError(f"{len(broken)} image files are no images", cause="they begin like none of the formats that are packed",
+                         evidence=", ".join(broken[:3]), remedy="remove them, or fetch them again")
     labelled = all("/" in file.name for file in files)
     classes = sorted({file.name.partition("/")[0] for file in files}) if labelled else []
+    if labelled and (bare := _folders(path) - set(classes)):
+        raise UsageError(f"{len(bare)} class folders hold no images", evidence=", ".join(sorted(bare)[:3]),
+                         cause="labels count the class folders, so leaving one out would shift those after it; links to folders "
+                               "are not followed", remedy="remove those that are no classes, or put their images back")
     number = {name: index for index, name in enumerate(classes)}
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     schema = pa.schema([("image", image), *([("label", pa.int64())] if labelled else [])])
@@ -140,6 +152,17 @@ def _images(path: Path, files: list[File]) -> Source:
                 yield Batch(pa.record_batch(columns, schema=schema), sum(file.bytes for file in chunk))
 
     return Source("images", tuple(files), schema, batches, features)
+
+
+def _begins_as_image(file: File) -> bool:
+    with open(file.path, "rb") as opened:
+        begins = opened.read(8)
+    return begins.startswith(BEGINNINGS) or begins[4:] == b"ftyp"       # AVIF, under whatever name
+
+
+def _folders(path: Path) -> set[str]:
+    """Of classes: visible ones right below the source."""
+    return {entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")}
 
 
 def _chunks(files: list[File], rows: int) -> Iterator[list[File]]:
