@@ -3,19 +3,21 @@
     python bench/speculative.py
     python bench/speculative.py --pair runs/speculative_toy/pair.pt
 
-A pair of language models trained by examples/speculative_toy.py (if no pair is given it is trained first: some
-minutes) continues source text that was not in its training data. Peer: the same loop, with the same static cache, on
-the same model, without drafts. Both run in one process and on one thread, in turns on the same prompt; the ratio is
-the median over rounds of the time per token, prefill included, with its interval. The clock is the CPU time of that
-thread, which other load changes little. Rows: greedy, alone and as a batch of four; sampling; a text that quotes
-itself (prompt lookup); and a draft that was not trained and has half of its target's layers, which `optimize` has to
-refuse by what it measured (that one by the wall clock, as users have it).
+A pair of language models trained by examples/speculative_toy.py (trained first, some minutes, unless the file that is
+given is there already; one that is not is left there for the next time) continues source text that was not in its
+training data. Peer: the same loop, with the same static cache, on the same model, without drafts. Both run in one
+process and on one thread, in turns on the same prompt; the ratio is the median over rounds of the time per token,
+prefill included, with its interval. The clock is the CPU time of that thread, which other load changes little. Rows:
+greedy, alone and as a batch of four; sampling; a text that quotes itself (prompt lookup); and a draft that was not
+trained and has half of its target's layers, which `optimize` has to refuse by what it measured (that one by the wall
+clock, as users have it).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,8 @@ SMOKE = [
     "48",
     "--batch",
     "8",
+    "--rehearsals",
+    "2",
 ]
 TARGETS = f"token-identical; greedy with a trained draft at least {TARGET}x over no draft; a bad draft refused"
 
@@ -69,13 +73,16 @@ class Pair:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="pair.pt of examples/speculative_toy.py; default: train one")
+    parser.add_argument("--pair", type=Path, help="pair.pt of examples/speculative_toy.py, made where it is missing")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--smoke", action="store_true", help="a pair that hardly learned, few tokens; judges nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        pair = load(args.pair or train(Path(folder), args.smoke))
+        path = args.pair or Path(folder) / "pair.pt"
+        if not path.exists():
+            train(path, args.smoke)
+        pair = load(path)
     torch.set_num_threads(1)
     prompt, new, rounds = (32, 24, 3) if args.smoke else (64, 160, args.rounds)
     rows = [
@@ -95,21 +102,21 @@ def main() -> int:
     return close(met, args.smoke, TARGETS)
 
 
-def train(folder: Path, smoke: bool) -> Path:
+def train(path: Path, smoke: bool) -> None:
     print("training a pair", file=sys.stderr, flush=True)
-    subprocess.run(
-        [sys.executable, str(EXAMPLE), "--output", str(folder), *(SMOKE if smoke else [])],
-        check=True,
-        stdout=sys.stderr,
-    )
-    return folder / "pair.pt"
+    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+        subprocess.run(
+            [sys.executable, str(EXAMPLE), "--output", folder, *(SMOKE if smoke else [])],
+            check=True,
+            stdout=sys.stderr,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(Path(folder) / "pair.pt", path)
 
 
 def load(path: Path) -> Pair:
-    spec = importlib.util.spec_from_file_location("speculative_toy", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    sys.path.insert(0, str(EXAMPLE.parent))         # where the processes of `optimize` look for it, too
+    example = importlib.import_module(EXAMPLE.stem)
     saved = torch.load(path, weights_only=True)
     target, draft = example.pair(len(saved["characters"]), **saved["shape"])
     target.load_state_dict(saved["target"])

@@ -26,7 +26,7 @@ SHORT = {                                         # a handful of steps, on littl
     "ddp_digits": ["--epochs", "2", "--width", "16"],
     "digits_cnn": ["--epochs", "1", "--width", "8"],
     "text_transformer": ["--epochs", "1", "--steps", "2", "--layers", "1", "--width", "16"],
-    "speculative_toy": [*TINY_GPT, "--steps", "4", "--draft-width", "32"],
+    "speculative_toy": [*TINY_GPT, "--steps", "4", "--draft-width", "32", "--rehearsals", "1"],
 }
 NEEDS = {
     "char_gpt": ["torch"],

@@ -293,7 +293,20 @@ def test_lookup_proposes_what_followed_last():
     assert index.following([1, 2, 3, 9, 1, 2, 7, 1, 2], 2) == [7, 1], "the latest occurrence"
     assert index.following([1, 2, 3, 9, 1, 2, 7, 1, 2, 3], 2) == [9, 1], "the longest run, 1 2 3, first"
     assert index.following([1, 2, 3, 9, 1, 2, 7, 1, 2, 3, 4], 2) == []
-    assert Index().following([5, 5], 3) == [] and Index().following([5, 5, 5], 3) == [5]
+    assert Index().following([5, 5], 3) == [] and Index().following([5, 5, 5], 3) == [5, 5, 5], "a period goes on"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_where_a_text_repeats_itself_and_the_draft_is_wrong_the_text_is_quoted(rows):
+    """A target that counts to ten again and again, and a draft that does not: a batch is quoted row by row."""
+    counting, lost = torch.full((13, 13), 1e-6), torch.full((13, 13), 1e-6)
+    for token in range(13):
+        counting[token, (token + 1) % 10] = lost[token, (token + 2) % 10] = 1.0
+    prompts = [[0, 1], [7], [4, 5, 6]][:rows]
+    target = toys.Bigram(counting)
+    wanted = generate(target, prompts, max_new_tokens=60).tokens
+    found = generate(target, prompts, max_new_tokens=60, draft=toys.Bigram(lost), lengths=(4,))
+    assert found.tokens == wanted and found.steps < 40, found.steps
 
 
 @pytest.mark.parametrize("stayed", [0, 2])

@@ -16,7 +16,7 @@ from saturate.inference.generation.models import Adapter, Decoder, decoder, plai
 from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.prompts import table_size
 from saturate.inference.generation.proof import prove
-from saturate.inference.generation.speculative import ModelDrafter, refuse_unfit
+from saturate.inference.generation.speculative import ModelDrafter, QuotingDrafter, refuse_unfit
 
 #: The word for drafts from the text itself, in the place of a draft model.
 LOOKUP = "prompt-lookup"
@@ -79,6 +79,8 @@ def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request:
         else:
             loop.drafter = _model_drafter(torch, model, way, batch, target, width)
     loop.costs = measure.costs(loop, batch, request) if len(way.choices) > 1 or way.may_stop else None
+    if isinstance(loop.drafter, ModelDrafter):
+        loop.drafter = QuotingDrafter(loop.drafter, PromptLookup(torch, longest=8, shortest=4))
     return loop
 
 

@@ -22,8 +22,9 @@ class Index:
         self._seen = 0
 
     def following(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the latest earlier occurrence of the end of `tokens`: of the longest run
-        that has one. `tokens` may only have grown since the last call."""
+        """`count` tokens that followed the latest earlier occurrence of the end of `tokens`, of the longest run that has
+        one; none without. Where the text ends before, what followed is repeated: it was the period of a repetition.
+        `tokens` may only have grown since the last call."""
         for end in range(self._seen, len(tokens)):              # runs that end before the last token
             for size in self._sizes:
                 if end >= size:
@@ -31,7 +32,7 @@ class Index:
         self._seen = max(self._seen, len(tokens))
         for size in self._sizes:
             if len(tokens) > size and (end := self._ends.get(tuple(tokens[-size:]))) is not None:
-                return list(tokens[end:end + count])
+                return [tokens[end + place % (len(tokens) - end)] for place in range(count)]
         return []
 
 
@@ -49,15 +50,21 @@ class PromptLookup:
         self._indexes = [Index(self._longest, self._shortest) for _ in sequences.known]
 
     def propose(self, sequences: Sequences, length: int, sampling: Sampling, generator: Any) -> tuple[list[int], Any]:
-        found = [[] if done else index.following(tokens, length)
-                 for index, tokens, done in zip(self._indexes, sequences.known, sequences.done)]
-        for row, (tokens, drafts) in enumerate(zip(sequences.known, found)):
-            if drafts:
-                start = len(tokens)
-                sequences.ids[row, start : start + len(drafts)] = self._torch.tensor(
-                    drafts, device=sequences.ids.device
-                )
+        found = self.found(sequences, length)
+        for row, drafts in enumerate(found):
+            self.write(sequences, row, drafts)
         return [len(drafts) for drafts in found], None
+
+    def found(self, sequences: Sequences, length: int) -> list[list[int]]:
+        """Drafts of each row; none for one that is done."""
+        return [[] if done else index.following(tokens, length)
+                for index, tokens, done in zip(self._indexes, sequences.known, sequences.done)]
+
+    def write(self, sequences: Sequences, row: int, drafts: list[int]) -> None:
+        """Put them behind the row's tokens."""
+        if drafts:
+            start, ids = len(sequences.known[row]), sequences.ids
+            ids[row, start:start + len(drafts)] = self._torch.tensor(drafts, device=ids.device)
 
     def settle(self, sequences: Sequences) -> None:
         """What was refused was never noted."""

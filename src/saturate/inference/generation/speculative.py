@@ -8,7 +8,11 @@ from saturate.errors import UsageError
 from saturate.inference.generation import sampling as choice
 from saturate.inference.generation.decode import Sequences
 from saturate.inference.generation.models import Decoder
+from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.sampling import Sampling
+
+#: Share of drafts that stay, before anything was seen; and how much of what is known gives way to each round.
+_UNKNOWN, _STEP = 0.7, 0.25
 
 
 class ModelDrafter:
@@ -66,6 +70,56 @@ class ModelDrafter:
         if lacking <= 0:
             return logits[..., :self._vocabulary]
         return self._torch.cat([logits, logits.new_full((*logits.shape[:-1], lacking), float("-inf"))], -1)
+
+
+class QuotingDrafter:
+    """A draft model, and in its place the text itself for rows that repeat themselves, as long as that was right more
+    often: repetition is what small models guess worst, and it costs nothing to look up."""
+
+    def __init__(self, model: ModelDrafter, lookup: PromptLookup):
+        self.name, self.context = model.name, model.context
+        self._model, self._lookup = model, lookup
+        self._right: list[dict[bool, float]] = []       # by row and by whether quoted: share that stayed, of late
+        self._proposed: list[tuple[bool, int, list[int]]] = []      # quoted, from which place on, tokens
+
+    def start(self, sequences: Sequences, capacity: int) -> None:
+        self._model.start(sequences, capacity)
+        self._lookup.start(sequences, capacity)
+        self._right = [{True: _UNKNOWN, False: _UNKNOWN} for _ in sequences.known]
+        self._proposed = []
+
+    def propose(self, sequences: Sequences, length: int, sampling: Sampling, generator: Any) -> tuple[list[int], Any]:
+        quotes = [drafts if right[True] >= right[False] else []
+                  for drafts, right in zip(self._lookup.found(sequences, length), self._right)]
+        alone = all(drafts or done for drafts, done in zip(quotes, sequences.done))
+        counts, q = [0] * len(quotes), None
+        if not alone:
+            if not sampling.greedy:     # the distribution of a batch's drafts is one
+                quotes = [[] for _ in quotes]
+            counts, q = self._model.propose(sequences, length, sampling, generator)
+        for row, drafts in enumerate(quotes):
+            self._lookup.write(sequences, row, drafts)
+            counts[row] = len(drafts) or counts[row]
+        self._remember(sequences, quotes, counts)
+        return counts, q
+
+    def settle(self, sequences: Sequences) -> None:
+        self._model.settle(sequences)
+        for (quoted, start, tokens), right, known in zip(self._proposed, self._right, sequences.known):
+            came = known[start:start + len(tokens)]
+            stayed = next((i for i, (one, other) in enumerate(zip(tokens, came)) if one != other), len(came))
+            if tokens and came:
+                right[quoted] += _STEP * (stayed / min(len(tokens), stayed + 1) - right[quoted])
+        self._proposed = []
+
+    def _remember(self, sequences: Sequences, quotes: list[list[int]], counts: list[int]) -> None:
+        """What was proposed. One transfer from the device, only where the model drafted."""
+        if any(count and not drafts for count, drafts in zip(counts, quotes)):
+            rows = sequences.ids.tolist()
+            self._proposed = [(bool(drafts), len(known), row[len(known):len(known) + count])
+                              for row, known, drafts, count in zip(rows, sequences.known, quotes, counts)]
+        else:
+            self._proposed = [(True, len(known), drafts) for known, drafts in zip(sequences.known, quotes)]
 
 
 def refuse_unfit(
