@@ -15,7 +15,7 @@ from chunk_models import Language, Net, Quota  # noqa: E402 - after the import t
 from torch.nn import functional  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.records.facts import Evidence, Facts, ModuleFacts  # noqa: E402
+from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts  # noqa: E402
 from saturate.techniques import _chunk_plan, _chunk_proof, _chunks, _trees, dynamic_batch, micro_batch  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
@@ -918,6 +918,8 @@ def test_eligibility():
     assert micro_batch.eligible(tight)
     assert not micro_batch.eligible(Facts(device="cuda", device_memory_bytes=100, device_reserved_bytes=50, modules=(module,)))
     assert not micro_batch.eligible(Facts(modules=(module,)))
+    accumulating = Facts(modules=(module,), micro_steps=4, optimizers=(OptimizerFacts(kind="AdamW"),))
+    assert "the script's 4 per update" in micro_batch.eligible(accumulating).reason
     limited = Facts(modules=(module,), memory_limit_bytes=1 << 30)
     assert micro_batch.eligible(limited) and dynamic_batch.eligible(limited)
     assert dynamic_batch.variants(limited) == [dynamic_batch.Options(1 << 30)]

@@ -27,10 +27,13 @@ How it is applied
 -----------------
 Around the forward of the outermost trained modules. The first call is watched, then eight of its samples are run whole and
 in two chunks, with random numbers set aside; every output and gradient must agree before anything is cut. Only splitting is
-offered. The opposite, merging the script's own accumulation steps into one that fits, is left to the user: in a loop of his
-own, each micro-step draws its batch, its loss and its logging separately, and nothing outside of the loop can take several
-of them at once without changing what the script sees; where a framework owns the loop, its batch size and accumulation are
-two arguments that `saturate fit` advises on.
+offered: merging the script's own accumulation steps is not. From outside of the loop it could only be done by drawing the
+batches of a whole update ahead, running the model on all of them when the script gives it the first, and holding each loss's
+gradient back until the last. The script's own code between loader and model (copies, augmentation, noise) would have to run
+ahead of the script; and until the last backward no parameter has the gradient that the script may read, clip, unscale or
+decide by. A loss that is skipped because it is not finite, in the last micro-step, would leave all others out of a clipping
+that has happened by then, and nothing shows that beforehand. Where a framework owns the loop, batch size and accumulation
+are two arguments, and `saturate fit` says how large the first may be.
 
 References
 ----------
@@ -83,9 +86,16 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.memory_limit_bytes:
         return Eligible("a memory limit was asked for")
     if not facts.device_memory_bytes or facts.device_reserved_bytes < SCARCE * facts.device_memory_bytes:
-        return Ineligible("memory is not scarce, and it costs time")
+        return Ineligible("memory is not scarce, and it costs time" + _merging(facts))
     share = facts.device_reserved_bytes / facts.device_memory_bytes
     return Eligible(f"{share:.0%} of the device's memory is taken")
+
+
+def _merging(facts: Facts) -> str:
+    if facts.micro_steps < 2 or len(facts.optimizers) != 1:        # several backward passes of a GAN are no accumulation
+        return ""
+    return (f"; fewer and larger ones than the script's {facts.micro_steps} per update are not made from outside of its loop: "
+            "its own batch size and accumulation do that, and `saturate fit` says what fits")
 
 
 def variants(facts: Facts) -> list[Options]:
