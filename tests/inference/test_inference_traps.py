@@ -248,6 +248,20 @@ def test_a_model_that_takes_no_other_values_is_no_failure(plant, here):
     assert row(result, "trap-liar").fate == "rejected_behaviour"
 
 
+def test_what_was_ended_for_its_time_is_no_proof_that_nothing_helps(plant, here, monkeypatch):
+    kit = plant("trap_liar")
+
+    class Late(InProcess):
+        def __init__(self, source: Any, what: Any, **limits: Any):
+            if what.parts:
+                raise WorkerFailed("timeout", "preparation took longer than 30 s")
+            super().__init__(source, what, **limits)
+
+    monkeypatch.setattr(lab, "Worker", Late)
+    result = saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
+    assert (row(result, "trap-liar").fate, result.record.verdict) == ("failed", "inconclusive")
+
+
 def test_what_a_check_prints_stays_off_stdout(plant, here, capsys):
     kit = plant("trap_broken")
     saturate.optimize(kit.Wasteful(), loader(kit), check=prints_nothing_else(kit), threads=1)

@@ -163,7 +163,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
     waiting = untried(search)
-    verdict = verdict_of(won, final, search, complete and not waiting)
+    verdict = verdict_of(won, final, search, complete and not waiting and not any(map(cut_short, search.tried.values())))
     best = best_of(won, lossless, final, versus, lab) if verdict == "faster" else None
     if won is not None:
         settle(won, final, verdict)
@@ -187,6 +187,11 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
     if search.objective == "memory":
         return "faster"                     # it needs less; the race only says what that costs
     return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+
+
+def cut_short(found: Tried) -> bool:
+    """Whether it was ended for the time that it took: with more time, or on a quieter machine, it may be the answer."""
+    return found.fate == "failed" and found.reason.startswith("timeout")
 
 
 def settle(won: Confirmed, final: Race | None, verdict: str) -> None:

@@ -100,8 +100,8 @@ def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
 def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:
     """The lines between the verdict and the paths, the most important first: the last ones go where room ends."""
     notes = record.notes
-    more = f" (+{len(notes) - 1} in the report)" if len(notes) > 1 and record.report else ""
-    note = ("note", notes[0] + more) if notes else ("", "")
+    count = f"1 of {len(notes)} in the report: " if len(notes) > 1 and record.report else ""
+    note = ("note", count + notes[0]) if notes else ("", "")
     counts, reason = lost(record)
     if record.best is None:
         return [
