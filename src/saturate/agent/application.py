@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from saturate.agent import observe, sample
+from saturate.agent import observe, sample, succession
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
@@ -124,7 +124,9 @@ def standing(session: Any) -> dict[str, Any]:
     """What a rank says whenever it comes to the gate: events since the start by token, losses that were not reported
     yet, and a few entries of a few parameters. A step must stay what it was, and training must go on."""
     early, session.early = session.early, []
-    if session.watched is None:
+    if session.roles:
+        session.watched = sample.few(succession.at_work(session))
+    elif session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
     return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
             "losses": [[float(loss.double().sum()) for loss in update] for update in early],
