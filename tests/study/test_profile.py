@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tune_kit import Folder
+from tune_kit import TRAINING, Folder
 
 from saturate.errors import EnvironmentProblem
 from saturate.records.analysis import Analysis, Profile
@@ -345,3 +345,14 @@ def test_what_is_kept_for_the_backward_pass_is_told_apart_from_the_rest_on_a_dev
     assert rules.used == pytest.approx(1000 / 1100) and rules.activations == 0.4 and rules.line_share == 0.3
     unseen = memory.observed(memory.breakdown(Seen(facts(), sample=SAMPLE), diagnose._shortener(CWD)), Seen(facts()))
     assert unseen.used is None and unseen.activations is None and unseen.parameters is None and unseen.line == ""
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_soon_is_looked_at_again_more_briefly(tmp_path):
+    """With steps of about a millisecond, the usual windows take more of them than it has."""
+    folder = Folder(tmp_path)
+    folder.write("train.py", TRAINING + "\nfor _ in range(320): step()\n")
+    ended = run(folder, "--json")
+    found = json.loads(ended.stdout)
+    assert "looking again" in ended.stderr, ended.stderr
+    assert ended.returncode == 0 and found["step_ms"] is not None and found["split"], ended.stderr

@@ -123,6 +123,11 @@ def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) 
             live = bench.live("profile", ())
             try:
                 seen = _look(study, live, steps, "nsys" if nsys else "torch", synthetic)
+                if nsys is None and not seen.traces and seen.ended is not None and seen.ended.kind == "too_short":
+                    study.say(f"{seen.ended.reason}, before they were recorded; looking again, at fewer of them")
+                    bench.finish_live(live)
+                    live = bench.live("profile", ())
+                    seen = _look(study, live, steps, "torch", synthetic, briefly=True)
                 if nsys and not seen.record.get("problem"):
                     seen.traces = [_exported(study, nsys, stem, live)]
             finally:
@@ -139,7 +144,7 @@ def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) 
         bench.close()
 
 
-def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic: bool) -> Seen:
+def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic: bool, briefly: bool = False) -> Seen:
     stored = baseline.observe(study, live)
     live.trial.thaw()
     seen = Seen(msgspec.convert(stored["facts"], Facts), resident_bytes=stored["memory_bytes"])
@@ -147,7 +152,7 @@ def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic:
     if not live.stationary:
         seen.notes["step_ms"] = "the step time was still drifting when it was measured"
     try:
-        _windows(study, live, seen, steps, recorder, synthetic)
+        _windows(study, live, seen, steps, recorder, synthetic, briefly)
     except TrialEnded as ended:
         seen.ended = ended.outcome
         seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
@@ -193,14 +198,16 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
     return found.findings
 
 
-def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str, synthetic: bool) -> None:
+def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str, synthetic: bool, briefly: bool) -> None:
+    """`briefly`: for a script that ends soon, windows as short as they may be."""
     trial, facts = live.trial, seen.facts
     if recorder == "nsys" and facts.device != "cuda":
         raise EnvironmentProblem(f"this workload trains on {facts.device}, and Nsight Systems records CUDA devices",
                                  remedy="profile without --with nsys")
     skip, period = _queue(facts, live.step_ms)
-    many = _whole(min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms))), period)
-    few = _whole(recorded_steps(steps, live.step_ms), period)
+    usual = _LEAST_TIMED if briefly else min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms)))
+    many = _whole(usual, period)
+    few = _whole(recorded_steps(steps or (LEAST_RECORDED if briefly else None), live.step_ms), period)
     with telemetry.Sampler(study.request.environment) as sampler:
         study.say(f"timing {many} steps")
         seen.step_ns = trial.run_block(skip, many).step_ns

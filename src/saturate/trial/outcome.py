@@ -28,6 +28,8 @@ class LastWords:
 
 #: With fewer steps than this it is no wonder that none was recognised.
 A_FEW_STEPS = 24
+#: As many would do, were they not so short.
+MANY_STEPS = 72
 NO_STEP_REMEDY = "say what ends a step with --step backward:N"
 
 KINDS = {
@@ -151,11 +153,11 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWor
                        NO_STEP_REMEDY)
     steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
-        return Outcome("too_short", f"the script ended after {steps} training steps",
-                       "give it more steps or epochs: a measurement needs a few dozen")
+        why = "a measurement needs a few dozen" if steps < MANY_STEPS else "these were over before enough of them were measured"
+        return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {why}")
     if injectable:
         return _ignores_us(injectable)
-    return Outcome("never_trained", "the command ended, and no backward pass and no optimizer's step was seen",
+    return Outcome("never_trained", "it does not train, as far as can be seen: it ended without a backward pass or an optimizer's step",
                    "check that it trains with PyTorch (loss.backward(), not torch.func or torch.autograd.grad alone), and that "
                    "Python is started with PYTHONPATH kept (a script that sets it: PYTHONPATH=.:$PYTHONPATH)")
 
