@@ -265,6 +265,10 @@ def test_worker_counts_follow_need_quota_memory_and_ranks():
     assert max(counts(loading(machine=small))) == 2
     tiny = MachineFacts(cpu_count=8.0, shm_bytes=1 << 20)
     assert not loader_workers.eligible(loading(machine=tiny))
+    full = MachineFacts(cpu_count=8.0, shm_bytes=0)
+    assert not loader_workers.eligible(loading(machine=full)), "a full /dev/shm is none that is not known"
+    little = MachineFacts(cpu_count=8.0, memory_bytes=96 << 20, shm_bytes=1 << 30)        # a tenth of it holds three workers
+    assert max(counts(loading(machine=little))) == 3 and max(counts(loading(machine=little, world_size=3))) == 1
     for bad in ({"iterable": True}, {"holds_device_tensors": True}):
         assert not loader_workers.eligible(loading(loaders=(LoaderFacts(**bad),)))
     assert not loader_workers.eligible(loading(input_wait_ms=1.0))

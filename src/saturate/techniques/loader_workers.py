@@ -96,7 +96,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 def _most_workers(facts: Facts, prefetch: int = PREFETCH) -> int:
     """Workers that the CPU quota, half of /dev/shm and a tenth of memory allow this rank."""
     batch = max((loader.batch_bytes or 0 for loader in facts.loaders), default=0)
-    limits = [per for per in (facts.machine.shm_bytes, (facts.machine.memory_bytes or 0) // 5) if per]
+    memory = facts.machine.memory_bytes
+    limits = [per for per in (facts.machine.shm_bytes, memory // 5 if memory is not None else None) if per is not None]
     most = _common.per_rank(facts.machine.cpu_count, facts)
     for limit in limits:
         if batch > 0:
