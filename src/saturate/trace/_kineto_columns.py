@@ -76,10 +76,10 @@ class Table:
             return
         for name, values in columns.items():
             pages = self._pages.setdefault(name, [])
-            dtype = _SMALL.get(name, _DTYPES[name]) if not pages else pages[0].dtype
-            if name in _SMALL and dtype.itemsize < 8 and not _fits(values, dtype):
-                dtype = np.dtype("i8")
-                pages[:] = [page.astype(dtype) for page in pages]
+            held = pages[0].dtype if pages else _SMALL.get(name, _DTYPES[name])
+            dtype = held if _fits(values, held) or name not in _SMALL else _wider(values, _DTYPES[name])
+            if dtype != held:
+                pages[:] = [_copied(page, dtype) for page in pages]
             values, row = narrow(values, dtype), self._rows
             while len(values):
                 if row // _PAGE == len(pages):
@@ -126,12 +126,26 @@ def _blank(rows: int, dtype: Any) -> Column:
 _DTYPES = {name: column.dtype for kind in (HostEvents, GpuEvents) for name, column in vars(kind()).items()}
 _DTYPES |= {"collective": np.dtype("i4"), "allocated": np.dtype("i8"), "reserved": np.dtype("i8")}
 
-#: Ids and sizes, kept in half the space as long as every one in the file fits, which is nearly always. Nobody adds ids
-#: up; who calculates with sizes widens them first (sums do by themselves).
-_SMALL = dict.fromkeys(("tid", "correlation", "external", "stream", "bytes", "blocks", "shared_bytes"), np.dtype("i4"))
+#: Ids and sizes are kept in as little space as every one in the file fits into. Nobody adds ids up; who calculates with
+#: sizes widens them first (sums do by themselves).
+_SMALL = dict.fromkeys(("correlation", "external", "bytes", "blocks", "shared_bytes"), np.dtype("i4"))
+_SMALL |= dict.fromkeys(("name", "tid", "shapes", "device", "stream", "collective"), np.dtype("i1"))
+
+
+def _wider(values: Column, most: Any) -> Any:
+    """The smallest integers that hold the values, `most` where none does."""
+    return next((dtype for dtype in map(np.dtype, ("i2", "i4", "i8")) if _fits(values, dtype) or dtype == most), most)
+
+
+def _copied(page: Column, dtype: Any) -> Column:
+    wide = _blank(len(page), dtype)
+    wide[:] = page
+    return wide
 
 
 def _fits(values: Column, dtype: Any) -> bool:
+    if dtype.kind != "i":
+        return True
     limit = np.iinfo(dtype).max
     return not len(values) or (int(values.max()) <= limit and int(values.min()) >= -limit)
 

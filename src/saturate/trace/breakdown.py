@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace
+from saturate.trace import intervals
+from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace, rows_where
 from saturate.trace.intervals import (
     EMPTY,
     Intervals,
@@ -29,7 +30,7 @@ from saturate.trace.intervals import (
     subtract,
     union,
 )
-from saturate.trace.launches import by_thread, named, spans, valid
+from saturate.trace.launches import named, spans, valid
 from saturate.trace.windows import CPU, LOADER, STEP, Window, loader
 
 #: Bump when a pattern below changes: shares of communication are comparable only within one version.
@@ -76,19 +77,26 @@ def _launched_by_collective(trace: Trace, launches: Column) -> Column:
     operators = trace.operators
     result = np.zeros(len(launches), bool)
     collective = named(trace, operators.name, COMMUNICATION_OPERATORS)
-    launched = np.flatnonzero(launches >= 0)
+    launched = rows_where(launches >= 0)
     calls = launches[launched]
     if not collective.any() or not len(calls):
         return result
-    for thread, rows in by_thread(operators):
-        outer = spans(operators, rows[collective[rows]])
+    for thread in np.unique(operators.tid[collective]).tolist():
+        own = operators.tid == thread
+        outer = spans(operators, rows_where(collective & own))
         if not len(outer.start):
             continue
-        inner = rows[~collective[rows] & contains(outer, operators.start[rows])]
+        inner = _begun_in(outer, operators.start, rows_where(own & ~collective))
         here = trace.calls.tid[calls] == thread
         time = trace.calls.start[calls[here]]
         result[launched[here]] = contains(outer, time) & ~contains(spans(operators, inner), time)
     return result
+
+
+def _begun_in(outer: Intervals, start: Column, rows: Column) -> Column:
+    """Those of the rows that start in the set. In parts: there are far more rows than such."""
+    parts = [rows[first:first + intervals.AT_ONCE] for first in range(0, len(rows), intervals.AT_ONCE)]
+    return np.concatenate([part[contains(outer, start[part])] for part in parts]) if parts else rows
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,6 @@ class Work:
     compute: Intervals
     communication: Intervals
     copies: Intervals
-    kernels: Intervals          # all kernels, the communicating ones too
     busy: Intervals
 
 
@@ -109,17 +116,15 @@ def work(trace: Trace, device: int, window: Window, communicating: Column) -> Wo
         return host_work(trace, window)
     gpu = trace.gpu
     own = valid(gpu) & (gpu.device == device)
-    kernels, copies = own & (gpu.kind == KERNEL), own & (gpu.kind == MEMCPY)
+    copies = own & (gpu.kind == MEMCPY)
 
     def covered(rows: Column) -> Intervals:
         return union(gpu.start[rows], gpu.end[rows])
 
-    computing = own & ~copies & ~communicating
-    compute, collectives, moved = covered(computing), covered(own & communicating), covered(copies)
-    # Most traces hold little but kernels that compute: then these sets are one, in memory as well.
-    same = bool((kernels == computing).all())
-    return Work(rows=np.flatnonzero(own), compute=compute, communication=collectives, copies=moved,
-                kernels=compute if same else covered(kernels), busy=join(compute, collectives, moved))
+    compute = covered(own & ~copies & ~communicating)
+    collectives, moved = covered(own & communicating), covered(copies)
+    return Work(rows=rows_where(own), compute=compute, communication=collectives, copies=moved,
+                busy=join(compute, collectives, moved))
 
 
 def host_work(trace: Trace, window: Window) -> Work:
@@ -131,10 +136,10 @@ def host_work(trace: Trace, window: Window) -> Work:
     input_work = (operators.tid == window.thread) & contains(waiting, operators.start)
     apart = named(trace, operators.name, STEP) | named(trace, operators.name, LOADER)
     rows = ~collective & ~input_work & ~apart
-    compute = spans(operators, np.flatnonzero(rows))
-    collectives = join(spans(operators, np.flatnonzero(collective)), spans(annotations, labelled))
-    return Work(rows=np.flatnonzero(rows), compute=compute, communication=collectives, copies=EMPTY,
-                kernels=compute, busy=join(compute, collectives))
+    compute = spans(operators, rows_where(rows))
+    collectives = join(spans(operators, rows_where(collective)), spans(annotations, labelled))
+    return Work(rows=rows_where(rows), compute=compute, communication=collectives, copies=EMPTY,
+                busy=join(compute, collectives))
 
 
 @dataclass(frozen=True)

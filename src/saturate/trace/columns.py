@@ -1,8 +1,9 @@
 """One recorded trace as columns: what every reader produces and every analysis takes.
 
 Times are integer nanoseconds since `Trace.origin_ns`; nothing was rounded. Names are interned: a column of `name` holds
-indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start. Ids
-and sizes (tid, correlation, external, stream; bytes, blocks, shared_bytes) may be 32 bits wide where all of them fit.
+indices into `Trace.names`. Row i of every column of a table belongs to the same event; tables are sorted by start. Ids and sizes
+(name, tid, shapes, device, stream, correlation, external; bytes, blocks, shared_bytes) may be narrower than declared
+where all of them fit.
 
 A reader is a function `read(path, progress=None) -> Trace`. It raises errors.TraceError with the file, the byte offset where
 one is known, the cause and what to do. A file that ends too early is read as far as it goes, and `Trace.problems` says so.
@@ -71,6 +72,16 @@ class MemoryEvents:
     allocated: Column = _none("i8")     # total after the event
     reserved: Column = _none("i8")
     device: Column = _none("i4")        # -1: CPU
+
+
+def row_type(table: Column) -> Any:
+    """The integers that number the rows of a table: small ones, because there are as many of them as rows."""
+    return np.dtype("i4" if len(table) < 2**31 else "i8")
+
+
+def rows_where(wanted: Column) -> Column:
+    """Numbers of the rows that are wanted, in order."""
+    return np.flatnonzero(wanted).astype(row_type(wanted))
 
 
 @dataclass(frozen=True)

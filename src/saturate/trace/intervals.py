@@ -60,6 +60,12 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     return _where(a, b, 3)
 
 
+def overlap(a: Intervals, b: Intervals) -> int:
+    """Nanoseconds in both sets: the length of their intersection, which is not made."""
+    stretches = range(0, len(a.start), AT_ONCE)
+    return sum(int(covered(b, a.start[first:first + AT_ONCE], a.end[first:first + AT_ONCE]).sum()) for first in stretches)
+
+
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """What of `a` is not in `b`."""
     return _where(a, b, 1)
@@ -68,10 +74,14 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 def contains(a: Intervals, time: Any) -> Column:
     """Whether each time lies in the set."""
     time = np.asarray(time, "i8")
+    result = np.zeros(time.shape, bool)
     if not len(a.start):
-        return np.zeros(time.shape, bool)
-    row = np.searchsorted(a.start, time, "right") - 1
-    return (row >= 0) & (time < a.end[np.maximum(row, 0)])
+        return result
+    for first in range(0, len(time), AT_ONCE):
+        some = time[first:first + AT_ONCE]
+        row = np.searchsorted(a.start, some, "right") - 1
+        result[first:first + AT_ONCE] = (row >= 0) & (some < a.end[np.maximum(row, 0)])
+    return result
 
 
 def covered(a: Intervals, start: Any, end: Any) -> Column:

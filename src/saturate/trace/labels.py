@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from saturate.trace.columns import Column, HostEvents, Trace
+from saturate.trace.columns import Column, HostEvents, Trace, rows_where
 from saturate.trace.integrity import OVERHEAD
 from saturate.trace.launches import by_thread, named
 from saturate.trace.windows import STEP
@@ -40,13 +40,13 @@ def labels(trace: Trace, launches: Column) -> tuple[list[dict[str, Any]], int]:
 
 def launched_ns(trace: Trace, launches: Column, events: HostEvents, rows: Column) -> Column:
     """For each row of a host table: device time launched inside it by its thread, summed over streams."""
-    launched = np.flatnonzero(launches >= 0)
+    launched = rows_where(launches >= 0)
     calls = launches[launched]
     thread, time = trace.calls.tid[calls], trace.calls.start[calls]
     spent = np.maximum(trace.gpu.end[launched] - trace.gpu.start[launched], 0)
     result = np.zeros(len(rows), "i8")
     for number in np.unique(events.tid[rows]).tolist():
-        here = np.flatnonzero(thread == number)
+        here = rows_where(thread == number)
         here = here[np.argsort(time[here], kind="stable")]
         total = np.concatenate((np.zeros(1, "i8"), np.cumsum(spent[here])))
         own = events.tid[rows] == number

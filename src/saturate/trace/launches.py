@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
-from saturate.trace.intervals import Intervals, union
+from saturate.trace import intervals
+from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace, row_type
+from saturate.trace.intervals import Intervals, join, union
 
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 
@@ -33,7 +34,7 @@ def launching_calls(trace: Trace) -> Column:
     """
     gpu, calls = trace.gpu, trace.calls
     if not len(calls.start) or not len(gpu.start):
-        return np.full(len(gpu.start), -1, "i8")
+        return np.full(len(gpu.start), -1, row_type(calls.start))
     pids = np.unique(np.concatenate((calls.pid, gpu.pid)))
     if len(pids[pids >= 0]) <= 1:
         call = _first(calls.correlation, gpu.correlation)
@@ -52,27 +53,27 @@ def _first(keys: Column, wanted: Column) -> Column:
     """The first row of `keys` that equals each wanted key, or -1."""
     low, high = int(keys.min()), int(keys.max())
     if high - low <= 8 * len(keys):         # counted up, as correlations are: a table is faster than a search
-        table = np.full(high - low + 1, -1, "i8")
-        table[keys[::-1] - low] = np.arange(len(keys))[::-1]    # backwards: of equal keys the first row stays
+        table = np.full(high - low + 1, -1, row_type(keys))
+        table[keys[::-1] - low] = np.arange(len(keys), dtype=table.dtype)[::-1]     # of equal keys the first row stays
         return np.where((wanted >= low) & (wanted <= high), table[np.clip(wanted, low, high) - low], -1)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     place = np.minimum(np.searchsorted(ordered, wanted, "left"), len(keys) - 1)
-    return np.where(ordered[place] == wanted, order[place], -1).astype("i8")
+    return np.where(ordered[place] == wanted, order[place], -1).astype(row_type(keys))
 
 
 def by_thread(events: HostEvents, rows: Column | None = None) -> Iterator[tuple[int, Column]]:
     """(thread, rows of it, in order of start) of a table, or of the given rows of it."""
-    rows = np.arange(len(events.start)) if rows is None else rows
-    order = np.argsort(events.tid[rows], kind="stable")
-    rows = rows[order]
+    rows = np.arange(len(events.start), dtype=row_type(events.start)) if rows is None else rows
+    rows = rows[np.argsort(events.tid[rows], kind="stable")]
     threads, first = np.unique(events.tid[rows], return_index=True)
     yield from zip(threads.tolist(), np.split(rows, first[1:]))
 
 
 def spans(events: HostEvents, rows: Column) -> Intervals:
-    """The time that rows of a table cover."""
-    return union(events.start[rows], events.end[rows])
+    """The time that rows of a table cover. In parts: nested events leave little of their number."""
+    parts = (rows[first:first + intervals.AT_ONCE] for first in range(0, len(rows), intervals.AT_ONCE))
+    return join(*[union(events.start[part], events.end[part]) for part in parts])
 
 
 def leaves(events: HostEvents) -> Column:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from saturate.trace.columns import Column, HostEvents
+from saturate.trace import intervals
+from saturate.trace.columns import Column, HostEvents, row_type, rows_where
 
 #: Rows that are looked at together.
 PART = 1 << 20
@@ -62,15 +63,24 @@ def nest(events: HostEvents, rows: Column) -> Nest:
 
 
 def innermost(events: HostEvents, rows: Column, thread: Column, time: Column) -> Column:
-    """The row of `rows` that is innermost on each thread at each time, -1 where none is."""
-    found = np.full(len(time), -1, "i8")
+    """The row of `rows` that is innermost on each thread at each time, -1 where none is. `rows` are in order of start."""
+    found = np.full(len(time), -1, row_type(events.start))
     for number in np.unique(thread).tolist():
-        here = np.flatnonzero(thread == number)
-        times = np.sort(time[here])
-        # Most operators of a long trace are around no launch. In parts: they are the longest table there is.
-        around = [_around(times, events, part[events.tid[part] == number])
-                  for part in np.array_split(rows, len(rows) // PART + 1)]
-        found[here] = nest(events, np.concatenate(around)).innermost(time[here])
+        here = rows_where(thread == number)
+        here = here[np.argsort(time[here], kind="stable")]
+        own = rows[events.tid[rows] == number]
+        done, running = 0, own[:0]
+        for first in range(0, len(here), intervals.AT_ONCE):
+            some = here[first:first + intervals.AT_ONCE]
+            times = time[some]
+            # What starts until the last of these times, and what was still running after those before.
+            began = int(np.searchsorted(own, np.searchsorted(events.start, times[-1], "right")))
+            # Most operators of a long trace are around no launch. In parts: they are the longest table there is.
+            new = np.array_split(own[done:began], (began - done) // PART + 1)
+            around = np.concatenate([_around(times, events, part) for part in (running, *new)])
+            found[some] = nest(events, around).innermost(times)
+            running = np.concatenate([part[events.end[part] > times[-1]] for part in (running, *new)])
+            done = began
     return found
 
 

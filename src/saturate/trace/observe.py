@@ -19,8 +19,8 @@ from saturate.records.observations import (
     SyncSeen,
 )
 from saturate.trace import breakdown, gaps, integrity, patterns, phases
-from saturate.trace.columns import KERNEL, MEMCPY, Column, DeviceInfo, HostEvents, Trace
-from saturate.trace.intervals import EMPTY, contains, intersect, length, subtract
+from saturate.trace.columns import KERNEL, MEMCPY, Column, DeviceInfo, HostEvents, Trace, row_type
+from saturate.trace.intervals import EMPTY, contains, intersect, length, overlap, subtract
 from saturate.trace.launches import leaves, named, spans
 from saturate.trace.nesting import innermost
 from saturate.trace.view import SHORT_NS, View, facts, joined, view
@@ -108,7 +108,7 @@ def _phases(seen: View) -> dict[str, float]:
     marked = {phase for phase, pattern in marks.items() if _any(trace, pattern, trace.annotations, trace.operators)}
     if not marked or not whole:
         return {}
-    split = phases.split(trace, seen.device)
+    split = phases.split(trace, seen.device, seen.joined.launches, seen.joined.communicating, seen.work)
     return {phase: split[phase] / whole for phase in marked | ({"forward"} if "backward" in marked else set())}
 
 
@@ -143,8 +143,8 @@ def _overhead(seen: View) -> float | None:
     if not len(trace.operators.start):
         return None
     running = seen.work if seen.device == CPU else breakdown.host_work(trace, seen.window)
-    outside = subtract(subtract(seen.window.steps, running.compute), seen.waiting or EMPTY)
-    return _share(length(outside), seen.parts.window_ns)
+    steps, waiting = seen.window.steps, subtract(seen.waiting or EMPTY, running.compute)
+    return _share(length(steps) - overlap(running.compute, steps) - overlap(waiting, steps), seen.parts.window_ns)
 
 
 def _workers(seen: View) -> int | None:
@@ -197,8 +197,8 @@ def _syncs(seen: View) -> tuple[SyncSeen, ...]:
 
 def _around(trace: Trace, calls: Column) -> Column:
     """The innermost operator around each call, -1 where none is."""
-    return innermost(trace.operators, np.arange(len(trace.operators.start)), trace.calls.tid[calls],
-                     trace.calls.start[calls])
+    return innermost(trace.operators, np.arange(len(trace.operators.start), dtype=row_type(trace.operators.start)),
+                     trace.calls.tid[calls], trace.calls.start[calls])
 
 
 def _grouped(seen: View, events: HostEvents, rows: Column, around: Column, uploading: Column) -> tuple[SyncSeen, ...]:

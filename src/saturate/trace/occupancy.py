@@ -21,7 +21,7 @@ from saturate.records.analysis import Occupancy
 from saturate.trace import intervals
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, DeviceInfo, Trace
-from saturate.trace.intervals import covered, intersect, length
+from saturate.trace.intervals import covered, length, overlap, union
 from saturate.trace.windows import Window
 
 #: A mean over less than this share of the kernel time says nothing about the rest.
@@ -39,7 +39,7 @@ def occupancy(trace: Trace, device: DeviceInfo | None, window: Window,
               work: Work) -> tuple[Occupancy, dict[str, str]]:
     """The proxies of one device, and for each that is None the reason."""
     rows = work.rows[trace.gpu.kind[work.rows] == KERNEL]
-    running = length(intersect(work.kernels, window.steps)) / max(1, length(window.steps))
+    running = overlap(union(trace.gpu.start[rows], trace.gpu.end[rows]), window.steps) / max(1, length(window.steps))
     total, sums = 0, {name: _Sum() for name in ("sm_fill", "tail", "occupancy")}
     for first in range(0, len(rows), intervals.AT_ONCE):
         total += _add(sums, trace, rows[first:first + intervals.AT_ONCE], device, window)

@@ -17,7 +17,7 @@ import numpy as np
 from saturate.records.analysis import Operator
 from saturate.trace import breakdown, intervals
 from saturate.trace._arguments import DTYPES
-from saturate.trace.columns import Column, Signature, Trace
+from saturate.trace.columns import Column, Signature, Trace, row_type, rows_where
 from saturate.trace.flops import Cost, cost, explained, format_in
 from saturate.trace.integrity import replayed
 from saturate.trace.intervals import contains
@@ -108,7 +108,7 @@ def _on_device(trace: Trace, device: int, window: Window | None, launches: Colum
     if window is not None:
         rows = rows[contains(window.steps, gpu.start[rows])]
     graph = replayed(trace, launches)[rows]
-    owner = np.full(len(rows), -1, "i8")
+    owner = np.full(len(rows), -1, row_type(trace.operators.start))
     owner[~graph] = owners(trace, rows[~graph], launches)
 
     owned = owner >= 0
@@ -116,7 +116,7 @@ def _on_device(trace: Trace, device: int, window: Window | None, launches: Colum
     # Without an operator a kernel stands for itself: its name, and no signature.
     name = np.where(owned, ops.name[np.maximum(owner, 0)] if len(ops.name) else 0, gpu.name[rows])
     shapes = np.where(owned, ops.shapes[np.maximum(owner, 0)] if len(ops.name) else -1, -1)
-    kind = np.where(owned, 0, np.where(graph, 2, 1))
+    kind = np.where(owned, 0, np.where(graph, 2, 1)).astype("i1")
     duration = gpu.end[rows] - gpu.start[rows]
     guess = _only_float(trace)
     for members in _equal(kind, name, shapes):
@@ -142,19 +142,20 @@ def _on_device(trace: Trace, device: int, window: Window | None, launches: Colum
 def owners(trace: Trace, rows: Column, launches: Column) -> Column:
     """For each of the rows of `gpu` the row of `operators` that launched it, -1 where there is none."""
     ops, calls = trace.operators, trace.calls
-    found = np.full(len(rows), -1, "i8")
+    found = np.full(len(rows), -1, row_type(ops.start))
     if not len(ops.start):
         return found
     thread, time = np.full(len(rows), -1, "i4"), np.zeros(len(rows), "i8")     # of the launch
     external = trace.gpu.external[rows].astype(np.promote_types(trace.gpu.external.dtype, calls.external.dtype))
     if len(calls.start):
-        launched = np.flatnonzero(launches[rows] >= 0)
+        launched = rows_where(launches[rows] >= 0)
         call = launches[rows[launched]]
         thread[launched], time[launched] = calls.tid[call], calls.start[call]
         unnamed = external[launched] <= 0
         external[launched[unnamed]] = calls.external[call[unnamed]]
         del launched, call, unnamed
     named = _by_external(trace, external)
+    del external
     # Ids are used again in other processes and sessions: an operator that was not running has launched nothing.
     for first in range(0, len(rows), intervals.AT_ONCE):
         some = slice(first, first + intervals.AT_ONCE)
@@ -163,15 +164,15 @@ def owners(trace: Trace, rows: Column, launches: Column) -> Column:
         meant[(thread[some] >= 0) & ~running] = -1
 
     def search(candidates: Column) -> None:
-        left = np.flatnonzero((found < 0) & (thread >= 0))
+        left = rows_where((found < 0) & (thread >= 0))
         found[left] = innermost(ops, candidates, thread[left], time[left])
 
     has_shapes = ops.shapes >= 0
     direct = (named >= 0) & has_shapes[named]
     found[direct] = named[direct]
-    search(np.flatnonzero(has_shapes))
+    search(rows_where(has_shapes))
     found[found < 0] = named[found < 0]
-    search(np.arange(len(ops.start), dtype="i4" if len(ops.start) < 2**31 else "i8"))
+    search(np.arange(len(ops.start), dtype=row_type(ops.start)))
     return found
 
 
@@ -180,8 +181,8 @@ def _by_external(trace: Trace, external: Column) -> Column:
     of the operators: there are many more of these."""
     wanted = np.unique(external[external > 0])
     if not len(wanted):
-        return np.full(len(external), -1, "i8")
-    row = np.full(len(wanted) + 1, -1, "i8")        # the last stands for ids that nobody asked for
+        return np.full(len(external), -1, row_type(trace.operators.start))
+    row = np.full(len(wanted) + 1, -1, row_type(trace.operators.start))     # the last stands for ids that nobody asked for
     ids = trace.operators.external
     for first in reversed(range(0, len(ids), intervals.AT_ONCE)):      # backwards: of equal ids the first row stays
         some = ids[first:first + intervals.AT_ONCE][::-1]
@@ -280,10 +281,11 @@ def _equal(*columns: Column) -> Iterator[Column]:
     """Positions of rows that agree in all columns, each set in order."""
     if not len(columns[0]):
         return
-    order = np.lexsort(columns[::-1])
+    order = np.lexsort(columns[::-1]).astype(row_type(columns[0]))
     changes = np.zeros(len(order) - 1, bool)
     for column in columns:
-        changes |= np.diff(column[order].astype("i8")) != 0
+        ordered = column[order]
+        changes |= ordered[1:] != ordered[:-1]
     yield from np.split(order, np.flatnonzero(changes) + 1)
 
 

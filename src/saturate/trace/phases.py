@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from saturate.trace.breakdown import COMMUNICATION_OPERATORS, communication, work
+from saturate.trace.breakdown import COMMUNICATION_OPERATORS, Work, communication, work
 from saturate.trace.columns import MEMCPY, Column, Trace
 from saturate.trace.gaps import INPUT, SYNC, edges, gaps
 from saturate.trace.intervals import EMPTY, Intervals, contains, intersect, join, length, subtract, union
@@ -65,12 +65,19 @@ class Host:
     forward: Intervals
 
 
-def split(trace: Trace, device: int) -> dict[str, int]:
+def split(trace: Trace, device: int, launches: Column | None = None, communicating: Column | None = None,
+          done: Work | None = None) -> dict[str, int]:
     """Integer nanoseconds by part, over all recorded steps (the span where there are none); they sum to it. `device` is
-    one of `windows.devices`."""
+    one of `windows.devices`; `launches`, `communicating` and `done` are of `launches.launching_calls`,
+    `breakdown.communication` and `breakdown.work`, where they are at hand."""
     view = window(trace, device)
-    parts = _of_cpu(trace, view) if device == CPU else _of_device(trace, device, view)
-    return {name: length(parts.get(name, EMPTY)) for name in PARTS}
+    if device == CPU:
+        parts = _of_cpu(trace, view)
+        return {name: length(parts.get(name, EMPTY)) for name in PARTS}
+    launches = launching_calls(trace) if launches is None else launches
+    communicating = communication(trace, launches) if communicating is None else communicating
+    done = work(trace, device, view, communicating) if done is None else done
+    return _of_device(trace, device, view, launches, communicating, done)
 
 
 def calibrated(trace: Trace, clocked: dict[str, int]) -> dict[str, int]:
@@ -201,22 +208,20 @@ def _kinds(kind: Column, rows: Column, names: list[str]) -> Column:
     return found
 
 
-def _of_device(trace: Trace, device: int, view: Window) -> dict[str, Intervals]:
-    launches = launching_calls(trace)
-    communicating = communication(trace, launches)
-    done = work(trace, device, view, communicating)
+def _of_device(trace: Trace, device: int, view: Window, launches: Column, communicating: Column,
+               done: Work) -> dict[str, int]:
     gpu = trace.gpu
     own = valid(gpu) & (gpu.device == device)
     copies = gpu.kind == MEMCPY
     launched = _launched_in(trace, view, launches)
     left = view.steps
-    parts = dict.fromkeys(PARTS, EMPTY)
+    parts = dict.fromkeys(PARTS, 0)
 
     def take(name: str, wanted: Intervals) -> None:
         nonlocal left
-        taken = intersect(left, wanted)
-        left = subtract(left, taken)
-        parts[name] = join(parts[name], taken)
+        before = length(left)
+        left = subtract(left, wanted)
+        parts[name] += before - length(left)
 
     for number, name in enumerate(_LAUNCHING):
         take(name, _rows(trace, own & ~copies & ~communicating & (launched == number)))
@@ -227,11 +232,11 @@ def _of_device(trace: Trace, device: int, view: Window) -> dict[str, Intervals]:
     for number, name in enumerate(_LAUNCHING):
         take(name, _rows(trace, own & copies & (launched == number)))
     waiting = loader(trace, view)
-    for causes in (gaps(trace, done, view, launches, waiting), edges(trace, done, view, launches, waiting)):
+    for attribute in (gaps, edges):
+        causes = attribute(trace, done, view, launches, waiting)
         take("input", causes.of(INPUT))
         take("sync", causes.of(SYNC))
-    parts["idle"] = left
-    return parts
+    return parts | {"idle": length(left)}
 
 
 #: The parts that launch work; unknown launches and those outside all others count as forward.

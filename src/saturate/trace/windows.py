@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from saturate.trace.columns import KERNEL, Column, Trace
+from saturate.trace.columns import KERNEL, Column, Trace, rows_where
 from saturate.trace.intervals import EMPTY, Intervals, union
 from saturate.trace.launches import named, spans, valid
 
@@ -94,4 +94,4 @@ def loader(trace: Trace, window: Window) -> Intervals | None:
 
 def kernels_of(trace: Trace, device: int) -> Column:
     """Rows of `gpu` that are kernels of a device."""
-    return np.flatnonzero(valid(trace.gpu) & (trace.gpu.device == device) & (trace.gpu.kind == KERNEL))
+    return rows_where(valid(trace.gpu) & (trace.gpu.device == device) & (trace.gpu.kind == KERNEL))
