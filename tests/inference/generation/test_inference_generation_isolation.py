@@ -102,3 +102,10 @@ def test_the_winner_is_scored_on_samples_that_did_not_choose_it():
     search._scores = tune.Scores(1.0, (1.0,) * 60)
     lucky = tune.Scores(0.5, (1.0,) * 30 + (0.0,) * 30)
     assert search._compared(lucky, chosen=False).drop == 0 and search._compared(lucky, chosen=True).drop == 1
+
+
+def test_it_is_imported_by_the_name_that_it_is_called_by():
+    import saturate
+    from saturate.generation import generate
+
+    assert saturate.generation.generate is generate
