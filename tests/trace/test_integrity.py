@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from traces import V100, Recording, training
 
@@ -183,6 +185,15 @@ def test_no_accelerator() -> None:
     made.operator("aten::mm", 5, 50)
     assert found(made.trace(), CPU)["no-accelerator"].blocks == []
     assert set(problems(Recording().trace(), launching_calls(Recording().trace()))[0].blocks) == set(CONCLUSIONS)
+
+
+def test_an_accelerator_that_is_not_read_is_not_taken_for_none() -> None:
+    made = Recording()
+    made.step(0, 100)
+    made.operator("aten::mm", 5, 50)
+    problem = found(replace(made.trace(), left_out={"mtia_runtime": 1823, "ac2g": 7}), CPU)["unknown-accelerator"]
+    assert "mtia_runtime (1,823)" in problem.message and "ac2g" not in problem.message and "busy" in problem.blocks
+    assert "no-accelerator" in found(replace(made.trace(), left_out={"python_function": 3}), CPU)
 
 
 def test_work_outside_the_steps_is_said() -> None:

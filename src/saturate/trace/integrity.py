@@ -40,6 +40,9 @@ BEGIN_CAPTURE, END_CAPTURE = re.compile(r"StreamBeginCapture"), re.compile(r"Str
 OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffer Flush|CUPTI.*Overhead|"
                       r"Profiler Overhead|Lazy Function Loading|Command Buffer Full)", re.IGNORECASE)
 
+#: Kineto's names for the calls of a backend, where it is one that is not read: `mtia_runtime`.
+OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
+
 #: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
 READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "out-of-range": OF_THE_DEVICE}
 
@@ -75,6 +78,11 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
 
 
 def _no_accelerator(trace: Trace) -> list[Problem]:
+    others = [f"{name} ({count:,})" for name, count in trace.left_out.items() if OTHER_RUNTIME.match(name)]
+    if others:
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            f"an accelerator of a kind that is not read was at work: {', '.join(others)}; the CPU's operators alone do "
+            "not tell what limits it"))]
     if devices(trace):
         return [Problem(id="no-accelerator", blocks=[], message=(
             "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
