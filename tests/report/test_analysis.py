@@ -111,6 +111,13 @@ def test_several_ranks_name_the_shown_one_and_fold():
     assert "includes waiting for peers" in plain(alone, 120)
 
 
+def test_recordings_of_one_process_are_told_apart_by_their_files():
+    found = msgspec.structs.replace(analyses.input_bound(), devices=[analyses.device(source=f"runs/cycle{n}.json") for n in (1, 2)])
+    text = plain(found, 120)
+    assert re.search(r"^devices +device 0 in cycle1\.json +idle", text, re.M) and "device 0 in cycle2.json" in text
+    assert "rank 1, device 0" in plain(analyses.ranks(), 120) and " in rank1.json" not in plain(analyses.ranks(), 120)
+
+
 def test_a_profile_is_short():
     text = plain(analyses.profile(), 100)
     for part in (

@@ -129,9 +129,10 @@ def drawn(parts: Sequence[say.Part], width: int, paint: Callable[..., str], bloc
 
 def _device(analysis: Analysis, device: Device, room: int) -> Rows:
     several = len(analysis.devices) > 1
+    which = say.places(analysis.devices)[analysis.devices.index(device)]
     facts = [
         say.named(device),
-        say.place(device) if several or device.rank is not None else "",
+        which if (several or device.rank is not None) and which != say.named(device) else "",
         words.count(device.kernels, "kernel") if device.kernels else "",
         f"{words.count(device.steps, 'step')} of {say.time(device.step_ns // device.steps)}"
         if device.steps and device.step_ns is not None
@@ -204,9 +205,10 @@ def _ranks(analysis: Analysis, room: int) -> Rows:
             return -(say.of(device.idle_ns, say.window(device)[0]) or 0.0)
 
         shown = sorted(analysis.devices, key=idle)[:RANKS]
+        named = dict(zip(map(id, analysis.devices), say.places(analysis.devices)))
         table = [
             [
-                say.place(each),
+                named[id(each)],
                 f"idle {say.share(say.of(each.idle_ns, say.window(each)[0]))}",
                 f"network {say.share(say.of(each.exposed_communication_ns, say.window(each)[0]))}",
                 say.LIMITS[each.verdict][0].lower(),

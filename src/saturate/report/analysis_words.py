@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile
@@ -186,6 +187,14 @@ def place(device: Device) -> str:
     """Which one it is: "rank 3, device 0"."""
     rank = [f"rank {device.rank}"] if device.rank is not None else []
     return ", ".join([*rank, *([f"device {device.id}"] if device.id >= 0 else [])]) or "CPU"
+
+
+def places(devices: Sequence[Device]) -> list[str]:
+    """Which ones they are, with their file where that alone tells them apart: two recordings of one process, say."""
+    found = [place(device) for device in devices]
+    twice = len(set(found)) < len(found)
+    files = [words.one_line(device.source.rpartition("/")[2]) for device in devices]
+    return [f"{each} in {file}" if twice and file else each for each, file in zip(found, files)]
 
 
 def because(analysis: Analysis) -> str:
