@@ -9,8 +9,8 @@ training data. Peer: the same loop, with the same static cache, on the same mode
 process and on one thread, in turns on the same prompt; the ratio is the median over rounds of the time per token,
 prefill included, with its interval. The clock is the CPU time of that thread, which other load changes little. Rows:
 greedy, alone and as a batch of four; sampling; a text that quotes itself (prompt lookup); and a draft that was not
-trained and has half of its target's layers, which `optimize` has to refuse by what it measured (that one by the wall
-clock, as users have it).
+trained and has half of its target's layers, which `optimize` has to refuse by what it measured (that one under
+sampling, because greedy text repeats itself and is quoted, and by the wall clock, as users have it).
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ def refusal_row(pair: Pair, prompt: int, new: int, smoke: bool) -> dict[str, Any
         pair.prompts(4, prompt),
         max_new_tokens=new,
         draft=bad,
+        sampling=Sampling(temperature=1.0),     # greedy text repeats itself, and quoting would make up for the draft
         time=20 if smoke else 120,
         ways=("draft", "lookup"),
     )
