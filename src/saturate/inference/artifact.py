@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import stat
 import warnings
 from collections.abc import Sequence
@@ -106,12 +107,25 @@ def confirm(folder: str | os.PathLike[str], scores: Best) -> None:
         durable.replace(folder / MANIFEST, lambda stream: stream.write(_encoded(manifest)))
 
 
+#: What the lines that reproduce a candidate take from the user, and what it is.
+YOURS = {
+    "model": "your model in evaluation mode",
+    "inputs": "one batch, a tuple",
+    "calibration": "a list of batches that quantization may look at",
+    "loader": "batches of training data, tuples (*inputs, target)",
+    "loss": "your loss(output, target)",
+    "make_student": "a function that makes the smaller network to train",
+    "following": "with conv and norm: layers of the model that share a width",
+}
+
+
 def reproduce(record: CandidateRecord, model: str) -> str:
-    """A module to read: what makes the same of the user's model, without saturate."""
+    """A module that makes the same of the user's model, without saturate, once the names of `YOURS` are given."""
     code = record.code.strip("\n") or "# Nothing was changed: the model as it is."
-    yours = f"`model` is your {model or 'model'} in evaluation mode, `inputs` one batch: a tuple"
-    about = f"{record.id}, without saturate. {yours}."
-    return f"{about!r}\n\nimport torch\n\n{code}\n"
+    about = f"{record.id}, without saturate; of {model}." if model else f"{record.id}, without saturate."
+    named = [f"# {name}: {meaning}" for name, meaning in YOURS.items() if re.search(rf"\b{name}\b", code)]
+    given = ["# Give these names first.", *named, ""] if named else []
+    return "\n".join([repr(about), "", *given, "import torch", "", code, ""])
 
 
 def _encoded(manifest: Manifest) -> bytes:

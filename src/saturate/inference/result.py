@@ -137,9 +137,9 @@ def judged(found: Tried, lab: Lab) -> Tried:
 
 
 def _closest(search: Search) -> str:
-    """The fastest of those that were refused, and why."""
+    """The fastest of those that may be within the budget, else of those that are not, and why."""
     refused = [one for one in search.tried.values() if not one.working and search.value(one) > 1.0]
-    first = max(refused, key=search.value, default=None)
+    first = max(refused, key=lambda one: (one.fate == "undecided", search.value(one)), default=None)
     return "" if first is None else f"{first.candidate.label()}: {first.reason}"
 
 

@@ -92,7 +92,8 @@ class Tried:
 
 def code(candidate: Candidate) -> str:
     """The same without saturate."""
-    return "\n".join(part.module.as_code(part.options) for part in candidate.parts)
+    kept = [f"# These modules stay in their own precision: leave them out of what is quantized: {', '.join(sorted(candidate.keep))}"]
+    return "\n".join([*(kept if candidate.keep else ()), *(part.module.as_code(part.options) for part in candidate.parts)])
 
 
 @dataclass

@@ -297,6 +297,37 @@ def _fit(tensors: list[Any], wanted: list[dict[str, Any]]) -> bool:
                for size, given in zip(want["shape"], tensor.shape))
 
 
+# -- the same without saturate -----------------------------------------------------------------------------------------
+
+EXPORT_CODE = """\
+import onnxruntime
+torch.onnx.export(model, inputs, dynamo=True).save("model.onnx")      # dynamic_shapes= for sizes that vary
+"""
+
+PREPARE_CODE = """\
+import onnx
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+quant_pre_process("model.onnx", "prepared.onnx", skip_symbolic_shape=True)
+prepared = onnx.load("prepared.onnx")
+del prepared.graph.value_info[:]      # shapes that the exporter wrote, which the quantizer would find in conflict with its own
+onnx.save(prepared, "prepared.onnx")
+"""
+
+READER_CODE = """\
+names = [given.name for given in onnxruntime.InferenceSession("prepared.onnx").get_inputs()]
+class Batches(CalibrationDataReader):
+    def __init__(self):
+        self.left = iter(calibration)
+    def get_next(self):
+        batch = next(self.left, None)
+        return None if batch is None else {name: x.numpy() for name, x in zip(names, batch)}
+"""
+
+CALL_CODE = """\
+answers = session.run(None, {given.name: x.numpy() for given, x in zip(session.get_inputs(), inputs)})"""
+
+
 # -- what serves -----------------------------------------------------------------------------------------------------
 
 

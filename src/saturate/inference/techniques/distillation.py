@@ -127,14 +127,17 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    make = f"narrow(model, {options.ratio})     # see structured pruning" if options.ratio else "make_student()"
+    narrow = f"      # saturate cut {options.ratio:.0%} of the widths, see structured pruning" if options.ratio else ""
     return (
-        f"student = {make}\n"
-        "for *inputs, target in loader:\n"
+        "from torch.nn import functional as F\n"
+        f"student = make_student(){narrow}\n"
+        "optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)\n"
+        "for *batch, target in loader:\n"
         "    with torch.no_grad():\n"
-        "        taught = model(*inputs)\n"
-        "    output = student(*inputs)\n"
+        "        taught = model(*batch)\n"
+        "    output = student(*batch)\n"
         "    divergence = F.kl_div(output.log_softmax(-1), taught.softmax(-1), reduction='batchmean')\n"
         "    (loss(output, target) + divergence).backward()\n"
-        "    optimizer.step(); optimizer.zero_grad()"
+        "    optimizer.step(); optimizer.zero_grad()\n"
+        "model = student"
     )

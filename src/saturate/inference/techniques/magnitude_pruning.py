@@ -118,9 +118,9 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        "masks = {}\n"
-        "for step, (*inputs, target) in enumerate(loader):\n"
-        "    loss(model(*inputs), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        "for step, (*batch, target) in enumerate(loader):\n"
+        "    loss(model(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
         f"    share = {options.sparsity} * (1 - (1 - min(step / (0.7 * len(loader)), 1)) ** 3)\n"
         "    for name, weight in model.named_parameters():\n"
         "        if weight.ndim > 1:\n"

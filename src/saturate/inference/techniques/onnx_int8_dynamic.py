@@ -98,8 +98,9 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        'torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes).save("model.onnx")\n'
-        'quantize_dynamic("model.onnx", "int8.onnx", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8,\n'
+        f"{_onnx.EXPORT_CODE}{_onnx.PREPARE_CODE}"
+        'quantize_dynamic("prepared.onnx", "int8.onnx", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8,\n'
         f"                 per_channel={options.per_channel}, reduce_range={options.reduce_range})\n"
-        'session = onnxruntime.InferenceSession("int8.onnx")'
+        'session = onnxruntime.InferenceSession("int8.onnx")\n'
+        f"{_onnx.CALL_CODE}"
     )

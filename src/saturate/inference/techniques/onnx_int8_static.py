@@ -120,12 +120,13 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    products = 'op_types_to_quantize=["Conv", "MatMul", "Gemm"], extra_options={"MatMulConstBOnly": True},'
-    kinds = f"\n                {products}" if options.products else ""
+    kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if options.products else ""
     return (
-        'torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes).save("model.onnx")\n'
-        f'quantize_static("model.onnx", "int8.onnx", calibration_reader, quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
+        f"{_onnx.EXPORT_CODE}{_onnx.PREPARE_CODE}{_onnx.READER_CODE}"
+        f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
         f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={options.reduce_range},\n"
-        f"                calibrate_method=CalibrationMethod.{METHODS.get(options.method, options.method)})\n"
-        'session = onnxruntime.InferenceSession("int8.onnx")'
+        f"                calibrate_method=CalibrationMethod.{METHODS.get(options.method, options.method)},\n"
+        f'                extra_options={{"MatMulConstBOnly": {options.products}}})\n'
+        'session = onnxruntime.InferenceSession("int8.onnx")\n'
+        f"{_onnx.CALL_CODE}"
     )

@@ -90,7 +90,8 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     spin = "" if options.spin else 'options.add_session_config_entry("session.intra_op.allow_spinning", "0")\n'
     return (
-        'torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes).save("model.onnx")\n'
+        f"{_onnx.EXPORT_CODE}"
         f"options = onnxruntime.SessionOptions()\n{spin}"
-        'session = onnxruntime.InferenceSession("model.onnx", options)'
+        'session = onnxruntime.InferenceSession("model.onnx", options)\n'
+        f"{_onnx.CALL_CODE}"
     )

@@ -89,7 +89,7 @@ def as_code(options: Options) -> str:
             "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
             "quantizer = x86.X86InductorQuantizer()\n"
             "quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=True))\n"
-            "graph = prepare_pt2e(torch.export.export(model.eval(), example).module(), quantizer)\n"
-            "graph(*example)\n"
-            "program = torch.export.export(convert_pt2e(graph), example)\n"
+            "graph = prepare_pt2e(torch.export.export(model.eval(), inputs).module(), quantizer)\n"
+            "graph(*inputs)\n"
+            "program = torch.export.export(convert_pt2e(graph), inputs)\n"
             "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")

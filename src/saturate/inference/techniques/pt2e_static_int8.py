@@ -97,8 +97,8 @@ def as_code(options: Options) -> str:
             "from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e\n"
             "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
             "quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())\n"
-            "graph = prepare_pt2e(torch.export.export(model.eval(), example).module(), quantizer)\n"
+            "graph = prepare_pt2e(torch.export.export(model.eval(), inputs).module(), quantizer)\n"
             f"for batch in calibration[:{options.batches}]:\n"
             "    graph(*batch)\n"
-            "program = torch.export.export(convert_pt2e(graph), example)\n"
+            "program = torch.export.export(convert_pt2e(graph), inputs)\n"
             "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")

@@ -96,7 +96,8 @@ def as_code(options: Options) -> str:
             "from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig\n"
             "inputs_, weights_ = IntxFakeQuantizeConfig(torch.int8, 'per_token', is_symmetric=False), IntxFakeQuantizeConfig(torch.int8, 'per_channel')\n"
             "quantize_(model, QATConfig(activation_config=inputs_, weight_config=weights_, step='prepare'))\n"
-            "for *inputs, target in loader:\n"
-            "    loss(model(*inputs), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
+            "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+            "for *batch, target in loader:\n"
+            "    loss(model(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
             "quantize_(model, QATConfig(step='convert'))\n"
             "quantize_(model, Int8DynamicActivationInt8WeightConfig(act_mapping_type=MappingType.ASYMMETRIC))")

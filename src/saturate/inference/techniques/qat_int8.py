@@ -106,8 +106,9 @@ def as_code(options: Options) -> str:
             "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
             "quantizer = x86.X86InductorQuantizer()\n"
             "quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))\n"
-            "graph = prepare_qat_pt2e(torch.export.export(model, example).module(), quantizer)\n"
-            "for *inputs, target in loader:\n"
-            "    loss(graph(*inputs), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
-            "program = torch.export.export(convert_pt2e(graph), example)\n"
+            "graph = prepare_qat_pt2e(torch.export.export(model, inputs).module(), quantizer)\n"
+            "optimizer = torch.optim.AdamW(graph.parameters(), lr=1e-4)\n"
+            "for *batch, target in loader:\n"
+            "    loss(graph(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
+            "program = torch.export.export(convert_pt2e(graph), inputs)\n"
             "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")

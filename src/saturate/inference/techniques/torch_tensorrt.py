@@ -115,4 +115,4 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     cast = "model = model.half()\n" if options.half else ""
     program = "program = torch.export.export(model, inputs)"
-    return f"{cast}{program}\nmodel = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, use_explicit_typing=True)"
+    return f"import torch_tensorrt\n{cast}{program}\nmodel = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, use_explicit_typing=True)"

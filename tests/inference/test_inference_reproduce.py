@@ -1,0 +1,95 @@
+"""The lines that make a candidate without saturate run as they are printed, in a fresh process that has no saturate."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saturate.inference import artifact, search
+from saturate.inference.candidates import Candidate, Part
+from saturate.inference.techniques import _registry
+from saturate.records.inference import CandidateRecord, ModelFacts
+
+TECHNIQUES = _registry.load()
+
+#: Facts that every technique makes variants for.
+FACTS = ModelFacts(linears=2, convolutions=2, attentions=1, cores=2, threads=2, installed={"onnxruntime": "1.30"}, cpu_flags=frozenset({"avx512_vnni"}))
+
+#: Needs of those that are not torch alone.
+EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2e": ("torchao",), "qat": ("torchao",), "torchao": ("torchao",)}
+
+#: Need a GPU, or a library for one.
+GPU = ("cuda-graphs", "fp16", "tensorrt", "torch-tensorrt", "torchao-fp8", "torchao-int4", "tf32-products")
+
+#: What a user has: the names of `artifact.YOURS`.
+GIVEN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.conv, self.head = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3), nn.Linear(16, 32)
+        self.last = nn.Linear(32, 5)
+    def forward(self, x):
+        return self.last(self.head(self.conv(self.norm(self.stem(x)).relu()).relu().mean((2, 3))).relu())
+model, make_student = Net().eval(), Net
+conv, norm, following = model.stem, model.norm, model.conv
+inputs = (torch.randn(4, 3, 12, 12),)
+calibration = [(torch.randn(4, 3, 12, 12),) for _ in range(3)]
+loader = [(torch.randn(4, 3, 12, 12), torch.arange(4)) for _ in range(3)]
+loss = nn.functional.cross_entropy
+"""
+
+NAMES = {"torch", "nn", *artifact.YOURS, "conv", "norm"}
+
+
+def record_of(id: str, options: Any) -> CandidateRecord:
+    candidate = Candidate.of([Part(TECHNIQUES[id], options)])
+    return search.Tried(candidate, "dominated", "why").record()
+
+
+@pytest.mark.parametrize("id", TECHNIQUES)
+def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
+    for options in TECHNIQUES[id].variants(FACTS):
+        source = artifact.reproduce(record_of(id, options), "Net")
+        tree = ast.parse(source)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made |= {alias.asname or alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+        made |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert used - made - set(dir(builtins)) <= NAMES, used - made - set(dir(builtins))
+        for name in used & set(artifact.YOURS) - (made - {"model", "inputs"}):
+            assert f"# {name}: " in source, "it is said what the name is"
+
+
+def runs(id: str, folder: Path) -> None:
+    needs = next((packages for start, packages in EXTRAS.items() if id.startswith(start)), ())
+    for package in ("torch", *needs):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    for number, options in enumerate(TECHNIQUES[id].variants(FACTS)):
+        script = folder / f"reproduce{number}.py"
+        script.write_text("import sys; sys.modules['saturate'] = None\n" + GIVEN + artifact.reproduce(record_of(id, options), "Net"))
+        done = subprocess.run([sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", [id for id in TECHNIQUES if id not in GPU])
+def test_it_runs_as_printed(id: str, tmp_path: Path) -> None:
+    runs(id, tmp_path)
+
+
+def test_layers_that_were_kept_are_named() -> None:
+    module = TECHNIQUES["onnx-int8-static"]
+    candidate = Candidate((Part(module, module.Options()),), frozenset({"body.2", "head"}))
+    assert "leave them out of what is quantized: body.2, head" in search.code(candidate).splitlines()[0]
