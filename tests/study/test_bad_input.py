@@ -90,7 +90,7 @@ CASES = {
         """, 4, "after all this"),
     "crashes in step 3": Case(
         TRAINING + "for i in range(9):\n    step()\n    if i == 2: raise ValueError('in step 3')", 4, "ValueError: in step 3"),
-    "exits in step 3": Case(TRAINING + "for _ in range(3): step()", 0, "too few steps"),
+    "exits in step 3": Case(TRAINING + "for _ in range(3): step()", 0, "ended after 3 training steps"),
     "crashes after measuring began": Case(
         TRAINING + "for i in range(99):\n    step()\n    if i == 40: raise ValueError('in step 40')", 4, "ValueError: in step 40"),
     "ends after measuring began": Case(TRAINING + "for _ in range(40): step()", 0, "more steps"),

@@ -157,20 +157,22 @@ def next_action(
     between_sd: float = PRIOR_BETWEEN_SD,
     threshold: float = 0.02,
     limits: Limits = Limits(),
+    over: bool = False,
 ) -> Decision:
     """Sequential stopping: more rounds in the last pair, a new pair of fresh processes, or stop.
 
     A pair is complete when the noise of its rounds is half of the bias between pairs (more rounds would not help),
     or at `max_rounds`. Whether it is complete does not depend on the ratio, so the looks that count are one per pair,
     and `look_confidence` pays for them. Inside a pair a verdict is only taken at `EARLY_LEVEL`, for differences that
-    leave no doubt. The returned estimate is the one decided by: its interval stays valid under this stopping rule.
+    leave no doubt. `over`: time or the script ended the race, not a ratio, so the last pair counts as complete. The
+    returned estimate is the one decided by: its interval stays valid under this stopping rule.
     """
     if not pairs or not pairs[-1]:
         return Decision("new_pair" if not pairs else "more_rounds", "inconclusive", None, "nothing measured yet")
     last = tuple(pairs[-1])
-    if len(last) < max(2, limits.min_rounds):
+    if len(last) < max(2, 0 if over else limits.min_rounds):
         return Decision("more_rounds", "inconclusive", None, f"{len(last)} rounds in this pair")
-    complete = len(last) >= limits.max_rounds or _pair(last)[1] <= between_sd / 2
+    complete = over or len(last) >= limits.max_rounds or _pair(last)[1] <= between_sd / 2
     confidence = look_confidence(limits.max_pairs) if complete else 1 - EARLY_LEVEL
     found = estimate(pairs, between_sd, confidence)
     answer = verdict(found, threshold)
@@ -178,6 +180,6 @@ def next_action(
         return Decision("stop", answer, found, f"the {100 * confidence:.1f} % interval decides")
     if not complete:
         return Decision("more_rounds", answer, found, "the rounds of this pair still scatter")
-    if len(pairs) >= limits.max_pairs:
+    if over or len(pairs) >= limits.max_pairs:
         return Decision("stop", answer, found, f"undecided after {len(pairs)} pairs")
     return Decision("new_pair", answer, found, "the bias between pairs of processes still hides the difference")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
@@ -22,6 +22,9 @@ from saturate.trial.process import Block, TrialEnded
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
+
+#: Rounds of a pair at most, where they cost so little beside its start that the usual number would be thrift at the wrong end.
+MOST_ROUNDS = 60
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,13 @@ class Racer:
             self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not pairs)
             decision = self._decide(pairs, limits)
         self.bench.store.set_answer(finished, True)
+        if decision.action != "stop":
+            decision = self._decide(pairs, limits, over=True)
         return self._result(question, a, b, decision, pairs, times)
 
-    def _decide(self, pairs: list[list[float]], limits: Limits) -> Decision:
+    def _decide(self, pairs: list[list[float]], limits: Limits, over: bool = False) -> Decision:
         usable = [pair for pair in pairs if len(pair) >= 2]
-        return race.next_action(usable, self.between_sd, self.threshold, limits)
+        return race.next_action(usable, self.between_sd, self.threshold, limits, over)
 
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
               limits: Limits, deadline: float, share_base: bool) -> None:
@@ -105,6 +110,17 @@ class Racer:
         pair: list[float] = []
         number = len(pairs)
         pairs.append(pair)
+        asked = time.monotonic()
+        running = math.inf              # since when both processes run
+
+        def patient() -> Limits:
+            """Rounds that scatter are repeated for as long as it took to start the pair: a fresh one would cost as much."""
+            now = time.monotonic()
+            return replace(limits, max_rounds=max(limits.max_rounds, MOST_ROUNDS)) if now - running < running - asked else limits
+
+        def began() -> None:
+            nonlocal running
+            running = time.monotonic()
 
         def keep(a_ms: float, b_ms: float) -> None:
             pair.append(math.log(a_ms / b_ms))
@@ -114,22 +130,24 @@ class Racer:
         def more() -> bool:
             if len(pair) < limits.min_rounds:
                 return True
-            return self._decide(pairs, limits).action == "more_rounds" and time.monotonic() < deadline
+            return time.monotonic() < deadline and self._decide(pairs, patient()).action == "more_rounds"
 
         if self.mode == "alternate":
             self.drop_base()
             self._alternate(a, b, number, keep)
             return
         try:
-            self._concurrent(a, b, share_base, keep, more)
+            self._concurrent(a, b, share_base, began, keep, more)
         except TrialEnded as ended:
             # The shared process ran out of steps in somebody else's race: start another one.
-            if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short") or pair:
+            if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short"):
                 raise
+            del times[len(times) - len(pair):], pair[:]
             self.drop_base()
-            self._concurrent(a, b, share_base, keep, more)
+            self._concurrent(a, b, share_base, began, keep, more)
 
-    def _concurrent(self, a: Set, b: Set, share_base: bool, keep: Callable[[float, float], None], more: Callable[[], bool]) -> None:
+    def _concurrent(self, a: Set, b: Set, share_base: bool, began: Callable[[], None], keep: Callable[[float, float], None],
+                    more: Callable[[], bool]) -> None:
         first = _sided("a", lambda: self.base(a) if share_base else self.bench.live("race A", a))
         try:
             second = _sided("b", lambda: self.bench.live("race B", b))
@@ -137,6 +155,7 @@ class Racer:
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 skip, steps = block_size(first, second)
+                began()
                 while turn == 0 or more():
                     order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
                     for live, side in order:
@@ -175,9 +194,6 @@ class Racer:
                 times: list[tuple[float, float]]) -> Result:
         found = decision.estimate
         usable = [pair for pair in pairs if len(pair) >= 2]
-        if found is None and usable:
-            found = race.estimate(usable, self.between_sd)
-            decision = Decision("stop", race.verdict(found, self.threshold), found, decision.reason)
         a_ms, b_ms = (_median([t[side] for t in times]) for side in (0, 1)) if times else (0.0, 0.0)
         record = RaceRecord(
             question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),

@@ -39,7 +39,7 @@ RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
 #: Fates of candidates whose trial did not come to an end by itself; all others failed.
 FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_differs": "rejected_numerics",
-         "trains_otherwise": "rejected_numerics"}
+         "trains_otherwise": "rejected_numerics", "too_short": "inconclusive"}
 
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
@@ -306,7 +306,7 @@ class Search:
         try:
             result = self.racer.run(question, a, b, limits, self.deadline, share_base)
         except TrialEnded as ended:
-            if ended.side == "a" and a == self.base:
+            if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise
             fate = FATES.get(ended.outcome.kind, "failed")
             self.settle(candidate, fate, f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ from saturate.study import baseline, fitting, profile, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import Interrupted, in_our_words
-from saturate.study.racing import Racer
+from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
@@ -42,11 +43,14 @@ from saturate.trial.process import TrialEnded, Workload
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
 FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
 
-#: A machine on which even the same program differs this much between two runs decides nothing.
+#: A machine on which even the same program differs this much between two runs decides nothing. That is not said after one
+#: pair with few rounds, while there is time for more.
 HOPELESS_NOISE = 0.30
+PATIENT_AA = Limits(max_pairs=5, min_rounds=6, max_rounds=30)
 
-#: Share of the budget after which no second A/A pair is begun.
+#: Shares of the budget after which no second A/A pair is begun, and after which hope is given up.
 NOISE_SHARE = 0.1
+PATIENCE_SHARE = 0.4
 
 #: Share of the budget that the search leaves for the final race.
 RESERVE = 0.25
@@ -197,9 +201,15 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
 
 def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
     study.say("noise: " + ("what fits" if base else "the baseline") + " against itself")
+    began, budget_s = time.monotonic(), study.request.budget_s
     try:
-        deadline = min(end, time.monotonic() + NOISE_SHARE * study.request.budget_s)
-        study.aa = racer.run("A/A", base, base, AA, deadline, share_base=True)
+        study.aa = racer.run("A/A", base, base, AA, min(end, began + NOISE_SHARE * budget_s), share_base=True)
+        patience = min(end, began + PATIENCE_SHARE * budget_s)
+        for most in range(AA.max_pairs + 1, PATIENT_AA.max_pairs + 1):
+            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience:
+                break
+            study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
+            study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
     except TrialEnded as ended:
         if ended.outcome.kind != "too_short":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
@@ -207,12 +217,16 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
         return False
     racer.learn_noise(study.aa.pairs)
-    floor = race.noise_floor(study.aa.pairs) if study.aa.pairs else float("inf")
+    floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
     if floor > HOPELESS_NOISE:
         raise TooNoisy("this machine is too noisy to decide anything", evidence=f"the same program differs by {floor:.0%} from run to run",
                        remedy="stop other programs, or try again on a quiet machine")
     return True
+
+
+def _floor(aa: Result) -> float:
+    return race.noise_floor(aa.pairs) if aa.pairs else float("inf")
 
 
 def _confirm(study: Study, racer: Racer, end: float) -> None:
@@ -225,6 +239,10 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     try:
         study.final = racer.run("final", before, kept, FINAL, end, min_pairs=FINAL.max_pairs)
     except TrialEnded as ended:
+        if ended.outcome.kind == "too_short":
+            study.notes.append(f"the last race has too few rounds: {ended.outcome.reason}; {ended.outcome.remedy}")
+            _drop(study, kept, "inconclusive", ended.outcome.reason)
+            return
         if ended.side == "a":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason) from ended
         study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")

@@ -1,0 +1,115 @@
+"""Races between made-up processes: how many rounds a pair gets, and what happens when a script runs out of steps."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from saturate.measure import race
+from saturate.measure.race import Limits
+from saturate.study.racing import MOST_ROUNDS, Racer
+from saturate.study.search import FATES, Search
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Block, TrialEnded
+
+SHORT = TrialEnded(Outcome("too_short", "the script ended after 3000 training steps"))
+
+
+class Store:
+    def __init__(self):
+        self.answers, self.kept = {}, {}
+
+    def rounds(self, question):
+        return []
+
+    def answer(self, question):
+        return self.answers.get(question)
+
+    def set_answer(self, question, value):
+        self.answers[question] = value
+
+    def add_round(self, question, pair, number, a_ms, b_ms, ratio):
+        self.kept[pair, number] = ratio
+
+
+class Process:
+    """Answers blocks of scattering length for as long as it has steps; freezing costs nothing."""
+
+    def __init__(self, blocks, scatter, draw):
+        self.left, self.scatter, self.draw, self.ended = blocks, scatter, draw, None
+
+    def thaw(self): ...
+
+    def freeze(self): ...
+
+    def run_block(self, skip, steps):
+        if self.left == 0:
+            self.ended = SHORT.outcome
+            raise TrialEnded(SHORT.outcome)
+        self.left -= 1
+        return Block([round(1e6 * self.draw.lognormvariate(0.0, self.scatter))] * steps, {}, {}, steps)
+
+
+class Bench:
+    def __init__(self, start_s=0.0, scatter=0.2, blocks=(10_000,)):
+        self.start_s, self.scatter, self.blocks = start_s, scatter, list(blocks)
+        self.store, self.started, self.draw = Store(), [], random.Random(7)
+
+    def live(self, purpose, techniques):
+        time.sleep(self.start_s)
+        self.started.append(purpose)
+        blocks = self.blocks.pop(0) if len(self.blocks) > 1 else self.blocks[0]
+        return SimpleNamespace(trial=Process(blocks, self.scatter, self.draw), techniques=techniques, step_ms=100.0,
+                               evidence=SimpleNamespace(loaders=[]))
+
+    def finish_live(self, live): ...
+
+
+ONE_PAIR = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
+
+
+def run(bench, limits=ONE_PAIR, seconds=60.0, **options):
+    racer = Racer(bench, 0.02)
+    return racer.run("q", (), (), limits, time.monotonic() + seconds, **options)
+
+
+def test_scattering_rounds_are_repeated_while_they_cost_less_than_a_start():
+    assert run(Bench(start_s=0.2)).record.rounds == MOST_ROUNDS     # rounds cost nothing here
+    assert run(Bench(start_s=0.0)).record.rounds < MOST_ROUNDS
+    assert run(Bench(start_s=0.2, scatter=0.001)).record.rounds == 4    # nothing scatters: no more are needed
+
+
+def test_a_race_that_time_ended_is_judged_by_the_level_of_a_whole_pair():
+    pair = [[0.30, 0.10, 0.22, 0.15, 0.35, 0.18]]
+    limits = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
+    running, ended = race.next_action(pair, limits=limits), race.next_action(pair, limits=limits, over=True)
+    assert running.estimate.confidence == 1 - race.EARLY_LEVEL and running.action == "more_rounds"
+    assert ended.estimate.confidence == race.look_confidence(3) and ended.action == "stop"
+    result = run(Bench(), Limits(max_pairs=1, min_rounds=6, max_rounds=10_000), seconds=0.0)
+    assert result.record.rounds == 6 and result.decision.estimate.confidence == race.look_confidence(1)
+
+
+def test_a_shared_process_that_runs_out_is_replaced_and_its_single_round_forgotten():
+    bench = Bench(scatter=0.001, blocks=[1, 10_000])        # the shared one has a single block left
+    result = run(bench, share_base=True)
+    assert bench.started == ["reference", "race B", "reference", "race B"]
+    assert result.record.rounds == 4 and len(result.pairs) == 1
+
+
+def test_rounds_of_a_script_that_ended_count():
+    assert run(Bench(blocks=[3])).record.rounds == 3
+
+
+def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():
+    bench = Bench(blocks=[1])
+    with pytest.raises(TrialEnded) as ended:
+        run(bench, share_base=True)
+    assert ended.value.side in "ab" and FATES[ended.value.outcome.kind] == "inconclusive"
+    candidate = SimpleNamespace(id="t", label=lambda: "t")
+    search = Search({}, None, Racer(bench, 0.02), None, time.monotonic() + 60.0, lambda text: None)
+    search.fates["t"] = SimpleNamespace(gain=None, gain_ci=None)
+    assert search.race("screen t", (), (), Limits(max_pairs=1), candidate, share_base=True) is None
+    assert search.fates["t"].fate == "inconclusive" and "ended after 3000" in search.fates["t"].reason
