@@ -480,10 +480,10 @@ def native(stored, monkeypatch, tmp_path):
         (places / "native_code.py").write_text(code)
         monkeypatch.syspath_prepend(str(places))
         monkeypatch.setattr(probe, "NATIVE", ("exported",))
-        child = "from saturate.inference import probe; import native_code; probe.importlib.import_module = lambda name: native_code; "
+        child = "from saturate.inference import artifact; import native_code; artifact.importlib.import_module = lambda name: native_code; "
         run = subprocess.run
         monkeypatch.setattr(probe.subprocess, "run", lambda argv, **more: run(
-            [*argv[:2], argv[2].replace("from saturate.inference import probe; ", child), *argv[3:]], **more))
+            [*argv[:2], argv[2].replace("from saturate.inference import artifact; ", child), *argv[3:]], **more))
         return stored
 
     rewrite(stored, lambda plain: plain["made_on"].update(cpu_flags=["avx2", "amx_int8", "nonsense"]))

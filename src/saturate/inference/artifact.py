@@ -181,6 +181,15 @@ def examples_of(torch: Any, folder: str | os.PathLike[str]) -> list[tuple[tuple[
         raise folders.damaged(folder, f"its examples: {error}") from error
 
 
+def answer_examples(folder: str) -> None:
+    """Call the program on its stored inputs, in this process: what `probe` asks another one to try."""
+    torch, manifest = require_torch(), checked(folder)
+    module = importlib.import_module(f"saturate.inference.formats.{manifest.format}")
+    call = module.load(torch, Path(folder), Entry(manifest.format, list(manifest.program), dict(manifest.settings)))
+    for inputs, _ in examples_of(torch, folder):
+        call(*examples.moved(torch, inputs, "cpu"))
+
+
 def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any) -> Artifact:
     """The artifact in `folder`, ready to be called as the model was. modules: `model` and `draft` of one that generates,
     where it does not know how to build them (`generation.artifact`).

@@ -4,13 +4,11 @@ not have ends a process by SIGILL, and nothing in it can catch that.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from saturate.errors import EnvironmentProblem
 from saturate.records.artifact import MadeOn, Manifest
@@ -48,7 +46,7 @@ def demand(folder: Path, manifest: Manifest, now: MadeOn) -> None:
 def tried(folder: Path) -> str | None:
     """How a trial in another process failed; None: it answered."""
     path = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
-    code = f"import sys; sys.path[:] = {path!r}; from saturate.inference import probe; probe.main(sys.argv[1])"
+    code = f"import sys; sys.path[:] = {path!r}; from saturate.inference import artifact; artifact.answer_examples(sys.argv[1])"
     try:
         done = subprocess.run([sys.executable, "-c", code, str(Path(folder).absolute())], stdin=subprocess.DEVNULL,
                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
@@ -60,16 +58,3 @@ def tried(folder: Path) -> str | None:
         return f"a trial in another process was ended by {signal.Signals(-done.returncode).name}"
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     return f"a trial in another process failed: {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
-
-
-def main(folder: str) -> None:
-    """Answer the stored inputs, in this process."""
-    from saturate.inference import artifact, examples
-    from saturate.inference.techniques._api import Entry
-
-    torch: Any = artifact.require_torch()
-    manifest = artifact.checked(folder)
-    module = importlib.import_module(f"saturate.inference.formats.{manifest.format}")
-    call = module.load(torch, Path(folder), Entry(manifest.format, list(manifest.program), dict(manifest.settings)))
-    for inputs, _ in artifact.examples_of(torch, folder):
-        call(*examples.moved(torch, inputs, "cpu"))
