@@ -118,7 +118,7 @@ def test_a_size_above_the_goal_counts_as_a_failure_with_a_known_peak():
 
 def test_the_margin_is_a_share_of_the_limit_or_of_what_the_heap_holds():
     assert margin_bytes(1000 * MIB) == 10 * MIB
-    assert margin_bytes(1000 * MIB, heap_bytes=700 * MIB) == 35 * MIB
+    assert margin_bytes(1000 * MIB, heap_bytes=700 * MIB) == 105 * MIB
 
 
 @settings(max_examples=150, deadline=None)
