@@ -15,6 +15,7 @@ from fit_kit import TRAINING, FitFolder
 from tune_kit import no_traceback_of_ours, untouched
 
 from saturate.study.fit_knob import knob_value, with_knob
+from saturate.study.fit_state import State
 from saturate.trial import meter
 
 MIB = 2**20
@@ -78,6 +79,19 @@ def test_the_answer_fits_and_really_runs(home):
     assert len(summary) <= 12 and summary[-1].startswith("next") and "saturate tune" in summary[-1]
     peak, code = peak_of([sys.executable, "train.py", str(found.micro_batch), "1"], home.path)
     assert code == 0 and peak < 640 * MIB, "the unmodified script with this size does not fit"
+
+
+def test_the_margin_is_wide_only_where_the_c_librarys_heaps_hold_the_batch():
+    state = State(bench=None, memory_bytes=None, target="throughput", asked_most=None, accelerated=False, budget_s=1.0, deadline=1.0, say=print)
+    state.limit_bytes, state.facts = 1000 * MIB, {"device": "cpu"}
+    state.idle_bytes = 300 * MIB
+    assert state.margin_bytes == 105 * MIB, "what came from heaps is not known yet: 15 % of what the batch may take"
+    state.heap_share = 0.2
+    assert state.margin_bytes == 30 * MIB
+    state.heap_share = 0.01
+    assert state.margin_bytes == 10 * MIB, "1 % of the limit, at least"
+    state.facts["device"] = "cuda"
+    assert state.margin_bytes == 10 * MIB
 
 
 @pytest.mark.parametrize(("body", "reason"), [

@@ -178,7 +178,7 @@ class Batching:
         if self.settle:
             memory.give_back_freed(self.session)
         return {"samples": self.samples, "delivered": self.delivered, "saves": self.saves, "evaluations": self.evaluations,
-                "ending": self.ending, "device": self.memory.seen()}
+                "ending": self.ending, "device": self.memory.seen(), "heap_bytes": memory.heap_peak_bytes(self.session)}
 
     def answer(self, question: str) -> Any:
         if question == "fit":

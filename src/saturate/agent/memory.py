@@ -6,7 +6,11 @@ On a CPU the peak is seen from outside (`trial.meter`). The CUDA part was not ru
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
+
+#: Importing torch alone takes some 100 MiB from the heap that is in use.
+LEAST_HEAP_BYTES = 1 << 20
 
 
 class DeviceMemory:
@@ -48,6 +52,24 @@ class DeviceMemory:
                 "now_bytes": cuda.memory_reserved(), "idle_bytes": cuda.memory_allocated(),
                 "retries": cuda.memory_stats().get("num_alloc_retries", 0) - self._retries,
                 "free_bytes": free, "total_bytes": total}
+
+
+def heap_peak_bytes(session: Any) -> int | None:
+    """The most that the C library's heaps had since the process began: all blocks but those so large that each is mapped by
+    itself. None on a device, and where glibc does not allocate (musl; jemalloc in front of it). Source: malloc_info(3)."""
+    libc = ctypes.CDLL(None)
+    if session.context.device != "cpu" or not hasattr(libc, "malloc_info"):
+        return None
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    libc.open_memstream.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    heaps = ctypes.string_at(text, size.value)
+    libc.free(text)
+    of_all = re.findall(rb'<system type="max" size="(\d+)"/>', heaps)     # of each heap, then of all together
+    peak = int(of_all[-1]) if of_all else 0
+    return peak if peak > LEAST_HEAP_BYTES else None
 
 
 def give_back_freed(session: Any) -> None:

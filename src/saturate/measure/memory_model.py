@@ -37,10 +37,9 @@ WORTHWHILE = 0.03
 #: proof that fails costs a process, one that leaves room is continued upwards in its own.
 FIRST_CARE, CARE = 1.03, 1.02
 
-#: The margin below the limit is this share of it, or this share of what the batch may take, where the C library
-#: allocates, whichever is more. It keeps and splits what was freed, differently in each process: twelve processes with one
-#: size and seed peaked 6 % around their mean (one standard deviation, of what the batch took), so two of them differ by
-#: more than the margin once in a hundred.
+#: The margin below the limit is this share of it, or this share of what the batch may take from the C library's heaps,
+#: whichever is more. Heaps keep and split what was freed, and each process does so differently: twelve with one size and
+#: seed had peaks with a standard deviation of 6 % of what the batch took (LOG.md). A proof and a later run differ by 1.4 times that.
 MARGIN_SHARE, HEAP_SHARE = 0.01, 0.15
 
 
@@ -167,5 +166,5 @@ def propose(points: Sequence[Point], failed: Sequence[int], limit_bytes: float, 
 
 
 def margin_bytes(limit_bytes: float, heap_bytes: float = 0.0) -> int:
-    """What an answer stays below the limit by. `heap_bytes`: what the batch may take, where it comes from the C library."""
+    """What an answer stays below the limit by. `heap_bytes`: what the batch may take from heaps."""
     return math.ceil(max(MARGIN_SHARE * limit_bytes, HEAP_SHARE * heap_bytes))

@@ -62,6 +62,7 @@ class Window:
     evaluations: int                # since the start of the process
     saves: int
     cpu_share: float                # processor seconds per second
+    heap_bytes: int | None = None   # of all ranks: the most that came from the C library's heaps so far; None: not known
 
     @property
     def step_s(self) -> float:
@@ -131,7 +132,9 @@ class Process:
             peak, idle = max(one["reserved_bytes"] for one in devices), max(one["idle_bytes"] for one in devices)
         else:
             peak, idle = self.meter.peak_bytes(), self.meter.idle_bytes()
+        heaps = [one["heap_bytes"] for one in told]
         return Window(
+            heap_bytes=None if None in heaps else sum(heaps),
             peak_bytes=peak, idle_bytes=idle, retries=sum(one["retries"] for one in devices), steps=steps, timed=len(timed), seconds=seconds,
             samples=samples, delivered=max(one["delivered"] for one in told), evaluations=max(one["evaluations"] for one in told),
             saves=max(one["saves"] for one in told), cpu_share=cpu_share,

@@ -117,6 +117,8 @@ class Search(State):
     def _keep_measured(self, size: int, window: Window, began: float) -> None:
         idle = window.idle_bytes
         self.idle_bytes = idle if self.idle_bytes is None else min(self.idle_bytes, idle)
+        if window.heap_bytes is not None:
+            self.heap_share = min(1.0, window.heap_bytes / window.peak_bytes)
         outcome = self._judged(window.peak_bytes, window.retries)
         self._note(size, outcome, "measure", began, window.steps, window.peak_bytes)
         if outcome == "fits":
