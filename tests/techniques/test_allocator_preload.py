@@ -1,7 +1,8 @@
-"""A preloaded library reaches the workload and what it starts, not the processes of saturate around it."""
+"""A preloaded library reaches the workload and what it starts, not the processes of saturate around it; glibc is told to keep."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from saturate.records.facts import Facts, MachineFacts
 from saturate.study.candidates import Candidate
 from saturate.techniques import allocator
 
@@ -49,3 +51,25 @@ def test_a_recipe_preloads_in_the_command_and_says_when_the_loader_refuses(libra
         done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, f"LD_PRELOAD is {path}\n"), done.stderr
         assert said in done.stderr and ("did not take effect" in done.stderr) == bool(said)
+
+
+def test_glibc_keeps_memory_in_a_trial(script, start):
+    """The proof is of what malloc does there: without the variables a block of 64 MiB is mapped by itself."""
+    source = str(script(TRAIN.replace("STEPS", "10**9")))
+    for variables, problem in ((allocator.GLIBC, ""), ({"MALLOC_MMAP_MAX_": "65536"}, "glibc does not serve a block of 64 MiB from its heap")):
+        chosen = Candidate(allocator, allocator.Options("glibc")).chosen()
+        chosen.environment.clear()
+        chosen.environment.update(variables)
+        applied = start(source, techniques=[chosen]).wait_ready()["applied"]
+        assert [one["id"] for one in applied] == ["allocator"] and problem in applied[0]["problem"] and bool(problem) == bool(applied[0]["problem"])
+
+
+def test_glibc_is_offered_where_memory_goes_back_and_forth(monkeypatch):
+    busy = Facts(step_ms=10.0, page_faults=5000.0, kernel_ms=4.0, machine=MachineFacts(glibc=True))
+    assert allocator.eligible(busy) and allocator.variants(busy) == [allocator.Options("glibc")] and allocator.bound(busy) == 0.4
+    for other in (dataclasses.replace(busy, page_faults=100.0), dataclasses.replace(busy, machine=MachineFacts())):
+        assert not allocator.eligible(other) and allocator.variants(other) == []
+    both = dataclasses.replace(busy, machine=MachineFacts(glibc=True, preload_allocators=(("jemalloc", "/lib/libjemalloc.so.2"),)))
+    assert [one.kind for one in allocator.variants(both)] == ["glibc", "jemalloc"]
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
+    assert allocator.environment(allocator.Options("glibc")) == {**allocator.GLIBC, "MALLOC_TOP_PAD_": "7"}, "the user's own stays"

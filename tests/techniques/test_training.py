@@ -361,7 +361,7 @@ def test_allocator_joins_what_the_user_set(monkeypatch):
     assert allocator.environment(jemalloc)["LD_PRELOAD"] == "/lib/libjemalloc.so.2:/lib/other.so"
     with pytest.raises(NotApplied, match="not loaded"):
         allocator.apply(Context(torch), jemalloc)
-    for bad in (("jemalloc", ""), ("expandable_segments", "/x"), ("glibc", "/x")):
+    for bad in (("jemalloc", ""), ("expandable_segments", "/x"), ("glibc", "/x"), ("musl", "")):
         with pytest.raises(ValueError):
             allocator.Options(*bad)
 

@@ -46,6 +46,7 @@ def observe(python: str | None = None, *, root: Path = _ROOT) -> MachineFacts:
         memory_bytes=memory_bytes(root),
         shm_bytes=free_bytes(root / "dev/shm"),
         compiler=compiler(os.environ, prefix),
+        glibc=platform.libc_ver()[0] == "glibc",
         preload_allocators=allocators(root, prefix),
     )
 

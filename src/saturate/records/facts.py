@@ -77,6 +77,7 @@ class MachineFacts:
     memory_bytes: int | None = None     # host limit: cgroup or RAM
     shm_bytes: int | None = None        # free bytes of /dev/shm
     compiler: str | None = None         # C++ compiler on PATH, needed by torch.compile on a CPU
+    glibc: bool = False                 # the C library is glibc, whose allocator can be told to keep memory
     preload_allocators: tuple[tuple[str, str], ...] = ()  # ("jemalloc", "/usr/lib/.../libjemalloc.so.2")
 
 
@@ -112,6 +113,8 @@ class Facts:
     host_to_device_bytes: int = 0       # bytes copied from host to device in one step (0 on a CPU)
     step_ms: float = 0.0                # median over the observed steps, not a measurement to decide by
     input_wait_ms: float = 0.0          # time in DataLoader.__next__ per step
+    page_faults: float = 0.0            # per step, of rank 0: pages that the kernel had to give and clear
+    kernel_ms: float = 0.0              # processor time of rank 0 in the kernel per step, all threads
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0
     shapes: int = 1                     # distinct input shapes seen at the outermost modules

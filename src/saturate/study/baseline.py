@@ -17,6 +17,7 @@ from saturate.records.facts import Facts
 from saturate.study import bench as benches
 from saturate.study.bench import Bench, Live
 from saturate.study.state import Study
+from saturate.trial import meter
 from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import TrialEnded
 
@@ -89,14 +90,17 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     """Facts and the split of a step, from a warm baseline."""
     live.trial.thaw()
     steps = max(4, min(50, int(1000 / max(live.step_ms, 1e-3))))
+    faults, kernel_s = meter.kernel_work(live.hello["pid"])
     block = live.trial.run_block(1, steps, split=True)
+    faults_after, kernel_after_s = meter.kernel_work(live.hello["pid"])
     facts = live.trial.ask("facts")
     live.trial.freeze()
     split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
     with_machine(study, facts)
     facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
-                 gc_ms_per_step=split.get("garbage collector", 0.0))
+                 gc_ms_per_step=split.get("garbage collector", 0.0),
+                 page_faults=(faults_after - faults) / (1 + steps), kernel_ms=1e3 * (kernel_after_s - kernel_s) / (1 + steps))
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
             "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
             "memory_bytes": live.trial.resident_bytes()}

@@ -3,17 +3,18 @@
 What it does
 ------------
 On CUDA, lets PyTorch's allocator grow its segments (`expandable_segments`) instead of caching blocks of many sizes. On a
-CPU, preloads jemalloc or tcmalloc, if one is installed, in place of the C library's allocator.
+CPU, lets glibc keep what the process frees (`glibc`), or preloads jemalloc or tcmalloc, if one is installed, in its place.
 
 When it helps
 -------------
 On CUDA: shapes that change, which fragment memory and force the allocator to release and ask again. On a CPU: large
-temporary tensors, which the C library returns to the system and faults in again at every step.
+temporary tensors. glibc maps each block above 32 MiB by itself and returns it when it is freed, and returns the end of its
+heap; at the next step the kernel clears the same pages again, one fault per 4 KiB.
 
 When it hurts
 -------------
-Expandable segments may clash with libraries that register or share CUDA memory. A preloaded allocator holds on to more
-memory.
+Expandable segments may clash with libraries that register or share CUDA memory. The other two hold on to more memory: the
+process keeps its peak.
 
 Numerics
 --------
@@ -22,21 +23,24 @@ Numerics
 How it is applied
 -----------------
 Through environment variables of the new process, joined with what the user already set there. That the preloaded
-library really is mapped is checked inside the process.
+library really is mapped, and that glibc serves a large block from its heap, is checked inside the process.
 
 References
 ----------
+The GNU C Library manual, "Malloc Tunable Parameters"; mallopt(3) for the variables, mallinfo(3) for the check.
 PyTorch documentation, "CUDA semantics", section "Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF".
 PyTorch recipes, "Performance Tuning Guide", section on CPU memory allocators.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -52,19 +56,26 @@ EXPANDABLE = "expandable_segments"
 CUDA_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: Keep freed memory for a minute before it goes back to the system: longer than any step.
 JEMALLOC = "background_thread:true,dirty_decay_ms:60000,muzzy_decay_ms:60000"
+#: glibc maps no block by itself, returns nothing, and grows its heap by 64 MiB at a time.
+GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+#: Page faults per step below which nothing large goes back and forth: 4 MiB.
+LEAST_FAULTS = 1024
+#: Above the largest block that glibc takes from its heap unless it is told to.
+LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Options:
-    """`kind` is "expandable_segments", "jemalloc" or "tcmalloc"; the latter two need the path of the `library`."""
+    """`kind` is "expandable_segments", "glibc", "jemalloc" or "tcmalloc"; the last two need the path of the `library`."""
 
     kind: str = EXPANDABLE
     library: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in (EXPANDABLE, "jemalloc", "tcmalloc"):
-            raise ValueError(f"kind is {self.kind!r}, not {EXPANDABLE}, jemalloc or tcmalloc")
-        if (self.kind == EXPANDABLE) == bool(self.library):
+        if self.kind not in (EXPANDABLE, "glibc", "jemalloc", "tcmalloc"):
+            raise ValueError(f"kind is {self.kind!r}, not {EXPANDABLE}, glibc, jemalloc or tcmalloc")
+        if (self.kind in (EXPANDABLE, "glibc")) == bool(self.library):
             raise ValueError("a preloaded allocator needs the path of its library, and only that one does")
 
 
@@ -75,9 +86,15 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Eligible(f"{facts.shapes} input shapes were seen, which fragments CUDA memory")
     if facts.device != "cpu":
         return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
+    if _returns_memory(facts):
+        return Eligible(f"{facts.page_faults:,.0f} page faults per step: freed memory goes back to the system and is taken again")
     if not _preloadable(facts):
-        return Ineligible("neither jemalloc nor tcmalloc is installed")
+        return Ineligible("neither jemalloc nor tcmalloc is installed, and freed memory stays in the process as it is")
     return Eligible("another allocator is installed")
+
+
+def _returns_memory(facts: Facts) -> bool:
+    return facts.machine.glibc and facts.page_faults >= LEAST_FAULTS
 
 
 def _preloadable(facts: Facts) -> list[Options]:
@@ -86,11 +103,14 @@ def _preloadable(facts: Facts) -> list[Options]:
 
 
 def variants(facts: Facts) -> list[Options]:
-    return [Options()] if facts.device == "cuda" else _preloadable(facts)
+    if facts.device == "cuda":
+        return [Options()]
+    return [Options("glibc")] * _returns_memory(facts) + _preloadable(facts)
 
 
 def bound(facts: Facts) -> float | None:
-    return None
+    """On a CPU: what the kernel takes of the step, faults and all else together."""
+    return _common.share(facts.kernel_ms, facts.step_ms) if facts.device == "cpu" and facts.kernel_ms else None
 
 
 def environment(options: Options) -> dict[str, str]:
@@ -98,6 +118,8 @@ def environment(options: Options) -> dict[str, str]:
         set_already = [os.environ.get(name, "") for name in CUDA_VARIABLES]
         users = next(filter(None, set_already), "")     # of one only: it must hold in the other as well
         return {name: _joined(own or users, f"{EXPANDABLE}:True", ",") for name, own in zip(CUDA_VARIABLES, set_already)}
+    if options.kind == "glibc":
+        return {name: os.environ.get(name, value) for name, value in GLIBC.items()}      # the user's own stay
     variables = {"LD_PRELOAD": _joined(options.library, os.environ.get("LD_PRELOAD", ""), ":")}
     if options.kind == "jemalloc":
         variables["MALLOC_CONF"] = _joined(JEMALLOC, os.environ.get("MALLOC_CONF", ""), ",")   # the user's comes last
@@ -111,7 +133,12 @@ def _joined(first: str, second: str, separator: str) -> str:
 def apply(context: Any, options: Options) -> str:
     if options.library and not _mapped(options.library):
         raise NotApplied(f"{options.library} is not loaded in this process; the loader refused it")
-    context.note(TECHNIQUE.id, f"{options.library} is mapped" if options.library else _Segments(context.torch))
+    if options.kind == "glibc":
+        if not _heap_serves(LARGE_BYTES):
+            raise NotApplied("glibc does not serve a block of 64 MiB from its heap: its variables, or another allocator, are in the way")
+        context.note(TECHNIQUE.id, "a block of 64 MiB came from glibc's heap")
+    else:
+        context.note(TECHNIQUE.id, f"{options.library} is mapped" if options.library else _Segments(context.torch))
     return f"allocator: {options.kind}"
 
 
@@ -130,6 +157,23 @@ class _Segments:
         return f"{grown} of {len(segments)} segments of device memory can grow" if grown else ""
 
 
+def _heap_serves(size: int) -> bool:
+    """Whether malloc takes a block of so many bytes from glibc's heap. The block is never touched."""
+    libc = ctypes.CDLL(None)
+    # Before 2.33 glibc counts in int.
+    tell, number = (libc.mallinfo2, ctypes.c_size_t) if hasattr(libc, "mallinfo2") else (getattr(libc, "mallinfo", None), ctypes.c_int)
+    if tell is None:        # not glibc
+        return False
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    tell.restype = type("mallinfo", (ctypes.Structure,), {"_fields_": [(name, number) for name in names]})
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    before = tell()
+    block = libc.malloc(size)
+    after = tell()
+    libc.free(block)
+    return after.hblks == before.hblks and (after.uordblks - before.uordblks) % (1 << 32) >= size      # int may wrap
+
+
 def _mapped(library: str) -> bool:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
@@ -141,7 +185,9 @@ def _mapped(library: str) -> bool:
 
 def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
-    if options.library:
+    if options.kind == "glibc":
+        loaded = all(name in evidence.environment for name in GLIBC)
+    elif options.library:
         loaded = options.library in evidence.environment.get("LD_PRELOAD", "")
     else:
         loaded = any(EXPANDABLE in evidence.environment.get(name, "") for name in CUDA_VARIABLES)
@@ -155,6 +201,8 @@ def as_code(options: Options) -> str:
     lines = ["# in the shell, before Python starts:"]
     if options.kind == EXPANDABLE:
         lines += [f"export {name}={EXPANDABLE}:True" for name in CUDA_VARIABLES]
+    elif options.kind == "glibc":
+        lines += [f"export {name}={value}" for name, value in GLIBC.items()]
     else:
         lines.append(f"export LD_PRELOAD={options.library}")
         if options.kind == "jemalloc":

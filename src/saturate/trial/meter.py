@@ -86,6 +86,17 @@ def cpu_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def kernel_work(pid: int) -> tuple[int, float]:
+    """Of one process so far: page faults served without the disk, and seconds its threads spent in the kernel. Zeros when it is
+    gone. Source: proc(5), /proc/PID/stat."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        return int(fields[7]), int(fields[12]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):       # gone, or a system without procfs: nothing is known
+        return 0, 0.0
+
+
 class Meter:
     """Watches the descendants of `pid` until `close`. Bytes; `limit_bytes` may be set later. `deadline` is of
     time.monotonic: a tree that outlives it is killed as well."""
