@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -287,6 +288,17 @@ while True:
     opt.zero_grad(); loss_of().backward(); opt.step(); gc.collect()
 """)
     assert seen["gc_pauses"] == 30 and seen["gc_ns"] > 0.1 * seen["wall_ns"]
+
+
+def test_page_faults_of_blocks_that_are_mapped_anew(sample):
+    seen = sample(MODEL + """
+while True:
+    opt.zero_grad(); loss_of().backward(); torch.ones(16 << 20); opt.step()     # 64 MiB, above what glibc takes from its heap
+""")
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    page = 2 << 20 if setting.exists() and "[always]" in setting.read_text() else os.sysconf("SC_PAGE_SIZE")
+    assert seen["page_faults"] / seen["steps"] > 0.9 * (64 << 20) / page
+    assert 0 < seen["kernel_ns"] <= seen["process_cpu_ns"]
 
 
 def test_memory_of_what_lives_from_step_to_step(plain):

@@ -174,6 +174,19 @@ CASES = [
         techniques=("gc-freeze",),
     ),
     Case(
+        "page-faults",
+        on_cpu(kernel_time=0.3, page_faults=90_000.0),
+        lost=0.3,
+        edges=(("kernel_time", 0.02, 0.0199), ("page_faults", 1024.0, 1023.0)),
+        missing=("kernel_time", "page_faults"),
+        quiet={
+            "reading, not faults": {"page_faults": 12.0},
+            "a device, whose allocator keeps its memory": {"device": "cuda"},
+        },
+        reason="90,000 page faults per step: 30.0 % of the training's processor time",
+        techniques=("allocator",),
+    ),
+    Case(
         "recompilation",
         on_cpu(
             compiler__compiled=True,

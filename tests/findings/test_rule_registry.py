@@ -32,6 +32,7 @@ BUILT_IN = [
     "memory-pressure",
     "nothing-to-gain",
     "off-device",
+    "page-faults",
     "pageable-copies",
     "recompilation",
     "slow-host-code",

@@ -14,6 +14,7 @@ import pytest
 from fit_kit import TRAINING, FitFolder
 from tune_kit import no_traceback_of_ours, untouched
 
+from saturate.measure.memory_model import Point
 from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_state import State
 from saturate.trial import meter
@@ -86,9 +87,11 @@ def test_the_margin_is_wide_only_where_the_c_librarys_heaps_hold_the_batch():
     state.limit_bytes, state.facts = 1000 * MIB, {"device": "cpu"}
     state.idle_bytes = 300 * MIB
     assert state.margin_bytes == 105 * MIB, "what came from heaps is not known yet: 15 % of what the batch may take"
-    state.heap_share = 0.2
-    assert state.margin_bytes == 30 * MIB
-    state.heap_share = 0.01
+    state.heaps = [(Point(8, 400 * MIB), 100 * MIB), (Point(64, 800 * MIB), 180 * MIB)]
+    assert state.margin_bytes == 21 * MIB, "a fifth of what more samples took"
+    state.heaps = state.heaps[1:]
+    assert state.margin_bytes == round(0.15 * 180 / 800 * 700 * MIB), "one size: what the heaps held at all"
+    state.heaps = [(Point(8, 400 * MIB), 100 * MIB), (Point(64, 800 * MIB), 100 * MIB)]
     assert state.margin_bytes == 10 * MIB, "1 % of the limit, at least"
     state.facts["device"] = "cuda"
     assert state.margin_bytes == 10 * MIB

@@ -29,6 +29,7 @@ SAMPLE = {
     "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "process_cpu_ns": 700_000_000, "workers": 0,
     "worker_cpu_ns": 0, "worker_queued_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
     "fetch_queued_ns": 0, "longest_fetch_ns": 50_000_000, "read_bytes": 1_000_000, "gc_ns": 20_000_000, "gc_pauses": 5,
+    "kernel_ns": 140_000_000, "page_faults": 50_000,
     "fetch_samples": 80, "fetch_waiting": 8, "worker_samples": 0, "worker_waiting": 0,
     "lines": [[f"{CWD}/data.py", 17, "__getitem__", 60], [f"{CWD}/data.py", 20, "collate", 20]],
     "dataset": {"kind": "Rows", "file": f"{CWD}/data.py", "line": 15, "function": "__getitem__"},

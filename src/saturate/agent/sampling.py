@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -62,6 +63,7 @@ class Sampling(Window):
             self._retries = kinds.device_memory(self.torch, device)["retries"]
         self._usage = {pid: schedule(pid) for pid in self._processes()}
         self._cpu = time.process_time_ns()
+        self._kernel = resource.getrusage(resource.RUSAGE_SELF)
         self._read = self._read_bytes()
         self._began = self.clock()
         self.parts.start()
@@ -82,6 +84,7 @@ class Sampling(Window):
     def finish(self) -> None:
         wall = self.clock() - self._began
         own = time.process_time_ns() - self._cpu
+        kernel = resource.getrusage(resource.RUSAGE_SELF)
         self._sampler.stop()
         below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in self._processes()]
         read = self._read_bytes()
@@ -92,6 +95,7 @@ class Sampling(Window):
             fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
             fetch_queued_ns=self.fetch_queued_ns, longest_fetch_ns=self.longest_ns,
             read_bytes=None if read is None or self._read is None else read - self._read,
+            kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
             gc_ns=sum(self.pauses), gc_pauses=len(self.pauses), **self._sampler.result(),
             dataset=_described(self.dataset), python=sys.executable, memory=kinds.memory(self.session),
         )

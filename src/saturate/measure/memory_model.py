@@ -33,9 +33,9 @@ MOST_PROBES = 6
 #: A size that is larger by less than this share is not worth another proof.
 WORTHWHILE = 0.03
 
-#: A size is proposed as if each sample took this much more than the line says. The first proposal is the more careful one: a
-#: proof that fails costs a process, one that leaves room is continued upwards in its own.
-FIRST_CARE, CARE = 1.03, 1.02
+#: A size is proposed as if each sample took this much more than the line says: the first time all of them (a proof that
+#: fails costs a process, one that leaves room is continued upwards in its own), then those beyond the largest that fits.
+FIRST_CARE, CARE = 1.03, 1.05
 
 #: The margin below the limit is this share of it, or this share of what the batch may take from the C library's heaps,
 #: whichever is more. Heaps keep and split what was freed, and each process does so differently: twelve with one size and
@@ -136,11 +136,7 @@ def first_proposal(points: Sequence[Point], idle_bytes: float, limit_bytes: floa
     most = min(most, top.micro_batch * MOST_GROWTH)
     if len(known) == 1:
         return found.capacity(found.fixed_bytes + ENOUGH_GUESSED * (limit_bytes - found.fixed_bytes), most)
-    return _careful(found, FIRST_CARE).capacity(limit_bytes, most)
-
-
-def _careful(found: Line, care: float) -> Line:
-    return Line(found.fixed_bytes, found.sample_bytes * care)
+    return Line(found.fixed_bytes, FIRST_CARE * found.sample_bytes).capacity(limit_bytes, most)
 
 
 def propose(points: Sequence[Point], failed: Sequence[int], limit_bytes: float, most: int, idle_bytes: float | None = None) -> int | None:
@@ -153,16 +149,30 @@ def propose(points: Sequence[Point], failed: Sequence[int], limit_bytes: float, 
     known = highest(points)
     if not known:
         return None
-    fits = [point.micro_batch for point in known if point.peak_bytes <= limit_bytes]
-    best = max(fits, default=0)
     bad = min([*failed, *(point.micro_batch for point in known if point.peak_bytes > limit_bytes)], default=None)
     found = line(known, idle_bytes)
-    candidate = _careful(found, CARE).capacity(limit_bytes, min(most, known[-1].micro_batch * MOST_GROWTH))
+    top = max((point for point in known if point.peak_bytes <= limit_bytes), key=lambda point: point.micro_batch,
+              default=Point(0, found.fixed_bytes))
+    best = top.micro_batch
+    steep = CARE * found.sample_bytes
+    beyond = Line(top.peak_bytes - steep * top.micro_batch, steep)
+    candidate = beyond.capacity(limit_bytes, min(most, known[-1].micro_batch * MOST_GROWTH))
     if bad is not None and candidate >= bad:
         candidate = best + (bad - best) // 2
     if candidate <= best or candidate - best < WORTHWHILE * best:
         return None
     return candidate
+
+
+def heap_share(measured: Sequence[tuple[Point, float]]) -> float:
+    """Of the memory that a larger batch takes, the part that comes from heaps: 0 to 1. `measured`: sizes in the order in
+    which one process ran them, and the most that its heaps had until then, bytes. 1 where nothing is known."""
+    if not measured:
+        return 1.0
+    (first, heap_before), (last, heap) = measured[0], measured[-1]
+    if last.micro_batch >= SEPARATION * first.micro_batch and last.peak_bytes > first.peak_bytes:
+        return min(1.0, max(0.0, heap - heap_before) / (last.peak_bytes - first.peak_bytes))
+    return min(1.0, heap / last.peak_bytes)
 
 
 def margin_bytes(limit_bytes: float, heap_bytes: float = 0.0) -> int:

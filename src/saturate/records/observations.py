@@ -137,6 +137,8 @@ class Observations:
     optimizer: float | None = None
     gc_pause: float | None = None           # garbage collector, of the step
     gc_collections_per_step: float | None = None
+    kernel_time: float | None = None        # of the training process's processor time: in the kernel
+    page_faults: float | None = None        # of the training process per step: pages that the kernel had to give
     optimizer_kind: str = ""
     optimizer_fused: bool | None = None
     optimizer_tensors: int | None = None

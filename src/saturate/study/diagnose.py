@@ -210,6 +210,8 @@ def observe(
         "step_ms_recorded": base.step_ms,
         "gc_pause": sample["gc_ns"] / sample["wall_ns"] if sample else None,
         "gc_collections_per_step": sample["gc_pauses"] / sample["steps"] if sample else None,
+        "kernel_time": min(1.0, sample["kernel_ns"] / max(1, sample["process_cpu_ns"])) if sample else None,
+        "page_faults": sample["page_faults"] / sample["steps"] if sample else None,
         "optimizer_kind": optimizer.kind if optimizer else "",
         "optimizer_fused": optimizer.fused if optimizer else None,
         "optimizer_tensors": optimizer.parameters if optimizer else None,

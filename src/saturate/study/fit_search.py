@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from saturate.measure import memory_model
+from saturate.measure.memory_model import Point
 from saturate.study.fit_process import Process, Window, verdict_of
 from saturate.study.fit_state import UNBOUNDED, Proof, Refused, State
 from saturate.study.fit_throughput import Throughput, sizes_up_to
@@ -83,7 +84,7 @@ class Search(State):
         return 2
 
     def _measure_from(self, start: int | None) -> str:
-        began, size, process = time.monotonic(), start, None
+        began, size, process, self.heaps = time.monotonic(), start, None, []
         try:
             process = self._start("measure" if start is None else f"measure from a batch of {start}", start)
             self.exact = process.meter.exact
@@ -118,7 +119,7 @@ class Search(State):
         idle = window.idle_bytes
         self.idle_bytes = idle if self.idle_bytes is None else min(self.idle_bytes, idle)
         if window.heap_bytes is not None:
-            self.heap_share = min(1.0, window.heap_bytes / window.peak_bytes)
+            self.heaps.append((Point(size, window.peak_bytes), window.heap_bytes))
         outcome = self._judged(window.peak_bytes, window.retries)
         self._note(size, outcome, "measure", began, window.steps, window.peak_bytes)
         if outcome == "fits":

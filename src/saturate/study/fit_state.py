@@ -61,7 +61,7 @@ class State:
     extents: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     limit_bytes: int | None = None
-    heap_share: float = 1.0             # of the memory of the latest measured size: at most so much came from the C library's heaps
+    heaps: list[tuple[Point, float]] = field(default_factory=list)  # of one process: sizes, and its heaps' peak until then
     points: list[Point] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     idle_bytes: float | None = None
@@ -82,7 +82,7 @@ class State:
         assert self.limit_bytes is not None
         heap = 0.0
         if self.facts.get("device") == "cpu" and self.idle_bytes is not None:
-            heap = max(0.0, min(self.limit_bytes - self.idle_bytes, self.heap_share * self.limit_bytes))
+            heap = max(0.0, memory_model.heap_share(self.heaps) * (self.limit_bytes - self.idle_bytes))
         return memory_model.margin_bytes(self.limit_bytes, heap)
 
     @property
