@@ -10,7 +10,7 @@ from typing import Any
 from test_fitting import World, search, technique
 
 from saturate.study.racing import Result
-from saturate.study.search import SCREEN
+from saturate.study.search import SCREEN, leads
 
 
 @dataclass
@@ -69,3 +69,23 @@ def test_a_certain_one_that_does_not_verify_is_not_stood_on() -> None:
     walk = search(world, FAST, SLOW)
     walk.run()
     assert [c.id for c in walk.kept] == ["slow"] and walk.fates["fast"].fate == "rejected_numerics"
+
+
+def read(gain: float, low: float, high: float) -> Any:
+    return types.SimpleNamespace(gain=gain, gain_ci=(low, high))
+
+
+def test_a_later_variant_must_lead_beyond_what_readings_scatter() -> None:
+    two_workers, one = read(0.093, 0.030, 0.160), read(0.117, 0.020, 0.223)
+    assert not leads(one, two_workers), "a tie goes to the one that was thought better"
+    assert leads(read(0.25, 0.2, 0.3), two_workers) and not leads(read(0.05, 0.0, 0.1), two_workers)
+    assert leads(types.SimpleNamespace(gain=0.1, gain_ci=None), types.SimpleNamespace(gain=0.09, gain_ci=None))
+
+
+def test_the_first_of_two_equal_variants_is_kept() -> None:
+    for faster, kept in ((1.0, 1), (0.8, 2)):
+        several = technique("several", levels=(1, 2))
+        world = World({"several": (0.7, 0.0), "several level=2": (0.7 * faster, 0.0)}, None)
+        walk = search(world, several)
+        walk.run()
+        assert [candidate.options.level for candidate in walk.kept] == [kept], world.started

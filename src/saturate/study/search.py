@@ -173,38 +173,39 @@ class Search:
         for variants in eligible:
             if variants[0].id in {member.id for member in self.base}:
                 continue
-            best: tuple[float, Candidate] | None = None
+            best: Candidate | None = None
             for candidate in variants:
                 if time.monotonic() > self.deadline:
                     break
-                gain = self._screen_one(candidate, better_than=best[0] if best else -math.inf)
-                if gain is not None and (best is None or gain > best[0]):
-                    best = gain, candidate
-            if best is None or best[0] <= HOPELESS:
+                if self._screen_one(candidate, best):
+                    best = candidate
+            if best is None:
                 continue
-            if self._certain(best[1]) and (self.screened[best[1].id].gain_ci or (0.0,))[0] >= LARGE:
-                self._try_to_add(best[1])
+            result = self.screened[best.id]
+            if result.gain <= HOPELESS:
+                continue
+            if self._certain(best) and (result.gain_ci or (0.0,))[0] >= LARGE:
+                self._try_to_add(best)
             else:
-                scored.append(best)
+                scored.append((result.gain, best))
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
 
-    def _screen_one(self, candidate: Candidate, better_than: float) -> float | None:
-        """The gain of one candidate on what is kept, or None when it does not run."""
+    def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:
+        """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
         clash = conflict(self.kept, candidate)
         if clash:
             self.settle(candidate, "not_applicable", clash)
-            return None
+            return False
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
         result = self.race(question, self.kept, together, SCREEN, candidate, share_base=True)
-        if result is None:
-            return None
-        if result.gain > better_than:
-            fate, reason = _in_words(result)
-            fate = "inconclusive" if fate == "kept" else fate       # until it is added and verified
-            self.fates[candidate.id] = Fate(fate, reason + self._on_top(), candidate, result.gain, result.gain_ci)
-            self.screened[candidate.id], self.against[candidate.id] = result, self.kept
-        return result.gain
+        if result is None or (best is not None and not leads(result, self.screened[best.id])):
+            return False
+        fate, reason = _in_words(result)
+        fate = "inconclusive" if fate == "kept" else fate       # until it is added and verified
+        self.fates[candidate.id] = Fate(fate, reason + self._on_top(), candidate, result.gain, result.gain_ci)
+        self.screened[candidate.id], self.against[candidate.id] = result, self.kept
+        return True
 
     def _kept_names(self) -> str:
         return " + ".join(c.id for c in self.kept) or "baseline"
@@ -329,6 +330,16 @@ class Search:
         """Record a technique's fate; what was measured of it stays."""
         known = self.fates[candidate.id]
         self.fates[candidate.id] = Fate(fate, reason, candidate, known.gain, known.gain_ci)
+
+
+def leads(later: Result, earlier: Result) -> bool:
+    """Whether a later variant of a technique is ahead of an earlier one by more than one standard error of their difference.
+    The most promising comes first, for reasons that a race on warm steps may not see (a cold first epoch, for one), and the
+    fastest of several readings that scatter is often the luckiest."""
+    ahead = math.log1p(later.gain) - math.log1p(earlier.gain)
+    widths = [math.log1p(high) - math.log1p(low) for low, high in (one.gain_ci or (0.0, 0.0) for one in (later, earlier))]
+    scatter = math.hypot(*widths) / (2 * 1.96)
+    return ahead > (scatter if math.isfinite(scatter) else 0.0)
 
 
 def _in_words(result: Result) -> tuple[str, str]:
