@@ -112,7 +112,9 @@ def variants(facts: Facts) -> list[Options]:
     if all(loader.num_workers for loader in facts.loaders if not _refusal(loader)):
         count = max((loader.num_workers for loader in facts.loaders), default=1)
         return [Options(workers=count, prefetch=2 * PREFETCH), Options(workers=count)]
-    counts = dict.fromkeys([_needed(facts, most), most, max(1, most // 2)])
+    needed = _needed(facts, most)
+    # Never fewer than needed: where a warm cache makes batches, one worker races as fast as many, and a cold epoch waits for it.
+    counts = dict.fromkeys([needed, most, max(needed, most // 2)])
     found = [Options(workers=count) for count in counts]
     if _most_workers(facts, 2 * PREFETCH) >= found[0].workers:
         found.append(Options(workers=found[0].workers, prefetch=2 * PREFETCH))
