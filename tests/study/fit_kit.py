@@ -70,7 +70,13 @@ class Fitted:
 
 
 class FitFolder(Folder):
-    """A user's folder with a script."""
+    """A user's folder with a script. Large blocks are mapped by themselves unless `heaps`: glibc moves the size from which it
+    does so, and from its heaps the peaks of one batch differ from run to run by more than the sizes that are tested for."""
+
+    heaps = False
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | ({} if self.heaps else {"MALLOC_MMAP_THRESHOLD_": "131072"})
 
     def fit_command(self, *options: str, argv: tuple[str, ...] = ()) -> list[str]:
         return [sys.executable, "-c", _SATURATE, "fit", "--json", "--timeout", "60s", *options, "--", *(argv or (sys.executable, "train.py"))]

@@ -194,9 +194,23 @@ def _counted(search: Search) -> str:
 
 
 def _advice(search: Search, answer: int | None) -> list[str]:
+    return [*_advice_on_training(search, answer), *_advice_on_heaps(search)] if answer is not None else []
+
+
+def _advice_on_heaps(search: Search) -> list[str]:
+    """A wide margin is kept for heaps whose peaks differ from run to run; blocks mapped by themselves have exact peaks."""
+    assert search.limit_bytes is not None
+    kept, least = search.margin_bytes, memory_model.margin_bytes(search.limit_bytes)
+    if kept <= least or "MALLOC_MMAP_THRESHOLD_" in search.bench.workload.environment:
+        return []
+    return [f"{sizes.show(kept)} are kept free, because the C library serves the batch from heaps whose peaks differ from run to run; "
+            "with MALLOC_MMAP_THRESHOLD_=131072 in the environment a larger batch may fit, at the price of more page faults: fit it again to know"]
+
+
+def _advice_on_training(search: Search, answer: int) -> list[str]:
     """What another batch does to the training. The rule is stated, never applied."""
     own = search.own
-    if answer is None or own is None or answer == own:
+    if own is None or answer == own:
         return []
     times = answer / own
     found = [f"a batch of {answer} instead of {own} is another training (class convergence): to keep it, keep the global batch, by "
