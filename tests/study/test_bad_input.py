@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -150,6 +151,14 @@ def test_a_hang_between_two_blocks_is_noticed(script, start):
 def test_a_budget_that_one_verification_run_exceeds() -> None:
     assert too_slow(step_ms=500.0, budget_s=26.0) is None
     assert "--budget 4m" in (too_slow(step_ms=500.0, budget_s=25.0) or "")
+
+
+def test_a_budget_that_starting_uses_up(folder):
+    (folder.path / "train.py").write_text(TRAINING + "\nwhile True: step()\n")
+    ended = folder.tune("--budget", "1s")
+    assert ended.code == 0 and ended.result.speedup is None and ended.result.verified is None, ended.stderr
+    assert "noise:" not in ended.stderr, "nothing is begun when the budget is over"
+    assert re.search(r"the budget of 1 s ended before .* give it --budget \d+m", ended.result.verified_reason)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class Folder:
         return {**clean, name: value, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def command(self, *options: str, argv: tuple[str, ...] = ()) -> list[str]:
-        return [sys.executable, "-c", _SATURATE, "tune", "--json", "--budget", "15s", "--timeout", "60s", "--only", "gc-freeze", *options,
+        return [sys.executable, "-c", _SATURATE, "tune", "--json", "--budget", "30s", "--timeout", "60s", "--only", "gc-freeze", *options,
                 "--", *(argv or (sys.executable, "train.py"))]
 
     def start(self, *options: str, argv: tuple[str, ...] = (), prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:

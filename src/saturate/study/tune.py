@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -51,6 +52,9 @@ PATIENT_AA = Limits(max_pairs=5, min_rounds=6, max_rounds=30)
 #: Shares of the budget after which no second A/A pair is begun, and after which hope is given up.
 NOISE_SHARE = 0.1
 PATIENCE_SHARE = 0.4
+
+#: A budget in which one technique can be tried: so many times what starting and the first verification run take.
+NEEDED = 4
 
 #: Share of the budget that the search leaves for the final race.
 RESERVE = 0.25
@@ -195,8 +199,22 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
             return False
+    study.refusal = _out_of_time(study, end)
+    if study.refusal is not None:
+        study.say(f"cannot measure: {study.refusal}")
+        return False
     with _phase(study, "noise"):
         return _noise(study, racer, base, end)
+
+
+def _out_of_time(study: Study, end: float) -> str | None:
+    """Why nothing can be timed within the budget, or None: starting and one verification run have used it up."""
+    now = time.monotonic()
+    if now < end:
+        return None
+    spent_s = now - study.started
+    return (f"the budget of {study.request.budget_s:.0f} s ended before anything could be timed: starting and the first verification run "
+            f"took {spent_s:.0f} s; give it --budget {math.ceil(NEEDED * spent_s / 60)}m, or a smaller configuration")
 
 
 def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
