@@ -109,10 +109,11 @@ def survive_kills(folder: Path, kills: int, seed: int) -> None:
     keeper.MOST_ROOM = 1e9          # a child's: the file is overwritten for ever here, and the store shall go on growing
     draw = random.Random(seed)
     job = Job(folder)
-    for step in range(4):
+    confirmed = 6       # the third of `ckpt_*`, the first that goes to the store: plain saves, which kill -9 may tear, are over
+    for step in range(confirmed + 1):
         job.save(step)
     job.keeper.store.close()
-    confirmed = 3
+    assert pointer.read(folder / f"ckpt_{confirmed}.pt") is not None
     for turn in range(kills):
         if turn % 4 == 3:
             kill_after(*in_child(collecting(folder)), draw.random() * 0.05)
