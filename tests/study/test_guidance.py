@@ -8,7 +8,7 @@ import pytest
 from tune_kit import Folder
 
 from saturate.records.analysis import Finding
-from saturate.study.guidance import promise
+from saturate.study.guidance import promise, promised_gain
 
 
 def finding(bound: float | None, *techniques: str) -> Finding:
@@ -32,6 +32,12 @@ def test_a_technique_gives_no_more_than_the_finding_or_itself_says(bound: float 
 
 def test_without_findings_a_technique_that_nothing_bounds_waits() -> None:
     assert promise("compile", 0.2, []) < promise("allocator", None, [])
+
+
+@pytest.mark.parametrize(("identity", "bound", "gain"), [("pin-memory", None, 1.0), ("pin-memory", 0.2, 0.25), ("loader-workers", 0.9, 0.5),
+                                                           ("pin-memory", 1.0, 1.0), ("compile", 0.5, 0.0), ("allocator", None, 0.0)])
+def test_what_findings_promise(identity: str, bound: float | None, gain: float) -> None:
+    assert promised_gain(identity, bound, FOUND) == pytest.approx(gain)
 
 
 SLOW_ROWS = """

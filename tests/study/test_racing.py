@@ -10,8 +10,9 @@ import pytest
 
 from saturate.measure import race
 from saturate.measure.race import Limits
+from saturate.study.fates import FATES
 from saturate.study.racing import MOST_ROUNDS, Racer
-from saturate.study.search import FATES, Search
+from saturate.study.search import Search
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
 

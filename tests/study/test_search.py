@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from test_fitting import World, search, technique
 
+from saturate.records.analysis import Finding
+from saturate.study.fates import leads
 from saturate.study.racing import Result
-from saturate.study.search import SCREEN, leads
+from saturate.study.search import SCREEN
 
 
 @dataclass
@@ -18,8 +21,10 @@ class Noisy(World):
     """A world in which screening sees `misread`, with an interval that holds everything; longer races see what is."""
 
     misread: dict[str, float] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
 
     def run(self, question: str, a: Any, b: Any, limits: Any, *rest: Any, **more: Any) -> Result:
+        self.asked.append(question)
         result = super().run(question, a, b, limits, *rest, **more)
         gain = self.misread.get(b[-1].id) if b and limits is SCREEN else None
         if gain is None:
@@ -89,3 +94,57 @@ def test_the_first_of_two_equal_variants_is_kept() -> None:
         walk = search(world, several)
         walk.run()
         assert [candidate.options.level for candidate in walk.kept] == [kept], world.started
+
+
+@dataclass
+class Together(Noisy):
+    """A world in which a pair takes this share of the time that its two would take apart."""
+
+    factor: float = 1.0
+
+    def numbers(self, techniques: Any) -> tuple[float, float]:
+        need, step = super().numbers(techniques)
+        return need, step * (self.factor if {"small", "warm"} <= {c.id for c in techniques} else 1.0)
+
+
+SMALL, WARM, OTHER = technique("small"), technique("warm"), technique("other")
+for module in (WARM, OTHER):
+    module.TECHNIQUE = replace(module.TECHNIQUE, stage="environment")
+    module.environment = lambda options: {}
+
+
+def promise(bound: float | None) -> Finding:
+    return Finding(id="x", title="", reason="", evidence=[], bound=bound, confidence="high", techniques=["small"])
+
+
+def pairing(factor: float, promised: float | None = 1.8, wrong: frozenset[str] = frozenset()) -> Any:
+    world = Together({"small": (1.0, 0.0), "warm": (0.99, 0.0), "other": (0.995, 0.0)}, None, wrong=wrong, factor=factor)
+    walk = search(world, SMALL, WARM, OTHER)
+    walk.findings = (promise(promised),)
+    walk.run()
+    return walk, world
+
+
+def test_what_was_promised_and_not_seen_is_tried_with_what_changes_where_it_runs() -> None:
+    walk, world = pairing(0.75)
+    assert [c.id for c in walk.kept] == ["warm", "small"] and "screen small and other with baseline" not in world.asked
+    assert {identity: fate.fate for identity, fate in walk.fates.items()} == {"small": "kept", "warm": "kept", "other": "no_difference"}
+    assert "in the final set" in walk.fates["warm"].reason, "it has earned its place beside the other"
+    assert [candidate.id for candidate, _ in walk.stairs] == ["warm", "small"], "the report shows them in this order"
+
+
+@pytest.mark.parametrize("case", [{"factor": 0.97}, {"factor": 0.75, "promised": 1.2}, {"factor": 0.75, "promised": None},
+                                  {"factor": 0.75, "wrong": frozenset({"small"})}])
+def test_a_pair_joins_for_a_large_gain_that_was_promised_and_verifies(case: dict[str, Any]) -> None:
+    walk, world = pairing(**case)
+    assert walk.kept == ()
+    assert ("screen small and warm with baseline" in world.asked) == (case.get("promised", 1.8) == 1.8)
+
+
+def test_what_seems_to_give_much_by_itself_has_its_own_race_first() -> None:
+    world = Noisy({"small": (0.8, 0.0), "warm": (0.99, 0.0)}, None, misread={"small": 0.2})
+    walk = search(world, SMALL, WARM)
+    walk.findings = (promise(1.8),)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["small"]
+    assert not any(" and " in question for question in world.asked)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from saturate.study import summary
-from saturate.study.search import Fate
+from saturate.study.fates import Fate
 
 
 def study(**fates: Fate) -> SimpleNamespace:

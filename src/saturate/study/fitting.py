@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from saturate.records import sizes
 from saturate.study.candidates import Candidate, Set, conflict, key, ordered
-from saturate.study.search import FATES, SCREEN, Fate, Search
+from saturate.study.fates import FATES, Fate
+from saturate.study.search import SCREEN, Search
 from saturate.trial.outcome import OUT_OF_MEMORY
 from saturate.trial.process import TrialEnded
 

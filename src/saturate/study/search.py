@@ -2,7 +2,8 @@
 
 A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
 measured and verified. What is large and beyond doubt joins while the others are still screened, and they are screened on
-top of it: a faster optimizer is not seen behind a loader that starves it.
+top of it: a faster optimizer is not seen behind a loader that starves it. What the diagnosis promised and screening did not
+show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -20,9 +21,9 @@ from typing import Any
 from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
-from saturate.records.result import TechniqueOutcome
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
-from saturate.study.guidance import promise
+from saturate.study.fates import FATES, Fate, in_words, leads
+from saturate.study.guidance import promise, promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
@@ -37,32 +38,15 @@ ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
 RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
-#: Fates of candidates whose trial did not come to an end by itself; all others failed.
-FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_differs": "rejected_numerics",
-         "trains_otherwise": "rejected_numerics", "too_short": "inconclusive"}
-
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
 
 #: A technique that gains this much beyond doubt joins at once.
 LARGE = 0.10
 
-
-@dataclass
-class Fate:
-    """What is known of one technique so far."""
-
-    fate: str
-    reason: str
-    candidate: Candidate | None = None
-    gain: float | None = None
-    gain_ci: tuple[float, float] | None = None
-
-    def outcome(self, identity: str, numerics: str) -> TechniqueOutcome:
-        return TechniqueOutcome(
-            id=identity, fate=self.fate, reason=self.reason, numerics=numerics,  # type: ignore[arg-type]
-            options=self.candidate.options_dict() if self.candidate else {}, gain=self.gain, gain_ci=self.gain_ci,
-        )
+#: A technique that a finding lets give this much, and that gave no large gain, is tried in pairs; with so many others, the
+#: fastest first.
+PROMISING, MOST_PARTNERS = 0.40, 2
 
 
 @dataclass
@@ -154,8 +138,11 @@ class Search:
 
     def run(self) -> None:
         promising = self._screen(self.eligible())
+        self._pair_up()
         self.racer.drop_base()
         for candidate in promising:
+            if candidate in self.kept:
+                continue        # in a pair
             # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
             if time.monotonic() > self.deadline and not self._certain(candidate):
                 break
@@ -201,7 +188,7 @@ class Search:
         result = self.race(question, self.kept, together, SCREEN, candidate, share_base=True)
         if result is None or (best is not None and not leads(result, self.screened[best.id])):
             return False
-        fate, reason = _in_words(result)
+        fate, reason = in_words(result)
         fate = "inconclusive" if fate == "kept" else fate       # until it is added and verified
         self.fates[candidate.id] = Fate(fate, reason + self._on_top(), candidate, result.gain, result.gain_ci)
         self.screened[candidate.id], self.against[candidate.id] = result, self.kept
@@ -212,6 +199,53 @@ class Search:
 
     def _on_top(self) -> str:
         return f" on top of {self._kept_names()}" if self.kept else ""
+
+    def _pair_up(self) -> None:
+        """Try what disappointed together with what changes where it runs, in pairs; the first large gain joins."""
+        for promised in self._disappointing():
+            for partner in self._partners(promised):
+                if time.monotonic() > self.deadline or self._try_pair(promised, partner):
+                    return
+
+    def _disappointing(self) -> list[Candidate]:
+        """What gave far less than the findings that name it promise, the most promising first."""
+        found = []
+        for identity, result in self.screened.items():
+            candidate = self.fates[identity].candidate
+            if candidate is None or candidate.id in self.verified or result.gain <= HOPELESS:
+                continue
+            promised = promised_gain(identity, candidate.module.bound(self.facts), self.findings)
+            if promised >= PROMISING and result.gain < LARGE:
+                found.append((promised, candidate))
+        return [candidate for _, candidate in sorted(found, key=lambda entry: -entry[0])]
+
+    def _partners(self, promised: Candidate) -> list[Candidate]:
+        found = []
+        for identity, result in self.screened.items():
+            other = self.fates[identity].candidate
+            if other is None or other.module.TECHNIQUE.stage != "environment" or conflict((*self.kept, promised), other):
+                continue
+            if identity not in self.verified and result.gain > HOPELESS:
+                found.append((result.gain, other))
+        return [other for _, other in sorted(found, key=lambda entry: -entry[0])[:MOST_PARTNERS]]
+
+    def _try_pair(self, promised: Candidate, partner: Candidate) -> bool:
+        """Keep both if they gain much together, and `promised` much of that on top of `partner`."""
+        if conflict(self.kept, promised):
+            return False
+        before, together = ordered((*self.kept, partner)), ordered((*self.kept, partner, promised))
+        names = f"{promised.id} and {partner.label()}"
+        both = self.race(f"screen {names} with {self._kept_names()}", self.kept, together, SCREEN, promised, share_base=True)
+        if both is None or both.gain < LARGE:
+            return False
+        alone = self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
+        if alone is None or alone.decision.verdict != "faster" or alone.gain < LARGE:
+            return False
+        if not self._keep(promised, together, alone, f"{alone.gain:+.1%} with {partner.id}"):
+            return False
+        self.stairs.insert(-1, (partner, self.screened[partner.id]))
+        self.settle(partner, "kept", f"{promised.id} gives {alone.gain:+.1%} on top of it")
+        return True
 
     def _look_again(self) -> None:
         """Race what is undecided once more, and for longer, what could give most first: time that is left is for this."""
@@ -238,14 +272,18 @@ class Search:
         if result is None:
             return
         self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
-        fate, reason = _in_words(result)
+        fate, reason = in_words(result)
         if fate != "kept":
             self.settle(candidate, fate, reason + self._on_top())
             return
+        self._keep(candidate, together, result, reason)
+
+    def _keep(self, candidate: Candidate, together: Set, result: Result, reason: str) -> bool:
+        """Keep `together`, which is faster by `result` with `candidate`, if it verifies; whether it does."""
         self.verified.add(candidate.id)
         verified = self.verify(together, candidate)
         if verified is None:
-            return
+            return False
         self.curves += verified.curves
         if verified.passed is None:
             self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
@@ -257,6 +295,7 @@ class Search:
             self.stairs.append((candidate, result))
             self.settle(candidate, "kept", f"{reason}; {verified.reason}")
             self.tell_kept()
+        return verified.passed is True
 
     def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
         screened = self.screened[candidate.id]
@@ -283,7 +322,7 @@ class Search:
             result = self.race(f"without {candidate.id}", rest, self.kept, ADD, candidate)
             if result is None:
                 continue
-            fate, reason = _in_words(result)
+            fate, reason = in_words(result)
             self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
             if fate in ("no_difference", "slower") and self._still_verifies(rest):
                 self.kept = rest
@@ -330,28 +369,3 @@ class Search:
         """Record a technique's fate; what was measured of it stays."""
         known = self.fates[candidate.id]
         self.fates[candidate.id] = Fate(fate, reason, candidate, known.gain, known.gain_ci)
-
-
-def leads(later: Result, earlier: Result) -> bool:
-    """Whether a later variant of a technique is ahead of an earlier one by more than one standard error of their difference.
-    The most promising comes first, for reasons that a race on warm steps may not see (a cold first epoch, for one), and the
-    fastest of several readings that scatter is often the luckiest."""
-    ahead = math.log1p(later.gain) - math.log1p(earlier.gain)
-    widths = [math.log1p(high) - math.log1p(low) for low, high in (one.gain_ci or (0.0, 0.0) for one in (later, earlier))]
-    scatter = math.hypot(*widths) / (2 * 1.96)
-    return ahead > (scatter if math.isfinite(scatter) else 0.0)
-
-
-def _in_words(result: Result) -> tuple[str, str]:
-    """Fate and reason of a raced candidate. "kept" means: fast enough to be kept, if it verifies."""
-    low, high = result.gain_ci or (math.nan, math.nan)
-    interval = f"[{low:+.1%}, {high:+.1%}]"
-    verdict = result.decision.verdict
-    if verdict == "faster":
-        return "kept", f"{result.gain:+.1%} {interval}"
-    if verdict == "slower":
-        return "slower", f"{result.gain:+.1%} {interval}"
-    if verdict == "no_difference":
-        return "no_difference", f"{result.gain:+.1%} {interval}: less than counts"
-    return "inconclusive", f"{result.gain:+.1%} {interval}: could be more or less than counts"
-
