@@ -113,6 +113,14 @@ for module in (WARM, OTHER):
     module.environment = lambda options: {}
 
 
+def test_a_combination_that_one_pair_leaves_no_doubt_about_is_not_raced_again() -> None:
+    world = Together({"small": (1.0, 0.0), "warm": (0.95, 0.0)}, None, factor=0.95)
+    walk = search(world, SMALL, WARM)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["warm", "small"]
+    assert [question for question in world.asked if question.startswith("add ")] == ["add small to warm"]
+
+
 def promise(bound: float | None) -> Finding:
     return Finding(id="x", title="", reason="", evidence=[], bound=bound, confidence="high", techniques=["small"])
 

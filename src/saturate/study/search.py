@@ -305,8 +305,8 @@ class Search:
             return screened         # nothing new to combine it with
         if screened.gain < self.racer.threshold:
             retried = self.race(question, self.kept, together, RETRY, candidate)
-            if retried is None or retried.gain < self.racer.threshold:
-                return retried
+            if retried is None or retried.gain < self.racer.threshold or retried.decision.verdict == "faster":
+                return retried      # not there, not worth more, or beyond doubt already
         return self.race(question, self.kept, together, ADD, candidate)
 
     def _ablate(self) -> None:
