@@ -167,3 +167,9 @@ def test_seconds(value, text):
 def test_small_speedups_get_a_third_decimal():
     assert words.ratio(1.018, (1.009, 1.027)) == "1.018x [1.009, 1.027]"
     assert words.ratio(1.786, (1.768, 1.803)) == "1.79x [1.77, 1.80]"
+
+
+def test_a_bound_that_nobody_can_reach_is_no_number():
+    assert words.bound(1.512) == "at most 1.51x"
+    assert words.bound(words.TELLING_BOUND) == "at most 20.00x"
+    assert words.bound(100.0) == "nearly the whole step"

@@ -67,7 +67,7 @@ def _frame(analysis: Analysis) -> list[tuple[str, object]]:
         pairs += [(name, say.share(value)) for name, value in busy if value is not None]
     best = max((finding.bound for finding in analysis.findings if finding.bound is not None), default=None)
     if best is not None:
-        pairs.append(("Largest bound", words.ratio(best, times="\u00d7")))
+        pairs.append(("Largest bound", words.bound(best, times="\u00d7")))
     blocking = sum(bool(problem.blocks) for problem in analysis.integrity.problems)
     pairs.append(("Trace", words.count(blocking, "problem") if blocking else "carries every conclusion"))
     return pairs

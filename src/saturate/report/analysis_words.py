@@ -258,7 +258,7 @@ def title(analysis: Analysis) -> str:
 
 def bound(finding: Finding, times: str = "x") -> str:
     """The most that mending it could give."""
-    return f"at most {words.ratio(finding.bound, times=times)}" if finding.bound is not None else "no bound"
+    return words.bound(finding.bound, times) if finding.bound is not None else "no bound"
 
 
 def helps(finding: Finding) -> str:

@@ -237,12 +237,12 @@ def _diagnosis(record: StudyRecord) -> list[Markup]:
     if not record.findings:
         return []
     lines = [
-        [finding.title, "" if finding.bound is None else f"{finding.bound:.2f}\u00d7", finding.reason]
+        [finding.title, "" if finding.bound is None else words.bound(finding.bound, "\u00d7"), finding.reason]
         for finding in record.findings
     ]
     return [
         tag("h3", "What limits the baseline"),
-        table(["Cause", "At most", "Seen in a short profile"], lines, label="Findings", numeric=[1], class_="compact"),
+        table(["Cause", "What it could give", "Seen in a short profile"], lines, label="Findings", numeric=[1], class_="compact"),
     ]
 
 

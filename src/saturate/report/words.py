@@ -84,6 +84,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+#: Above this ratio, a bound says that it concerns nearly the whole step, and nothing about what can be reached.
+TELLING_BOUND = 20.0
+
+
+def bound(most: float, times: str = "x") -> str:
+    """The most that mending a cause could give, as a ratio of speeds: "at most 1.51x"."""
+    return f"at most {ratio(most, times=times)}" if most <= TELLING_BOUND else "nearly the whole step"
+
+
 def ratio(value: float | None, interval: tuple[float, float] | None = None, times: str = "x") -> str:
     """A speed-up with its interval: "1.79x [1.77, 1.80]". Three decimals where two would hide the difference."""
     if value is None:

@@ -28,6 +28,7 @@ from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Profile
 from saturate.records.facts import Facts
+from saturate.report import words
 from saturate.study import baseline, loadercost, nsight
 from saturate.study.bench import Bench, Live
 from saturate.study.ending import in_our_words
@@ -194,7 +195,7 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
         study.notes.append(f"the baseline was not diagnosed: {seen.record.get('problem')}")
         return []
     for finding in found.findings[:3]:
-        study.say(f"diagnosis: {finding.title}" + (f", worth at most {finding.bound:.2f}x" if finding.bound else ""))
+        study.say(f"diagnosis: {finding.title}" + (f", worth {words.bound(finding.bound)}" if finding.bound else ""))
     return found.findings
 
 
