@@ -68,7 +68,7 @@ def profiled(name: str, case: Case, threads: int) -> dict[str, Any]:
     environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "saturate.cli.main", "profile", "--json", "--budget", "60s", "--", *command(name, case)],
+            [sys.executable, "-m", "saturate", "profile", "--json", "--budget", "60s", "--", *command(name, case)],
             cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")

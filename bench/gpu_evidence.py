@@ -35,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT_KEPT = 6000                  # characters of the end of a part that failed, and of pytest's summary
-SATURATE = ("-m", "saturate.cli.main")
+SATURATE = ("-m", "saturate")
 NEEDED = ("msgspec", "tomlkit", "rich", "pynvml", "torch", "pytest")
 
 TRAINING = ("src/saturate/agent", "src/saturate/measure", "src/saturate/study", "src/saturate/techniques",

@@ -88,7 +88,7 @@ def cold(recipe: Path, script: list[str], data: Path, folder: Path, repeats: int
     """Rate of a first epoch under the recipe over the decode rate, with its interval, and the pairs."""
     pairs = []
     for turn in range(repeats):
-        command = [sys.executable, "-m", "saturate.cli.main", "run", str(recipe), "--", *script]
+        command = [sys.executable, "-m", "saturate", "run", str(recipe), "--", *script]
         (rate,) = epoch_rates(command, folder, 1, SATURATE_DATA_CACHE=str(folder / f"cold{turn}"))
         pairs.append([rate, decode_rate(data, seconds)])
         _race.say(f"  first epoch {rate:.0f} pictures/s, all cores decode {pairs[-1][1]:.0f}")

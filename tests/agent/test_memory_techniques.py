@@ -98,7 +98,7 @@ dist.destroy_process_group()
 def run(folder, environment, command, *entries):
     """Standard output, and the checkpoint that was saved, of a command under `saturate run`; without entries, alone."""
     recipes.write(folder / "recipe.toml", recipes.Recipe(techniques=list(entries)))
-    prefix = [sys.executable, "-m", "saturate.cli.main", "run", str(folder / "recipe.toml"), "--"] if entries else []
+    prefix = [sys.executable, "-m", "saturate", "run", str(folder / "recipe.toml"), "--"] if entries else []
     done = subprocess.run([*prefix, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     saved = (folder / "out.pt").read_bytes()

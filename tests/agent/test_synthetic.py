@@ -150,7 +150,7 @@ for epoch in range(10000):
 def test_profile_says_what_the_loader_costs(script, tmp_path, workers, cost_ms):
     pytest.importorskip("numpy")
     path = script(SCRIPT.format(workers=workers))
-    done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "profile", "--synthetic-input", "--json", "--dir",
+    done = subprocess.run([sys.executable, "-m", "saturate", "profile", "--synthetic-input", "--json", "--dir",
                            str(tmp_path / "study"), "--", sys.executable, str(path)], capture_output=True, text=True,
                           cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

@@ -371,7 +371,7 @@ def test_another_missing_module_is_not_called_numpy(capsys, trace, monkeypatch):
 def test_a_closed_pipe_and_an_ascii_terminal(trace):
     path = trace(kernel="g\u00e9mm")
     done = subprocess.run(
-        [sys.executable, "-m", "saturate.cli.main", "analyze", str(path)],
+        [sys.executable, "-m", "saturate", "analyze", str(path)],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii", "XDG_CACHE_HOME": str(path.parent)},
     )
@@ -380,7 +380,7 @@ def test_a_closed_pipe_and_an_ascii_terminal(trace):
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "saturate.cli.main", "analyze", str(path), "--json"],
+            [sys.executable, "-m", "saturate", "analyze", str(path), "--json"],
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,

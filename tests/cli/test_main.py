@@ -16,7 +16,7 @@ import pytest
 from saturate.cli import _output, main
 from saturate.errors import EnvironmentProblem
 
-SATURATE = [sys.executable, "-m", "saturate.cli.main"]
+SATURATE = [sys.executable, "-m", "saturate"]
 
 
 def run(*words, **options):
@@ -50,7 +50,7 @@ def test_help_is_cheap():
 
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("tehcniques",)])
 def test_no_heavy_import(words):
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "saturate.cli.main", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "saturate", *words], capture_output=True, text=True)
     imported = set(re.findall(r"\|\s+(\w+)(?:\.\S+)?$", done.stderr, re.MULTILINE))
     assert "argparse" in imported, "the pattern no longer reads -X importtime"
     assert imported.isdisjoint({"torch", "rich", "msgspec", "tomlkit", "numpy", "pynvml", "sqlite3"})

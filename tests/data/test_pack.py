@@ -259,7 +259,7 @@ def test_batches_stay_small(images: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def saturate(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "saturate.cli.main", *words], cwd=cwd, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "saturate", *words], cwd=cwd, capture_output=True, text=True)
 
 
 def test_the_verb(text: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def drill(folder: Path, source: str, *options: str, command: tuple[str, ...] = (
     """Run `saturate drill --json` on a script in `folder`; the object that it prints, with what it said as `stderr`."""
     here = Folder(folder)
     here.write("train.py", source)
-    words = [sys.executable, "-m", "saturate.cli.main", "drill", "--json", *options, "--", *(command or (sys.executable, "train.py"))]
+    words = [sys.executable, "-m", "saturate", "drill", "--json", *options, "--", *(command or (sys.executable, "train.py"))]
     done = subprocess.run(words, cwd=folder, env={**here.environment(), **(environment or {})}, capture_output=True, text=True,
                           timeout=seconds, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == code, done.stderr[-4000:]

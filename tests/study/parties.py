@@ -277,7 +277,7 @@ def tune(folder: Path, source: str, *options: str, names: tuple[str, ...] = (), 
     if names:
         base["PYTHONPATH"] = str(publish(folder / "site", list(names)))
     only = ("--only", ",".join(map(identity, names))) if names else ()
-    command = [sys.executable, "-m", "saturate.cli.main", "tune", "--json", "--budget", budget, *only, *options,
+    command = [sys.executable, "-m", "saturate", "tune", "--json", "--budget", budget, *only, *options,
                "--", sys.executable, "train.py", *arguments]
     done = subprocess.run(command, cwd=work, env={**base, **(environment or {})}, capture_output=True, text=True, timeout=900)
     assert done.returncode == code, done.stderr[-4000:]

@@ -315,6 +315,6 @@ def test_run_passes_the_commands_end_through(source, code, folder):
     folder.write("train.py", source)
     (folder.path / "empty.toml").touch()
     close = ("sh", "-c", 'exec "$@" 1>&-', "sh") if code == 23 else ()
-    done = subprocess.run([*close, sys.executable, "-m", "saturate.cli.main", "run", "empty.toml", "--", sys.executable, "train.py"],
+    done = subprocess.run([*close, sys.executable, "-m", "saturate", "run", "empty.toml", "--", sys.executable, "train.py"],
                           cwd=folder.path, env=folder.environment(), capture_output=True, check=False)
     assert done.returncode == code, done.stderr

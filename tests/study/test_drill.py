@@ -90,7 +90,7 @@ def test_a_right_training_resumes_exactly_and_nothing_is_left(mode: str, tmp_pat
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     here = Folder(tmp_path)
     here.write("train.py", SCRIPT)
-    words = [sys.executable, "-m", "saturate.cli.main", "drill", "--json", "--", sys.executable, "train.py"]
+    words = [sys.executable, "-m", "saturate", "drill", "--json", "--", sys.executable, "train.py"]
     with subprocess.Popen(words, cwd=tmp_path, env=here.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""
@@ -317,7 +317,7 @@ def test_a_study_that_is_in_use_and_a_folder_that_cannot_be_written(tmp_path: Pa
 def test_a_kill_of_saturate_itself_leaves_nothing(tmp_path: Path) -> None:
     here = Folder(tmp_path)
     here.write("train.py", SCRIPT)
-    words = [sys.executable, "-m", "saturate.cli.main", "drill", "--", sys.executable, "train.py"]
+    words = [sys.executable, "-m", "saturate", "drill", "--", sys.executable, "train.py"]
     with subprocess.Popen(words, cwd=tmp_path, env=here.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".saturate/*/reference/p1/events/*.jsonl")) and time.monotonic() < deadline:

@@ -237,7 +237,7 @@ for epoch in range({epochs}):
 
 
 def run(folder: Folder, *options: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "saturate.cli.main", "profile", *options, "--", sys.executable, script],
+    return subprocess.run([sys.executable, "-m", "saturate", "profile", *options, "--", sys.executable, script],
                           cwd=folder.path, env=folder.environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -288,7 +288,7 @@ def test_an_interrupted_profile_leaves_nothing_running(tmp_path):
 
     folder = Folder(tmp_path)
     folder.write("train.py", TRAIN.replace("{epochs}", "10**6"))
-    process = subprocess.Popen([sys.executable, "-m", "saturate.cli.main", "profile", "--", sys.executable, "train.py"],
+    process = subprocess.Popen([sys.executable, "-m", "saturate", "profile", "--", sys.executable, "train.py"],
                                cwd=folder.path, env=folder.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(folder.alive()) < 3 and time.monotonic() < deadline:

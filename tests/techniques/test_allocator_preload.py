@@ -45,7 +45,7 @@ def test_a_trial_preloads_in_the_workload_only(library, script, start):
 
 def test_a_recipe_preloads_in_the_command_and_says_when_the_loader_refuses(library, script, tmp_path, clean_environment):
     recipe = tmp_path / "recipe.toml"
-    command = [sys.executable, "-m", "saturate.cli.main", "run", str(recipe), "--", sys.executable, str(script(TRAIN.replace("STEPS", "9")))]
+    command = [sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(script(TRAIN.replace("STEPS", "9")))]
     for path, said in ((library, ""), (str(tmp_path / "libnone.so"), "allocator did not take effect: not_applied")):
         recipe.write_text(f'schema = 1\n[[technique]]\nid = "allocator"\n[technique.options]\nkind = "tcmalloc"\nlibrary = "{path}"\n')
         done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)

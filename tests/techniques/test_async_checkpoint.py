@@ -59,7 +59,7 @@ TRAIN = """
 def test_under_run(tmp_path, script, clean_environment):
     """Standard output and exit code are the command's own; one line on standard error says what was saved."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, script(TRAIN)],
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(TRAIN)],
                           cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("done 7\n", 4), done.stderr
     assert "saturate: async-checkpoint: 4 checkpoint(s) in 4 file(s)" in done.stderr
@@ -279,7 +279,7 @@ def test_frameworks(name, tmp_path, clean_environment):
         pytest.skip(f"needs {name}")
     (tmp_path / "train.py").write_text(textwrap.dedent(FRAMEWORKS[name]))
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, "train.py"],
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, "train.py"],
                           cwd=tmp_path, env={**clean_environment, **{k: v for k, v in os.environ.items() if k == "PYTHONPATH"}},
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.rstrip().endswith("ok"), done.stderr[-3000:]

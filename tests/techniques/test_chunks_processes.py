@@ -14,7 +14,7 @@ from saturate.records import recipe as recipes
 
 pytest.importorskip("torch")
 
-SATURATE = [sys.executable, "-m", "saturate.cli.main"]
+SATURATE = [sys.executable, "-m", "saturate"]
 
 #: Every other batch from the sixth on is twelve times as large; the process's data is then limited to `sys.argv[1]` MiB more.
 GREEDY = """

@@ -80,7 +80,7 @@ def test_run_with_a_recipe_ends_where_the_plain_run_ends(script, tmp_path, clean
     environment = {**clean_environment, "SATURATE_DATA_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     plain = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, env=environment)
     for _ in range(2):
-        tuned = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", str(recipe), "--", sys.executable, path],
+        tuned = subprocess.run([sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, path],
                                capture_output=True, text=True, env=environment)
         assert (tuned.returncode, tuned.stdout) == (0, plain.stdout), tuned.stderr
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -75,7 +75,7 @@ class Place:
                               env={**self.environment, **variables})
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess:
-        return self("-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, *command, **variables)
+        return self("-m", "saturate", "run", "recipe.toml", "--", sys.executable, *command, **variables)
 
     def named(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("*.pt") if pointer.read(path))
@@ -98,10 +98,10 @@ def test_a_run_its_files_its_resume_and_its_export(place):
     assert without.returncode == 1 and "saturate checkpoint export FILE" in without.stderr
     stored = place.run("compare.py", *[name for step in (2, 3, 4) for name in (f"ckpt_{step}.pt", f"true_{step}.bin")])
     assert stored.returncode == 0, stored.stderr
-    exported = place("-m", "saturate.cli.main", "checkpoint", "export", "ckpt_3.pt")
+    exported = place("-m", "saturate", "checkpoint", "export", "ckpt_3.pt")
     assert exported.returncode == 0, exported.stderr
     assert place.named() == ["ckpt_2.pt", "ckpt_4.pt"] and place("compare.py", "ckpt_3.pt", "true_3.bin").returncode == 0
-    verified = place("-m", "saturate.cli.main", "checkpoint", "verify")
+    verified = place("-m", "saturate", "checkpoint", "verify")
     assert verified.returncode == 0 and " 0 damaged" in verified.stdout, verified.stdout + verified.stderr
 
 

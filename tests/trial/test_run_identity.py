@@ -16,7 +16,7 @@ import pytest
 
 from saturate.records import recipe as recipes
 
-SATURATE = [sys.executable, "-m", "saturate.cli.main"]
+SATURATE = [sys.executable, "-m", "saturate"]
 TECHNIQUES = ["bf16-autocast", "channels-last", "fused-optimizer"]
 
 _PROBE = """

@@ -202,7 +202,3 @@ def _help() -> str:
         "  saturate --version",
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
