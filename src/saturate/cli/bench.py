@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.cli._output import encoded, paint, table
-from saturate.cli.tune import Progress, one_signal_interrupts
+from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 from saturate.records.artifact import Manifest
 from saturate.records.bench import BatchRow, BenchRecord, Measured

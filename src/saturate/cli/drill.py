@@ -12,9 +12,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from saturate.cli._options import add_study_options, duration, must_exist
 from saturate.cli._output import coloured, encoded
-from saturate.cli.tune import Progress, duration, one_signal_interrupts, show_log
-from saturate.cli.tune import step as step_name
+from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.drill import DrillResult
 
@@ -30,10 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="updates of the uninterrupted run (default: until it has saved once more than it is killed)")
     parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="how long in all (default: 10m)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the moments of the kills (default: 0)")
-    parser.add_argument("--step", type=step_name, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
-    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
-    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+    add_study_options(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -42,8 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from saturate.study.tune import environment_of_user
 
     command = arguments.command
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+    must_exist(command)
 
     def show(result: DrillResult) -> None:
         if arguments.json:

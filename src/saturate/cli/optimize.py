@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
+from saturate.cli._options import duration, ids
 from saturate.cli._output import coloured, encoded
+from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.cli.bench import threads
-from saturate.cli.tune import Progress, duration, ids, one_signal_interrupts
 from saturate.errors import SaturateError, UsageError
 from saturate.records.inference import CandidateRecord, OptimizeRecord
 

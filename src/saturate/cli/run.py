@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from saturate.cli._options import must_exist
 from saturate.errors import InjectionDefeated, RecipeError, UsageError
 from saturate.records import recipe as recipes
 from saturate.records.options import options_from
@@ -34,8 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     recipe = recipes.read(arguments.recipe)
     command = arguments.command
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+    must_exist(command)
     if not recipe.techniques:
         _replace(command, _environment())
     chosen = _chosen(recipe)

@@ -1,0 +1,67 @@
+"""Options that several verbs take: how they are written, and those of every verb that studies a training command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from pathlib import Path
+
+from saturate.errors import UsageError
+
+
+def add_study_options(parser: argparse.ArgumentParser) -> None:
+    """--step, --timeout, --dir and --json."""
+    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def must_exist(command: list[str]) -> None:
+    """Raises UsageError where the first word is no program."""
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+
+
+def duration(text: str) -> float:
+    """Seconds in "90", "90s", "10m", "1.5h".
+
+    >>> duration("1.5h")
+    5400.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|min|)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 10m or 2h")
+    return float(match[1]) * {"s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
+
+
+def percent(text: str) -> float:
+    """A share in "2%" or "0.02"."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 2% or 0.02")
+    return value
+
+
+def memory(text: str) -> int:
+    """Bytes in "20GiB"."""
+    from saturate.records import sizes
+
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def ids(text: str) -> frozenset[str]:
+    return frozenset(word.strip() for word in text.split(",") if word.strip())
+
+
+def step(text: str) -> str:
+    if not re.fullmatch(r"(backward|optimizer):\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither backward:N (N backward passes a step) nor optimizer:N (the N-th, from 0)")
+    return text
