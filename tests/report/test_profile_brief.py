@@ -100,3 +100,8 @@ def test_a_mere_note_is_no_reason_for_no_verdict():
     device = msgspec.structs.replace(found.devices[0], verdict="unknown", unknown={"verdict": "shapes were not recorded"})
     found = msgspec.structs.replace(found, verdict="unknown", devices=[device], integrity=Integrity(ok=True, problems=[note]))
     assert say.because(found) == "shapes were not recorded"
+
+
+def test_a_line_is_named_with_its_folder_so_that_a_librarys_train_py_is_not_taken_for_the_users():
+    syncs = [msgspec.structs.replace(analyses.profile().syncs[0], file="/opt/site-packages/library/train.py", line=319)]
+    assert "library/train.py:319 " in plain(msgspec.structs.replace(analyses.profile(), syncs=syncs))

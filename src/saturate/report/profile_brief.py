@@ -90,7 +90,7 @@ def _place(places: Sequence[Sync], noun: str) -> str:
     if first is None:
         return ""
     more = f", +{words.count(len(places) - 1, noun)}" if len(places) > 1 else ""
-    file = first.file.rpartition("/")[2]
+    file = "/".join(first.file.rsplit("/", 2)[-2:])     # with its folder: a library may have a train.py of its own
     return f"{file}:{first.line} {first.what}, {words.ms(first.ms_per_step)} ms per step{more}"
 
 
