@@ -224,7 +224,9 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         study.aa = racer.run("A/A", base, base, AA, min(end, began + NOISE_SHARE * budget_s), share_base=True)
         patience = min(end, began + PATIENCE_SHARE * budget_s)
         for most in range(AA.max_pairs + 1, PATIENT_AA.max_pairs + 1):
-            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience:
+            now = time.monotonic()
+            # Another pair takes as long as those before it: most of that is starting, which no deadline cuts short.
+            if _floor(study.aa) <= HOPELESS_NOISE or now > patience or now + (now - began) / max(1, len(study.aa.pairs)) > end:
                 break
             study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
             study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
@@ -238,8 +240,11 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
     if floor > HOPELESS_NOISE:
-        raise TooNoisy("this machine is too noisy to decide anything", evidence=f"the same program differs by {floor:.0%} from run to run",
-                       remedy="stop other programs, or try again on a quiet machine")
+        pairs = "1 pair" if len(study.aa.pairs) == 1 else f"{len(study.aa.pairs)} pairs"
+        longer = ", or give it a longer --budget for more pairs" if len(study.aa.pairs) < PATIENT_AA.max_pairs else ""
+        raise TooNoisy("this machine is too noisy to decide anything",
+                       evidence=f"after {pairs} of the same program, differences below {floor:.0%} are not resolved",
+                       remedy=f"stop other programs, or try again on a quiet machine{longer}")
     return True
 
 

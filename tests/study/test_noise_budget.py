@@ -1,0 +1,43 @@
+"""The noise of a machine: how long it is looked at, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from saturate.errors import TooNoisy
+from saturate.study import tune
+
+WILD = [0.9, -0.5, 1.9, -0.4, 0.4, -1.2]
+
+
+class Racer:
+    """Each pair takes as long as it is told to."""
+
+    def __init__(self, clock: list[float], pair_s: float):
+        self.clock, self.pair_s = clock, pair_s
+        self.pairs: list[list[float]] = []
+
+    def run(self, question, a, b, limits, deadline, share_base=False, min_pairs=1):
+        while len(self.pairs) < min_pairs:
+            self.clock[0] += self.pair_s
+            self.pairs.append(WILD)
+        return SimpleNamespace(pairs=self.pairs, gain=0.0)
+
+    def learn_noise(self, pairs):
+        pass
+
+
+@pytest.mark.parametrize(("pair_s", "pairs"), [(40.0, 1), (14.0, 4)])
+def test_no_further_pair_is_begun_that_would_outlast_the_budget(monkeypatch, pair_s, pairs):
+    clock = [0.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=120.0), aa=None, said=[], say=lambda line: None, refusal="")
+    racer = Racer(clock, pair_s)
+    with pytest.raises(TooNoisy) as error:
+        tune._noise(study, racer, (), end=60.0)
+    assert len(racer.pairs) == pairs and clock[0] <= 60.0
+    assert "--budget" in error.value.remedy and f"{pairs} pair" in error.value.evidence
+    assert math.isfinite(tune._floor(study.aa))
