@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import analyses
 import msgspec
@@ -14,6 +15,7 @@ from saturate.report.analysis import can_draw, columns, drawn, flow, summary
 from saturate.report.analysis_html import render
 from saturate.report.cells import cells
 from saturate.study.profile import nothing
+from saturate.study.state import Request
 
 WIDTHS = (60, 80, 120)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -292,7 +294,8 @@ def test_the_next_command():
 
 
 def test_a_profile_of_nothing_says_why_and_what_to_type() -> None:
-    record = nothing(["python", "train.py", "--fast"], "the script ended after 3 training steps")
+    request = Request(argv=["python", "train.py", "--fast"], cwd=Path("/home/u"), environment={}, directory=Path("/home/u/.saturate"))
+    record = nothing(request, "the script ended after 3 training steps")
     text = summary(record, width=100, color=False)
     assert text.splitlines()[0] == "No verdict: the script ended after 3 training steps"
     assert text.splitlines()[-1].endswith("saturate profile -- python train.py --fast")

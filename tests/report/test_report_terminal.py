@@ -173,3 +173,8 @@ def test_a_bound_that_nobody_can_reach_is_no_number():
     assert words.bound(1.512) == "at most 1.51x"
     assert words.bound(words.TELLING_BOUND) == "at most 20.00x"
     assert words.bound(100.0) == "nearly the whole step"
+
+
+def test_the_command_that_goes_on_asks_the_same_question():
+    record = msgspec.structs.replace(studies.too_noisy(), options=["--only", "compile", "--dir", "/tmp/a b"])
+    assert plain(record).endswith("saturate tune --only compile --dir '/tmp/a b' -- python train.py")

@@ -197,7 +197,8 @@ def test_the_next_command():
 
 
 def test_nothing_to_tell_is_a_whole_record():
-    found = nothing(["python"], "too short")
+    found = nothing(dataclasses.replace(request(step="backward:4"), directory=Path("/data/a b")), "too short")
+    assert found.next_command == "saturate profile --step backward:4 --dir '/data/a b' -- python train.py"
     assert isinstance(found, Profile) and found.unknown["verdict"] == "too short"
     assert set(Analysis.__struct_fields__) < set(Profile.__struct_fields__)
 

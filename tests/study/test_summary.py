@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from saturate.cli import tune
 from saturate.study import summary
 from saturate.study.fates import Fate
+from saturate.study.state import Request
 
 
 def study(**fates: Fate) -> SimpleNamespace:
@@ -36,3 +40,21 @@ def test_what_the_budget_did_not_reach_is_named():
     tried = study(tf32=Fate("slower", "", CANDIDATE), compile=Fate("not_tried", "the budget ended before its turn", CANDIDATE))
     assert summary._unfinished(tried) == ["the budget ended before compile had a turn; a longer --budget tries them"]
     assert summary._unfinished(study(tf32=Fate("not_tried", "excluded with --skip"))) == []
+
+
+def test_the_options_of_a_request_ask_the_same_question_again():
+    """Else the command that a report ends with would begin another study, instead of going on with this one."""
+    line = ["--only", "compile,bf16-autocast", "--skip", "tf32", "--allow", "convergence", "--threshold", "5%", "--fit", "2GiB",
+            "--step", "optimizer:1", "--race", "alternate", "--dir", "/tmp/elsewhere", "--budget", "90s"]
+
+    def asked(line: list[str]) -> Request:
+        parser = argparse.ArgumentParser()
+        tune.configure(parser)
+        given = parser.parse_args(line)
+        return Request(argv=["python", "train.py"], cwd=Path.cwd(), environment={}, directory=given.dir.absolute(), budget_s=given.budget,
+                       threshold=given.threshold, only=given.only, skip=given.skip, allow_convergence=given.allow == "convergence",
+                       race_mode=given.race, step=given.step, limit_bytes=given.fit)
+
+    again = asked(asked(line).options())
+    assert again.identity() == asked(line).identity() and again.directory == Path("/tmp/elsewhere")
+    assert asked([]).options() == []

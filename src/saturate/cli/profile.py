@@ -55,14 +55,14 @@ def execute(arguments: argparse.Namespace) -> int:
     except UsageError:
         raise
     except SaturateError as problem:
-        show(nothing(command, problem.message))
+        show(nothing(request, problem.message))
         show_log(problem)
         raise
     except KeyboardInterrupt:
-        show(nothing(command, "interrupted"))
+        show(nothing(request, "interrupted"))
         raise
     except Exception as bug:
-        show(nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        show(nothing(request, f"saturate itself failed: {type(bug).__name__}: {bug}"))
         raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout

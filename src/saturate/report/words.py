@@ -303,7 +303,7 @@ def next_command(record: StudyRecord) -> str:
         return shell(["saturate", "fit", "--", *record.result.command])
     if kind in ("noisy", "inconclusive"):
         # The same command resumes the study: rounds that were measured are not measured again.
-        return shell(["saturate", "tune", "--", *record.result.command])
+        return shell(["saturate", "tune", *record.options, "--", *record.result.command])
     topic = {"unverified": "rejected_numerics", "nothing": "no_difference", "slower": "slower"}.get(
         kind, "inconclusive"
     )

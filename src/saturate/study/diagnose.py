@@ -88,11 +88,7 @@ def next_command(request: Request, techniques: list[str]) -> str:
     words = ["saturate", "tune"]
     if techniques:
         words += ["--only", ",".join(dict.fromkeys(techniques))]
-    if request.step:
-        words += ["--step", request.step]
-    if request.directory != request.cwd / ".saturate":
-        words += ["--dir", str(request.directory)]
-    return shlex.join([*words, "--", *request.argv])
+    return shlex.join([*words, *request.options(), "--", *request.argv])
 
 
 def _shortener(cwd: Path) -> Callable[[str], str]:

@@ -91,7 +91,7 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     if seen is None or not seen.traces:
         problem = seen.record.get("problem") if seen else None
         reason = study.refusal or problem or "the workload ended before it was recorded"
-        return nothing(study.request.argv, reason)
+        return nothing(study.request, reason)
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, frozenset(study.registry))
     found = msgspec.structs.replace(found, report=str(study.report_path))
@@ -100,12 +100,12 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     return found
 
 
-def nothing(command: list[str], reason: str) -> Profile:
+def nothing(request: Request, reason: str) -> Profile:
     """The record where nothing could be seen."""
     unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[]), verdict="unknown", findings=[],
                       unknown={"verdict": reason})
-    again = shlex.join(["saturate", "profile", "--", *command])
-    return Profile(**msgspec.structs.asdict(unseen), command=command, next_command=again)
+    again = shlex.join(["saturate", "profile", *request.options(), "--", *request.argv])
+    return Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=again)
 
 
 # -- watching ----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,20 @@ class Request:
     timeout_s: float = 300.0
     limit_bytes: int | None = None       # `--fit`: the most memory that the recipe may need
 
+    def options(self) -> list[str]:
+        """What makes `tune` ask the same question again, as words of a command line; how long it may take is left out."""
+        given = {
+            "--only": ",".join(sorted(self.only)) if self.only is not None else None,
+            "--skip": ",".join(sorted(self.skip)) or None,
+            "--allow": "convergence" if self.allow_convergence else None,
+            "--threshold": repr(self.threshold) if self.threshold != Request.threshold else None,
+            "--fit": str(self.limit_bytes) if self.limit_bytes else None,
+            "--step": self.step,
+            "--race": self.race_mode if self.race_mode != Request.race_mode else None,
+            "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None,
+        }
+        return [word for name, value in given.items() if value is not None for word in (name, value)]
+
     def identity(self) -> str:
         """The same for a command that asks the same question again, so that it can resume."""
         script = fingerprint.script_of(self.argv, self.cwd)
