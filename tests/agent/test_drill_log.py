@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -88,6 +89,30 @@ def test_it_stands_still_in_a_save(written, tmp_path: Path) -> None:
     log = written(SCRIPT, hold={"save": 2, "file": 1})
     assert log.held and [event["at"] for event in log.events[-3:]] == ["save", "save", "held"] and log.counts["S0"] == 4
     assert log.events[-2]["path"].endswith(".ckpt")
+
+
+SAFETENSORS = """
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(4):
+    net(torch.ones(2, 4)).sum().backward(); opt.step()
+    save_file(net.state_dict(), filename="a.safetensors")
+    save_file(net.state_dict(), "b.safetensors")
+    assert load_file("a.safetensors")
+    with safe_open("b.safetensors", framework="pt") as file: assert list(file.keys())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")
+def test_safetensors_files_are_saves_too(written, tmp_path: Path) -> None:
+    paths = tuple(str(tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
+    log = written(SAFETENSORS, written=list(paths), hold={"save": 3, "file": 1})
+    assert [(save.update, save.paths) for save in saves(log.events, Step("S0"))] == [(1, paths), (2, paths), (3, paths)]
+    assert [event["path"] for event in log.events if event["at"] == "read"] == list(paths)
+    assert log.held and log.events[-2]["path"] == paths[1]
 
 
 STREAM = """

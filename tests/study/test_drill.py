@@ -279,6 +279,7 @@ Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=last)
 def test_a_trainer_of_transformers(extra: str, first: str, tmp_path: Path) -> None:
     found = drill(tmp_path, _TRAINER.replace("EXTRA", extra), "--kills", "1")
     assert found["drills"][0]["outcome"] == first, found["drills"]
+    assert {Path(file).name for file in found["saves_seen"][0]["files"]} >= {"model.safetensors", "optimizer.pt"}
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
     {"at": "held"}                              it stands where the plan said, and waits for its end
     {"at": "withdrawn"}                         our own code failed
 
-Saves are seen where Python or torch opens the file. Not seen: files written by other processes and by C libraries.
+Saves are seen where Python, torch or safetensors opens the file. Not seen: files written by other processes and by other C
+libraries.
 """
 
 from __future__ import annotations
@@ -249,6 +250,31 @@ class Drill:
                 drill.session.guard(drill._opened, target if isinstance(target, str) else getattr(target, "name", None), "wb")
 
         seams.replace(self.session, self.torch._C, "PyTorchFileWriter", PyTorchFileWriter)
+        self._watch_safetensors()
+
+    def _watch_safetensors(self) -> None:
+        """Its files are opened in Rust, and a new one takes the place of the old one when it is whole: to stand still before
+        that is as good as to stand still within it."""
+        from saturate.agent import seams
+
+        try:
+            import safetensors  # now: those who use it take its functions by name
+            from safetensors import safe_open, serialize_file
+        except ImportError:
+            return
+
+        @functools.wraps(serialize_file)
+        def write(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+            self.session.guard(self._opened, filename, "wb")
+            return serialize_file(tensors, filename, *args, **kwargs)
+
+        @functools.wraps(safe_open)
+        def read(filename: Any, *args: Any, **kwargs: Any) -> Any:
+            self.session.guard(self._opened, filename, "rb")
+            return safe_open(filename, *args, **kwargs)
+
+        seams.replace(self.session, safetensors, "serialize_file", write)
+        seams.replace(self.session, safetensors, "safe_open", read)
 
     def _opened_by_python(self, opened: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = args[0] if args else kwargs["file"]
