@@ -50,7 +50,7 @@ def written(start, script, tmp_path: Path):
     """Run a script to its end; its log."""
 
     def run(source: str, **plan: object) -> Log:
-        folder = tmp_path / "events"
+        folder = tmp_path / f"events{len(list(tmp_path.glob('events*')))}"
         folder.mkdir()
         trial = start(str(script(source)), capture={"seed": 1}, plan={"drill": {"folder": str(folder), "written": [], "hold": None, **plan}})
         log, deadline = Log(), time.monotonic() + 120
@@ -89,6 +89,31 @@ def test_it_stands_still_in_a_save(written, tmp_path: Path) -> None:
     log = written(SCRIPT, hold={"save": 2, "file": 1})
     assert log.held and [event["at"] for event in log.events[-3:]] == ["save", "save", "held"] and log.counts["S0"] == 4
     assert log.events[-2]["path"].endswith(".ckpt")
+
+
+RENAMED = """
+import os, pathlib, torch
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+again = os.path.exists("a.pt")
+for name in ("a.pt", "newest.pt", "last/b.pt", "early.pt") if again else (): torch.load(name)
+torch.save(0, "early.new"); os.replace("early.new", "early.pt")
+for step in range(2):
+    net(torch.ones(2, 4)).sum().backward(); opt.step()
+torch.save(net.state_dict(), "a.new"); os.replace("a.new", "a.pt")
+os.mkdir("aside"); torch.save(net.state_dict(), "aside/b.pt"); pathlib.Path("aside").rename("later" if again else "last")
+if not again: os.symlink("a.pt", "newest.pt")
+net(torch.ones(2, 4)).sum().backward(); opt.step()
+"""
+
+
+def test_files_that_are_renamed_when_they_are_whole_are_known_by_their_new_names(written, tmp_path: Path) -> None:
+    first = written(RENAMED)
+    names = [event["path"] for event in first.events if event["at"] == "moved"]
+    assert names == [str(tmp_path / "a.pt"), str(tmp_path / "last/b.pt")], "the folder's too; not what is no checkpoint"
+    second = written(RENAMED, written=names)
+    assert [event["path"] for event in second.events if event["at"] == "read"] == [
+        str(tmp_path / name) for name in ("a.pt", "newest.pt", "last/b.pt")]
 
 
 SAFETENSORS = """

@@ -54,6 +54,8 @@ FAULTS = {
     "writes in place": (_IN_PLACE, "resumes_exactly", "cannot_load", "EOFError"),
     "second resume": ("right = save\ndef save(step): right(step - begun)", "resumes_exactly", "repeats_data", "came again"),
     "seeds itself by epoch": (_BY_EPOCH, "resumes_reordered", "resumes_reordered", "seeds itself anew"),
+    "rounds the parameters": ("right = load\ndef load():\n    done = right()\n    model.half().float()\n    return done",
+                              "state_not_restored", "state_not_restored", "it loads a file"),
     "ends at once": ("LAST, right = 60, load\ndef load(): return LAST if right() else 0", "ends_early", "ends_early", "without an update"),
     "ends too early": ("LAST, right = 60, load\ndef load():\n    global LAST\n    done = right()\n    LAST = 12 if done else LAST\n    return done",
                        "ends_early", "ends_early", "the uninterrupted run did not"),
@@ -127,6 +129,8 @@ def test_a_script_that_resumes_by_an_argument(tmp_path: Path) -> None:
     assert found["verdict"] == "starts_over" and "--resume-args" in found["remedy"] and "--resume-args" in found["next_command"]
     found = drill(tmp_path, source, "--kills", "1", "--resume-args=--resume")
     assert found["verdict"] == "resumes_exactly" and found["resume_command"][-1] == "--resume"
+    found = drill(tmp_path, source, "--kills", "1", "--resume-args=--continue")
+    assert found["verdict"] == "starts_over" and "when it is given --continue" in found["remedy"]
 
 
 @pytest.mark.slow

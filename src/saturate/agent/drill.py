@@ -11,6 +11,7 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
         (learning rates, the optimizer's own count of its steps)
     {"at": "step", "token": "S0", "count": 1}   what ends a step, once that is known
     {"at": "save" | "read", "path": "..."}      a file that was opened to be written, or written by an earlier process
+    {"at": "moved", "path": "..."}              the new name of such a file: checkpoints are written aside and renamed
     {"at": "held"}                              it stands where the plan said, and waits for its end
     {"at": "withdrawn"}                         our own code failed
 
@@ -74,6 +75,7 @@ class Drill:
         self._fresh: set[int] = set()           # iterators whose first batch was not seen yet
         self._loaders: dict[int, int] = {}
         self._saves: dict[int, list[str]] = {}  # paths by the number of tokens before them
+        self._moves: set[str] = set()           # what files that were written are called now
         self._read: set[str] = set()
         session.undo.append(self._withdrawn)
         self._watch_forward()
@@ -250,7 +252,30 @@ class Drill:
                 drill.session.guard(drill._opened, target if isinstance(target, str) else getattr(target, "name", None), "wb")
 
         seams.replace(self.session, self.torch._C, "PyTorchFileWriter", PyTorchFileWriter)
+        for name in ("rename", "replace"):
+            seams.replace(self.session, os, name, self._renaming(getattr(os, name)))
         self._watch_safetensors()
+
+    def _renaming(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def rename(src: Any, dst: Any, **kwargs: Any) -> Any:
+            result = original(src, dst, **kwargs)
+            if not kwargs:
+                self.session.guard(self._moved, src, dst)
+            return result
+
+        return rename
+
+    def _moved(self, src: Any, dst: Any) -> None:
+        """A file or a folder has another name. What lies in the folder moves with it."""
+        if not self._mine():
+            return
+        source, target = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
+        known = {*self.written, *(path for paths in self._saves.values() for path in paths), *self._moves}
+        for path in sorted(known):
+            if path == source or path.startswith(source + os.sep):
+                self._moves.add(target + path[len(source):])
+                self._write({"at": "moved", "path": target + path[len(source):]})
 
     def _watch_safetensors(self) -> None:
         """Its files are opened in Rust, and a new one takes the place of the old one when it is whole: to stand still before
@@ -287,7 +312,8 @@ class Drill:
             return
         path = os.path.abspath(os.fsdecode(file))
         if "r" in mode:
-            if path in self.written and path not in self._read:
+            found = {path, os.path.realpath(path)} & self.written       # a link names the newest one
+            if found and path not in self._read:
                 self._read.add(path)
                 self._write({"at": "read", "path": path})
             return

@@ -198,6 +198,8 @@ class _Work:
             words = "--resume PATH" if missing else shlex.join(request.resume_args)
             following = ["saturate", "drill", *([f"--resume-args={words}"] if words else []), "--", *request.argv]
         remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
+        if verdict == "starts_over" and request.resume_args and not unfinished:
+            remedy = f"make the script load its newest checkpoint when it is given {shlex.join(request.resume_args)}"
         return DrillResult(
             run=self.folder.name, command=request.argv, resume_command=again, verdict=verdict, reason=reason,  # type: ignore[arg-type]
             remedy=remedy, drills=self.drills, reference_updates=len(reference.updates) if reference else 0,

@@ -107,8 +107,7 @@ class Chain:
             plan={"drill": {"folder": str(events), "written": list(self.written), "hold": hold}},
         ))
         ran = _Follower(trial, events, step).follow(until, deadline, wait_s)
-        self.written.update(dict.fromkeys(path for log in ran.logs for event in log.events if event["at"] == "save"
-                                          for path in [event["path"]]))
+        self.written.update(dict.fromkeys(event["path"] for log in ran.logs for event in log.events if event["at"] in ("save", "moved")))
         return ran
 
 
