@@ -68,7 +68,10 @@ def test_the_verdict_comes_first_and_numbers_follow():
 
 
 def test_a_few_steps_are_not_called_a_proof():
-    assert fit.summary(CASES["unproved"], width=100, color=False).startswith("a batch of 412 seems to fit")
+    text = fit.summary(CASES["unproved"], width=100, color=False)
+    assert text.startswith("a batch of 412 seems to fit") and "proved" not in text and re.search("ran  +5 steps", text)
+    assert "Ran for 5 steps" in fit_html.render(CASES["unproved"])
+    assert "seems to fit" in fit.title(found(proved_steps=12, predicted_peak_bytes=None)), "measured, never proved"
 
 
 def test_the_knee_is_shown_where_sizes_must_go():

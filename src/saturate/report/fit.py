@@ -62,9 +62,13 @@ def title(found: Fit) -> str:
         ranks = f" on each of {found.world_size} ranks" if found.world_size > 1 else ""
         if found.target == "throughput" and found.micro_batch != found.largest_fitting:
             return f"a batch of {found.micro_batch:,}{ranks} is as fast as any that fits{limit}"
-        least = found.proved_steps < 10
-        return f"a batch of {found.micro_batch:,}{ranks} " + ("seems to fit" if least else "fits") + limit
+        return f"a batch of {found.micro_batch:,}{ranks} " + ("fits" if proved(found) else "seems to fit") + limit
     return {"nothing_fits": f"nothing fits{limit}", "refused": "cannot search its batch", "inconclusive": "no answer"}[found.verdict]
+
+
+def proved(found: Fit) -> bool:
+    """Whether the answer ran in a fresh process for more than a few steps. What was measured only was not predicted first."""
+    return found.proved_steps >= 10 and found.predicted_peak_bytes is not None
 
 
 def _facts(found: Fit) -> list[tuple[str, str]]:
@@ -76,7 +80,7 @@ def _facts(found: Fit) -> list[tuple[str, str]]:
     if found.script_batch is not None:
         lines.append(("by itself", f"the script uses {found.script_batch:,}; largest tried {found.largest_tried:,}, "
                                    f"in {processes(found)} and {found.seconds:.0f} s"))
-    lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved", proof_words(found))]
+    lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved" if proved(found) else "ran", proof_words(found))]
     if found.not_seen:
         lines.append(("not seen", "; ".join(found.not_seen)))
     return lines

@@ -108,7 +108,7 @@ def _sizes(found: Fit) -> Markup | None:
 
 def _method(found: Fit) -> Markup:
     proof = [say.proof_words(found)] if found.micro_batch is not None else []
-    lines = [*(f"Proved for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
+    lines = [*(f"{'Proved' if say.proved(found) else 'Ran'} for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
     if found.margin_bytes:
         lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")
     return tag("section", tag("h2", "Method"),

@@ -194,14 +194,24 @@ def _counted(search: Search) -> str:
 
 
 def _advice(search: Search, answer: int | None) -> list[str]:
-    return [*_advice_on_training(search, answer), *_advice_on_heaps(search)] if answer is not None else []
+    if answer is None:
+        return []
+    return [*_advice_on_time(search, answer), *_advice_on_training(search, answer), *_advice_on_heaps(search, answer)]
 
 
-def _advice_on_heaps(search: Search) -> list[str]:
-    """A wide margin is kept for heaps whose peaks differ from run to run; blocks mapped by themselves have exact peaks."""
+def _advice_on_time(search: Search, answer: int) -> list[str]:
+    """A larger size than the answer that nothing speaks against but the time."""
+    late = [one.micro_batch for one in search.tried if one.outcome == "out_of_time" and (one.micro_batch or 0) > answer]
+    return [f"a batch of {late[-1]} may fit: the budget ended before it was proved; give it more, --budget TIME"] if late else []
+
+
+def _advice_on_heaps(search: Search, answer: int) -> list[str]:
+    """A wide margin is kept for heaps whose peaks differ from run to run; blocks mapped by themselves have exact peaks. It is
+    worth a word where the margin is what ended the search."""
     assert search.limit_bytes is not None
     kept, least = search.margin_bytes, memory_model.margin_bytes(search.limit_bytes)
-    if kept <= least or "MALLOC_MMAP_THRESHOLD_" in search.bench.workload.environment:
+    tight = answer in search.proofs and answer < search.most and kept - least >= memory_model.WORTHWHILE * search.limit_bytes
+    if not tight or "MALLOC_MMAP_THRESHOLD_" in search.bench.workload.environment:
         return []
     return [f"{sizes.show(kept)} are kept free, because the C library serves the batch from heaps whose peaks differ from run to run; "
             "with MALLOC_MMAP_THRESHOLD_=131072 in the environment a larger batch may fit, at the price of more page faults: fit it again to know"]
