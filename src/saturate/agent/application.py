@@ -32,6 +32,7 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+        atexit.register(session.guard, _report_end, session)
     if "ended" in session.plan:
         atexit.register(session.guard, _leave_word, session)
     early.install(session, apply_stage)
@@ -207,3 +208,13 @@ def _report_run(session: Any) -> None:
         if problem:
             first_line = problem.splitlines()[0]
             sys.stderr.write(f"saturate: {entry['id']} did not take effect: {first_line}\n")
+
+
+def _report_end(session: Any) -> None:
+    """The script of a `run` has trained, and ended before all techniques had their turn."""
+    tried = {entry["id"] for entry, _ in session.applied}
+    late = [entry["id"] for entry in session.plan["techniques"] if entry["id"] not in tried]
+    if late and session.counts and os.getpid() == session.pid and observe.rank() == 0:
+        sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: the script ended within the few steps that show what one "
+                         "is\n")
+        _report_run(session)

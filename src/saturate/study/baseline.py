@@ -137,7 +137,7 @@ def failed(study: Study, outcome: Outcome) -> bool:
         raise EnvironmentProblem("saturate fails here, not the command", cause=cause, evidence=str(log),
                                  remedy=outcome.remedy or "saturate doctor looks for the cause")
     raise WorkloadFailed(
-        "the command fails by itself; no optimization was tried", cause=cause,
+        "the command fails by itself; nothing else was tried", cause=cause,
         evidence=str(log), remedy=outcome.remedy or "make the command work without saturate first",
     )
 
