@@ -19,7 +19,7 @@ def test_a_script_of_few_steps(script, tmp_path, clean_environment):
     (tmp_path / "recipe.toml").write_text('schema = 1\n[[technique]]\nid = "micro-batch"\n')
     path = str(script(SCRIPT))
     for steps, words in ((0, ""), (2, "saturate: micro-batch did not take effect: the script ended"), (40, "")):
-        done = subprocess.run([sys.executable, "-m", "saturate.cli.main", "run", "recipe.toml", "--", sys.executable, path, str(steps)],
+        done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, path, str(steps)],
                               cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
         assert done.stderr.startswith(words) and done.stderr.count("did not take effect") == bool(words), done.stderr
