@@ -160,7 +160,30 @@ def test_export_is_tried_and_its_problem_told() -> None:
     assert facts._export(torch, Pair().eval(), (x,)) == (True, "")      # imports what the forks need
     assert facts.try_export(torch, Pair().eval(), (x,), 100) == (True, "")
     able, problem = facts.try_export(torch, Branches(), (x,), 100)
-    assert not able and problem.startswith("data-dependent control flow: ")
+    assert not able and problem.startswith("data-dependent control flow")
+
+
+def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
+    class Packs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = torch.nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: Any, lengths: Any) -> Any:
+            packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return torch.nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+    class Breaks(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {}["absent"]
+
+    _, problem = facts._export(torch, Packs().eval(), (torch.ones(3, 5, 4), torch.tensor([5, 2, 3])))
+    assert problem.startswith("packed sequences (line ") and "of test_inference_facts.py" in problem
+    assert "sequences of one length" in problem and "FakeTensor" not in problem
+    _, problem = facts._export(torch, Branches(), (torch.ones(2, 6),))
+    assert problem.startswith("data-dependent control flow (line ") and "torch.where" in problem
+    _, problem = facts._export(torch, Breaks(), (torch.ones(2),))
+    assert problem.startswith("KeyError: 'absent' (line ")
 
 
 def test_export_that_takes_too_long_is_ended() -> None:

@@ -14,10 +14,12 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from types import FrameType
 from typing import Any
 
 from saturate.inference import batches as trees
@@ -43,6 +45,9 @@ _FLAGS = frozenset(("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16",
 
 #: Two calls on one input that differ by less, as a share of the largest entry, differ in the order of additions only.
 _ROUNDING = 1e-5
+
+#: Functions of torch that ask the values of a tensor how long sequences are.
+_PACKING = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence")
 
 _DATA_DEPENDENT = re.compile(r"data[- ]?dependent|dynamic control flow", re.IGNORECASE)
 
@@ -288,10 +293,32 @@ def _export(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, str]:
         with torch.no_grad():
             torch.export.export(Flat(), tuple(given), strict=False)
     except Exception as error:  # noqa: BLE001 - it runs the model's own code, which may raise anything
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
-        kind = "data-dependent control flow: " if _DATA_DEPENDENT.search(f"{type(error).__name__} {error}") else ""
-        return False, f"{kind}{type(error).__name__}: {line}"
+        return False, _why_not(torch, error)
     return True, ""
+
+
+def _why_not(torch: Any, error: Exception) -> str:
+    """Why there is no program, where in the user's code, and what would change that; else in the exporter's own words,
+    which seldom name what the model does."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _users(torch, frame)]
+    at = f" (line {places[-1][1]} of {os.path.basename(places[-1][0].f_code.co_filename)})" if places else ""
+    packed = torch.nn.utils.rnn.PackedSequence
+    if any(frame.f_code.co_name in _PACKING or any(isinstance(value, packed) for value in frame.f_locals.values())
+           for frame in frames):
+        return (f"packed sequences{at}: how long they are is in the values of a tensor, and a program knows sizes only; it "
+                "can be exported where sequences of one length make a batch, and nothing is packed")
+    if _DATA_DEPENDENT.search(f"{type(error).__name__} {error}"):
+        return (f"data-dependent control flow{at}: which code runs, or a size, depends on the values of a tensor; torch.where "
+                "instead of if, and no .item(), keep that inside of a program")
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
+    return f"{type(error).__name__}: {line}{at}"
+
+
+def _users(torch: Any, frame: FrameType) -> bool:
+    """Whether it is neither torch nor this file: a model, or a library that it is made of."""
+    path = frame.f_code.co_filename
+    return os.path.isfile(path) and path != __file__ and not path.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 def _read(reader: int, deadline_s: float) -> tuple[bytes, bool]:
