@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import saturate
 from saturate.errors import UsageError
+from saturate.inference import api
+from saturate.records.inference import ModelFacts
 
 torch = pytest.importorskip("torch")
 
@@ -26,3 +29,11 @@ def test_what_is_public_is_there_and_nothing_else() -> None:
     assert {"optimize", "load", "Budget", "Train", "Result", "generation"} <= set(dir(saturate))
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):
         saturate.optimise       # noqa: B018
+
+
+def test_what_keeps_candidates_away_is_said_first() -> None:
+    answer = [[torch.ones(2)]]
+    facts = ModelFacts(training_mode=True, exportable=False, export_problem="it branches on data")
+    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
+    notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=facts)), None)
+    assert [note.partition(":")[0] for note in notes] == ["the model cannot be exported", "the model came in training mode"]

@@ -220,6 +220,15 @@ def test_numbers_that_its_kernels_do_not_compute_are_refused(tmp_path):
         onnx_runtime.apply(context_of(nn.Linear(2, 2).bfloat16(), [(torch.rand(1, 2).bfloat16(),)], tmp_path), onnx_runtime.Options())
 
 
+def test_complex_inputs_are_refused_by_name(tmp_path):
+    class Magnitude(nn.Module):
+        def forward(self, x):
+            return x.abs()
+
+    with pytest.raises(NotApplied, match="complex numbers"):
+        onnx_runtime.apply(context_of(Magnitude(), [(torch.ones(2, 3, dtype=torch.cfloat),)], tmp_path), onnx_runtime.Options())
+
+
 # -- int8 ------------------------------------------------------------------------------------------------------------------
 
 

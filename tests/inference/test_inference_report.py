@@ -67,6 +67,13 @@ def test_what_is_not_shown_to_be_within_the_budget_is_no_win():
     assert "\033[1;32m" in report.summary(optimizations.win(), width=80, color=True)
 
 
+def test_where_nothing_was_measured_the_first_that_ran_says_why():
+    stopped = [CandidateRecord(id=id, techniques=[], fate=fate, reason=f"{id} says why")
+               for id, fate in (("cuda-graphs", "not_applicable"), ("onnx-runtime", "not_applied"))]
+    record = msgspec.structs.replace(optimizations.nothing(), candidates=stopped)
+    assert report.why_nothing(record) == "no candidate could be measured: onnx-runtime not applied, onnx-runtime says why"
+
+
 def test_nothing_helps_is_an_answer():
     text = report.summary(optimizations.nothing(), width=110, color=False)
     assert text.startswith("Nothing within the budget and the limits is faster\n")

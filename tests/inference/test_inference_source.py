@@ -138,6 +138,7 @@ def test_one_tensor_is_one_batch() -> None:
 @pytest.mark.parametrize(("given", "words"), [
     ([], "holds no batch"), (7, "cannot be read"), ({"x": torch.zeros(1)}, "is a dict"), ([{"x": torch.zeros(1)}], "yields dict"),
     (["text"], "yields str"), ((1 // 0 for _ in [0]), "ZeroDivisionError"),
+    ([torch.zeros(2, 3).numpy()], "torch.from_numpy"), (torch.utils.data.TensorDataset(torch.zeros(5, 3)), "DataLoader(dataset"),
 ])
 def test_inputs_that_cannot_be_used_are_named(given: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:

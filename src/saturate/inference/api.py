@@ -180,10 +180,9 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
         facts = dataclasses.replace(facts, threads=threads, cores=threads)
     lab.facts = facts
     lab.observe(worker)
-    notes = []
-    if facts.training_mode:
-        notes.append("the model came in training mode: it is measured in evaluation mode")
     import torch
+
+    notes = []      # what keeps candidates away comes first: a summary has room for one
 
     if not any(lab.reference):
         raise WorkloadFailed("the model returns no tensor", cause="there is nothing that a candidate's answer could be compared with",
@@ -200,6 +199,8 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
                      "its inputs as they are")
     if facts.export_problem:
         notes.append(f"the model cannot be exported: {facts.export_problem}")
+    if facts.training_mode:
+        notes.append("the model came in training mode: it is measured in evaluation mode")
     return notes
 
 

@@ -49,6 +49,9 @@ def _items(torch: Any, given: Any, what: str) -> Iterable[Any]:
     if isinstance(given, torch.Tensor):
         yield given             # iterating over it would take the batch apart
         return
+    if isinstance(given, torch.utils.data.Dataset) and not isinstance(given, torch.utils.data.IterableDataset):
+        raise UsageError(f"`{what}` is a data set", cause="its items are samples, and the model is measured on batches of them",
+                         remedy=f"{what}=torch.utils.data.DataLoader(dataset, batch_size=32); batch_size=None where an item is a batch")
     if isinstance(given, (Mapping, str, bytes)):
         raise UsageError(f"`{what}` is a {type(given).__name__}",
                          remedy=f"{what}=[(first, second, ...)], one tuple for each batch")
@@ -65,6 +68,8 @@ def _batch(torch: Any, item: Any, what: str) -> tuple[Any, ...]:
     if isinstance(item, (list, tuple)):
         return tuple(item)
     remedy = f"{what}=((item,) for item in ...), one tuple of positional inputs for each batch"
+    if type(item).__name__ == "ndarray":
+        remedy = f"{what}=(torch.from_numpy(item) for item in ...)"
     if isinstance(item, Mapping):
         remedy = f"{what}=((batch['input_ids'], batch['attention_mask']) for batch in loader), in the forward's order"
     raise UsageError(f"`{what}` yields {type(item).__name__}, not tuples of positional inputs", remedy=remedy)

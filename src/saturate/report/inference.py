@@ -159,7 +159,8 @@ def why_nothing(record: OptimizeRecord) -> str:
         return record.baseline.reason
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
-        return "no candidate could be measured"
+        ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
+        return "no candidate could be measured" + (f": {ran.id} {FATES[ran.fate]}, {ran.reason}" if ran else "")
     best = max(tried, key=lambda one: one.speedup or 0.0)
     return f"closest: {best.id} {words.ratio(best.speedup, best.speedup_ci)}, {FATES[best.fate]}: {best.reason}"
 

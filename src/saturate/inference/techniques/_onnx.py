@@ -101,6 +101,8 @@ def export(context: Context, model: Any = None) -> Exported:
     """
     torch = context.torch
     program = _program.capture(context, model)
+    if any(tensor["dtype"].startswith("complex") for tensor in program.signature["tensors"]):
+        raise NotApplied("the model takes complex numbers, and ONNX Runtime has none")
     path = context.folder / "model.onnx"
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:
