@@ -55,6 +55,7 @@ def raises(run):
 @pytest.mark.parametrize("check, kind, says", [
     (raises, "raised", r"KeyError: 'accuracy' \(.*test_inference_checking.py:\d+\)"),
     (lambda run: run(INPUTS) and None, "raised", "RuntimeError"),
+    (lambda run: run.eval(), "raised", "a function and no module: it has no 'eval'"),
     (lambda run: [run(INPUTS), sys.exit(3)], "exited", "exit code 3"),
     (lambda run: None if run(INPUTS) is not None else 0, "unusable", "None"),
     (lambda run: float(run(INPUTS).sum()) * float("nan"), "unusable", "nan"),

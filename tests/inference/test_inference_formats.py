@@ -208,6 +208,22 @@ def test_control_flow_that_depends_on_data_is_not_deployable(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+def test_a_recurrent_layer_and_varying_lengths_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    batches = [(torch.randn(2, length, 4),) for length in (5, 9, 7)]
+    with pytest.raises(NotDeployable, match="dimension 1 of input tensor 0 is 9: recurrent layers.*pad the inputs") as caught:
+        exported.save(context_of(Recurrent(), batches, tmp_path, varying_shapes=True), tmp_path)
+    assert "Guard" not in str(caught.value)
+
+
 def test_a_branch_on_the_batch_size_is_not_lost(tmp_path: Path) -> None:
     """What was captured for many rows does not hold for one: such a program must refuse one row, not answer wrongly."""
     x = torch.randn(4, 2)

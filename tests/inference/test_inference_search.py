@@ -376,3 +376,8 @@ def test_candidates_know_their_conflicts_and_order() -> None:
     mixed = Candidate.of([part["run"], part["bf16"], part["switch"], part["prune"]])
     assert mixed.conflict() is None and [one.id for one in mixed.parts] == ["switch", "prune", "bf16", "run"]
     assert mixed.numerics == "convergence" and not mixed.lossless and Candidate().lossless
+
+
+def test_one_technique_alone_is_not_named_twice() -> None:
+    search = walk(World({"run": 1.0}, fails={"run": "run: no such kernel"}), RUN)
+    assert [found.reason for found in search.tried.values()] == ["failed: no such kernel"]

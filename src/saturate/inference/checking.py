@@ -235,6 +235,11 @@ class _Recorder:
         self.answers.feed(answer)
         return answer
 
+    def __getattr__(self, name: str) -> Any:
+        # Most functions that evaluate begin with model.eval(): what is missing is not theirs to look for in here.
+        raise AttributeError(f"what a check gets is a function and no module: it has no {name!r}, and answers as in evaluation mode, "
+                             "on the device that the model is on")
+
 
 class _Pool:
     """`run`, keeping some values of each tensor of its answers: what `noise` draws from."""

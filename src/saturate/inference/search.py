@@ -208,13 +208,13 @@ class Search:
             worker = self.lab.start(candidate)
         except self.failed as error:
             found.fate = "not_applied" if error.kind == "not_applied" else "failed"     # type: ignore[attr-defined]
-            found.reason = _reason(error)
+            found.reason = _reason(error, candidate)
             found.out_of_limits = error.kind in ("timeout", "out_of_memory")            # type: ignore[attr-defined]
         else:
             try:
                 self._measure(worker, found)
             except self.failed as error:
-                found.fate, found.reason = "failed", _reason(error)
+                found.fate, found.reason = "failed", _reason(error, candidate)
             finally:
                 worker.close()
         found.seconds = time.monotonic() - began
@@ -327,8 +327,11 @@ def over_limit(found: Tried, limits: dict[str, float]) -> str | None:
     return None
 
 
-def _reason(error: Exception) -> str:
-    return f"{error.kind}: {error.reason}".replace("_", " ", 1)     # type: ignore[attr-defined]
+def _reason(error: Exception, candidate: Candidate) -> str:
+    """Which of several techniques it was is said, one alone needs no name."""
+    ids = [part.id for part in candidate.parts]
+    said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason     # type: ignore[attr-defined]
+    return f"{error.kind.replace('_', ' ')}: {said}"    # type: ignore[attr-defined]
 
 
 def entry_of(found: Tried) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def why_nothing(record: OptimizeRecord) -> str:
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
-        return "no candidate could be measured" + (f": {ran.id} {FATES[ran.fate]}, {ran.reason}" if ran else "")
+        return "no candidate could be measured" + (f": {ran.id}, {ran.reason}" if ran else "")
     best = max(tried, key=lambda one: one.speedup or 0.0)
     return f"closest: {best.id} {words.ratio(best.speedup, best.speedup_ci)}, {FATES[best.fate]}: {best.reason}"
 

@@ -13,6 +13,7 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from saturate.inference.techniques._api import Context, NotApplied
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256
+
+#: What torch.export says of a size that was to stay open, and that it fixed.
+_GUARD = re.compile(r"Guard failed: tensors_(\d+)\.size\(\)\[(\d+)\] (\S+) (\d+)")
 
 #: {dimension: name of its size} of every input tensor.
 Sizes = list[dict[int, str]]
@@ -68,7 +72,18 @@ def capture(context: Context, model: Any = None) -> Program:
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}") from problem
-    raise NotApplied(f"torch.export cannot capture the model: {short(problem)}")
+    raise NotApplied(f"torch.export cannot capture the model: {_one_size_only(problem) or short(problem)}")
+
+
+def _one_size_only(problem: Exception | None) -> str:
+    """What a guard on a size that varies means; "" for another problem."""
+    found = _GUARD.search(str(problem))
+    if found is None:
+        return ""
+    tensor, dimension, relation, number = found.groups()
+    must = number if relation == "==" else f"{relation} {number}"
+    return (f"sizes vary in the inputs, and what is captured holds where dimension {dimension} of input tensor {tensor} is {must}: "
+            "recurrent layers and loops are unrolled, branches on a size are decided; pad the inputs to one size")
 
 
 def _plain(torch: Any, tensor: Any) -> Any:
