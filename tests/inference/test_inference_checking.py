@@ -181,6 +181,15 @@ def test_a_random_model_or_check_is_known_by_its_spread():
     assert any("scores the same answers differently" in note for note in controls(jittered, run, Budget(0.1)).notes)
 
 
+def test_a_check_that_shuffles_is_told_what_that_costs():
+    def shuffled(run):
+        order = random.sample(range(60), 60)
+        return torch.nn.functional.cross_entropy(run(INPUTS[order]), LABELS[order], reduction="none").tolist()
+
+    found = controls(shuffled, run, Budget(0.1, higher_is_better=False))
+    assert found.problem is None and any("in another order each time" in note for note in found.notes)
+
+
 def test_a_check_at_chance_is_said_to_see_little():
     generator = torch.Generator().manual_seed(0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import sys
 import time
 import traceback
@@ -147,9 +148,12 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, *, echo: Tex
 def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
                 budget: Budget) -> tuple[Problem | None, tuple[str, ...]]:
     """Whether two runs of the check on one model say the same, and whose doing it is where they do not."""
+    random = first.asked == again.asked and first.answers != again.answers
     if before == after:
-        random = first.asked == again.asked and first.answers != again.answers
         return None, ("the model gives other answers each time; the scores are the same",) if random else ()
+    if not random and first.samples == again.samples and _same_in_another_order(before, after):
+        return None, ("the check gives the same values in another order each time, so candidates cannot be compared sample by "
+                      "sample, and many more samples are needed: leave out what shuffles them",)
     if first.asked != again.asked:
         cause = "it asks for other samples each time"
     elif first.answers != again.answers:
@@ -166,6 +170,12 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
     if beyond:
         return Problem("unstable", f"{what}; the budget is {allowed:.3g}", "fix the seed of what is random"), ()
     return None, (what,)
+
+
+def _same_in_another_order(before: Scores, after: Scores) -> bool:
+    """Up to rounding: a kernel may add up otherwise where a sample has another place in its batch."""
+    one, other = sorted(before.values or ()), sorted(after.values or ())
+    return len(one) == len(other) > 0 and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in zip(one, other))
 
 
 def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, baseline: Scores,
