@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ class OnlyIn:
 
 def only_in_this(context: object) -> OnlyIn:
     return OnlyIn(os.getpid())
+
+
+def page_faults(context: object) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Pair(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -402,3 +403,16 @@ def test_nothing_outlives_the_user_s_process(how: str, tmp_path: Path) -> None:
         assert gone(*pids, within_s=15.0)
         process.kill()
         assert process.stdout.read() == ""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator keeps what it keeps")
+def test_the_speed_of_a_process_does_not_hang_on_what_it_did_before(tmp_path: Path) -> None:
+    """The first one observes and exports the model; later ones once had hundreds of page faults in each call."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3), torch.nn.ReLU())
+    source = Source.write(tmp_path / "source", model.eval(), [(torch.rand(32, 3, 18, 18),)] * 2)
+    for _ in range(2):
+        with Worker(source, Candidate(), folder=tmp_path, threads=1, prepare_s=120.0) as worker:
+            worker.block(10)
+            before = worker.ask("process_kit:page_faults")
+            worker.block(50)
+            assert worker.ask("process_kit:page_faults") - before < 50 * 50
