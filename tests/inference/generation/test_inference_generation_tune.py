@@ -76,6 +76,7 @@ def test_a_draft_that_pays_wins():
     assert result.generate([4, 4, 4]).tokens == generate(Slow(), [4, 4, 4], max_new_tokens=NEW).tokens
     assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
     assert "speculative, draft model" in result.table() and "acceptance 1.00 at cost ratio" in result.table()
+    assert repr(result) == result.table()       # and not the models in it
 
 
 def test_a_draft_that_does_not_pay_is_refused_by_a_measurement():

@@ -86,7 +86,7 @@ def generate(
         return _generation([loop.generate(batch, request) for batch in batches])
 
 
-@dataclass
+@dataclass(repr=False)
 class GenerationResult:
     """What `optimize` found. `record` holds every number; `generate` generates in the best way."""
 
@@ -142,8 +142,13 @@ class GenerationResult:
             self._loop = Served(_torch(), self._given, self.recipe, batch, request).loop
         return self._loop
 
+    def __repr__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """Every way that was tried, with its fate and the reason."""
+        from saturate.report.inference import FATES
+
         lines = [("way", "speed-up", "tokens/s", "prefill ms", "fate", "reason")]
         winner = [self.record.best] if self.best != "plain" else []
         for row in (self.record.baseline, *winner, *(row for row in self.record.candidates if row.fate != "kept")):
@@ -156,7 +161,7 @@ class GenerationResult:
                     if row.timing is None or row.timing.decode_tokens_per_s is None
                     else f"{row.timing.decode_tokens_per_s:.0f}",
                     "" if row.timing is None else f"{row.timing.prefill_ms:.1f}",
-                    row.fate,
+                    FATES[row.fate],
                     row.reason,
                 )
             )
