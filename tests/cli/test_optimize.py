@@ -30,6 +30,10 @@ def wrong_train(): return 7
 def gpu(): raise RuntimeError("Found no NVIDIA driver on your system.")
 def leaves(): sys.exit(3)
 constant = 7
+class Network:      # as a torch.nn.Module that was built already
+    def __call__(self, x): return x
+    def named_modules(self): return []
+network = Network()
 class Space:
     def inner(): return Model()
 '''
@@ -148,6 +152,7 @@ def test_bad_options_are_named(capfd, user, api, words, part):
     ("mypkg.model:build()", "is not a name such as"),
     ("my-pkg:build", "is not the name of a module"),
     ("mypkg.model:constant", "is a int, and must be a function"),
+    ("mypkg.model:network", "is a Network, and must be a function"),
     ("mypkg/json2.py:build", "there is no file"),
     ("json.py:build", "another module is called 'json'"),
 ])

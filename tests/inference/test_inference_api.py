@@ -25,6 +25,12 @@ def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words:
         saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})
 
 
+def test_a_builder_that_returns_nothing_is_named(tmp_path: Any) -> None:
+    with pytest.raises(UsageError, match="the model is None") as caught:
+        saturate.optimize(None, [(torch.zeros(8, 4),)], workdir=tmp_path / "run", time="5s")
+    assert "return" in caught.value.remedy and not (tmp_path / "run").exists()
+
+
 def test_what_is_public_is_there_and_nothing_else() -> None:
     assert {"optimize", "load", "Budget", "Train", "Result", "generation"} <= set(dir(saturate))
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):

@@ -36,7 +36,8 @@ def resolve(text: str, option: str) -> Callable[..., Any]:
                 remedy=suggestion(part, _public(found)) or f"it has {_listed(_public(found))}",
             )
         found = getattr(found, part)
-    if not callable(found):
+    # A module can be called too, but with inputs: what is asked for is a function that makes one.
+    if not callable(found) or (hasattr(found, "named_modules") and not isinstance(found, type)):
         raise UsageError(
             f"{option}: {text} is a {type(found).__name__}, and must be a function",
             remedy=f"define a function that returns it, and name that: {place}:...",

@@ -80,6 +80,9 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
 
     began = clock.monotonic()
     seconds = seconds_of(time)
+    if model is None:
+        raise UsageError("the model is None", cause="a function that builds it and returns nothing gives None",
+                         remedy="return the torch.nn.Module")
     budget = checked(check, budget, objective, limits)
     trainer = Train(*train) if isinstance(train, tuple) else train
     folder = Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4)
