@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optimizations
 import pytest
 
 import saturate
@@ -35,6 +37,18 @@ def test_what_is_public_is_there_and_nothing_else() -> None:
     assert {"optimize", "load", "Budget", "Train", "Result", "generation"} <= set(dir(saturate))
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):
         saturate.optimise       # noqa: B018
+
+
+@pytest.mark.parametrize(("verdict", "ratio", "said"), [("faster", 2.0, "faster"), ("inconclusive", 0.96, "inconclusive"),
+                                                       ("slower", 0.5, "nothing_helps")])
+def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, ratio: float, said: str) -> None:
+    race = SimpleNamespace(verdict=verdict, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
+    fake = lambda lab, torch: SimpleNamespace(search=lambda *rest: ([], race))      # noqa: E731
+    monkeypatch.setattr("saturate.inference.serving.Serving", fake)
+    record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+    won = verdict == "faster"
+    assert record.verdict == said and (record.best is not None) is won and (record.artifact is not None) is won
+    assert any(one.fate == "kept" for one in record.candidates) is won
 
 
 def test_what_keeps_candidates_away_is_said_first() -> None:

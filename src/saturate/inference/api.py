@@ -29,6 +29,7 @@ from saturate.inference.checking import CheckFailed
 from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
+from saturate.inference.racing import Race
 from saturate.inference.result import Result, record_of
 from saturate.inference.search import Search
 from saturate.inference.source import Source, signature_of
@@ -266,8 +267,19 @@ def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Calla
     from saturate.inference.serving import Serving
 
     rows, race = Serving(lab, torch).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
-    return msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
-                                   throughput_ratio_ci=race.speedup_ci if race else None)
+    record = msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
+                                     throughput_ratio_ci=race.speedup_ci if race else None)
+    return record if race is None or race.verdict == "faster" else _serves_no_more(record, race)
+
+
+def _serves_no_more(record: OptimizeRecord, race: Race) -> OptimizeRecord:
+    """The record without a winner: one call answers sooner, but that was not the objective."""
+    undecided = race.verdict == "inconclusive"
+    ratio = "" if race.speedup is None else f"{race.speedup:.2f}x "
+    reason = f"{ratio}samples per second, each at its best batch size: {race.verdict.replace('_', ' ')}"
+    rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
+            for one in record.candidates]
+    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, candidates=rows)
 
 
 def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:
