@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 
 import pytest
+
+from saturate.verify import series
 
 HEAD = """
 import torch, torch.nn as nn
@@ -161,6 +164,25 @@ def test_a_step_goes_on_with_other_optimizers(name, told, script, start):
             counted[token] += block.events[token]
     expected = {token: 100 * period.count(token) for token in counted}
     assert all(abs(counted[token] - expected[token]) <= 2 for token in counted), (counted, expected)
+
+
+@pytest.mark.parametrize(("name", "follows"), [("folds", True), ("an optimizer for every epoch", True), ("another model", False)])
+def test_what_is_recorded_goes_on_with_the_model_that_is_trained(name, follows, script, start, tmp_path):
+    """Else the parameters of the first fold would stand still for the rest of a verification run."""
+    other = {"folds": "range(8)", "another model": "(8, 9)"}
+    source = SUCCESSIONS.get(name) or f"""
+for width in {other[name]}:
+    m = nn.Sequential(nn.Linear(8, {"16" if name == "folds" else "width"}), nn.Linear({"16" if name == "folds" else "width"}, 1))
+    opt = torch.optim.SGD(m.parameters(), lr=1e-3)
+    for _ in range(30 if width < 9 else 1000):
+        opt.zero_grad(); loss_of(m).backward(); opt.step()
+"""
+    capture = {"folder": str(tmp_path), "updates": 52, "seed": 1, "aligned": False, "perturb": None}
+    trial = start(str(script(HEAD + source)), capture=capture)
+    trial.wait_capture()
+    recorded = series.read(tmp_path)
+    moving = sum(before != after for before, after in itertools.pairwise(recorded.samples))
+    assert len(recorded) == 52 and (moving == 51) == follows, moving
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from typing import Any
 
-from saturate.agent import observe, sample
+from saturate.agent import observe, sample, succession
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
@@ -27,6 +27,7 @@ class Capture:
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
+        self._roles = 0
         self._batches: list[str] = []
         self._log: Any = None
         self._samples: Any = None
@@ -47,6 +48,9 @@ class Capture:
         """One update has ended; gradients are still those it used."""
         if self.updates == 0:
             self._begin(session)
+        elif len(session.roles) != self._roles:
+            self._follow(session)
+        self._roles = len(session.roles)
         if self.rank == 0 and self.updates < self.plan["updates"]:
             self._write(session)
         session.losses.clear()
@@ -65,6 +69,15 @@ class Capture:
         self._samples = open(os.path.join(self.plan["folder"], "samples.f32"), "wb")  # noqa: SIM115
         header = {"schema": 1, "motif": session.step.describe(), "dims": sum(segments), "segments": segments}
         self._log.write(json.dumps(header) + "\n")
+
+    def _follow(self, session: Any) -> None:
+        """Go on with the parameters of the next fold: those recorded so far stand still. Only with as many entries of each
+        tensor, which a series cannot change."""
+        parameters, known = succession.heirs(session), {id(p) for p in self._parameters}
+        if all(id(p) in known for p in parameters):
+            return      # the same ones, by another optimizer
+        if [len(sample.strided(p, ENTRIES)) for p in parameters] == [len(sample.strided(p, ENTRIES)) for p in self._parameters]:
+            self._parameters = parameters
 
     def _write(self, session: Any) -> None:
         freed = session.context.gradient_norms

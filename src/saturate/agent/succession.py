@@ -64,6 +64,12 @@ def at_work(session: Any) -> list[Any]:
     return [p for o in stepped for group in o.param_groups for p in group["params"]]
 
 
+def heirs(session: Any) -> list[Any]:
+    """Parameters of the optimizers that play the step's parts now: of each part, the last that took it over."""
+    last = {session.roles.get(f"S{index}", f"S{index}"): reference for index, reference in enumerate(session.optimizers)}
+    return [p for reference in last.values() if (o := reference()) is not None for group in o.param_groups for p in group["params"]]
+
+
 class Succession:
     """Watches what happens after an optimizer that the known step does not hold has stepped."""
 

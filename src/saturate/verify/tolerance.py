@@ -156,5 +156,6 @@ def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | N
         return "no parameters were sampled, or all of them are zero"
     moving = sum(norm(update_of(baseline, k)) > 0 for k in range(FIRST_ACTING, n))
     if moving < (n - FIRST_ACTING) / 2:
-        return f"the parameters move in only {moving} of {n - FIRST_ACTING} updates (learning rate 0, or all frozen)"
+        return (f"the parameters move in only {moving} of {n - FIRST_ACTING} updates (learning rate 0, all frozen, or "
+                "the script goes on with another model)")
     return None
