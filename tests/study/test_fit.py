@@ -125,7 +125,7 @@ def test_what_ended_the_search_is_what_the_advice_is_about():
     assert state.margin_bytes > memory_model.margin_bytes(1000 * MIB) and _advice(state, 64) == [], "what they cost is not worth a search"
     state.idle_bytes, state.proofs, state.measured = 300 * MIB, {}, {64: Proof(4, 400 * MIB, [], [])}
     state.tried = [SizeTried(micro_batch=90, outcome="out_of_time", peak_bytes=None, seconds=1.0, trial=2, purpose="prove")]
-    assert _advice(state, 64) == ["a batch of 90 may fit: the budget ended before it was proved; give it more, --budget TIME"]
+    assert _advice(state, 64) == ["a longer --budget may prove a batch of 90: its proof had no time"]
 
 
 @pytest.mark.parametrize(("body", "reason"), [

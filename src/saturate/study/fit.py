@@ -202,7 +202,7 @@ def _advice(search: Search, answer: int | None) -> list[str]:
 def _advice_on_time(search: Search, answer: int) -> list[str]:
     """A larger size than the answer that nothing speaks against but the time."""
     late = [one.micro_batch for one in search.tried if one.outcome == "out_of_time" and (one.micro_batch or 0) > answer]
-    return [f"a batch of {late[-1]} may fit: the budget ended before it was proved; give it more, --budget TIME"] if late else []
+    return [f"a longer --budget may prove a batch of {late[-1]}: its proof had no time"] if late else []
 
 
 def _advice_on_heaps(search: Search, answer: int) -> list[str]:
