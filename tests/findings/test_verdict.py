@@ -53,6 +53,12 @@ def test_a_busy_device_is_limited_by_its_work(shares, limit):
     assert verdict(base(busy=0.9, operators=operators(**shares))) == limit
 
 
+def test_operators_of_a_cpu_that_have_nothing_to_do_are_the_hosts_calls():
+    calls = operators(latency=0.5, memory=0.3)
+    assert verdict(base(device="cpu", busy=0.9, operators=calls)) == "host-bound"
+    assert verdict(base(busy=0.9, operators=calls)) == "unknown"
+
+
 def test_the_thresholds_are_where_they_are():
     work = operators(compute=0.85)
     for busy, limit in ((0.85, "compute-bound"), (0.8499, "input-bound")):

@@ -211,6 +211,7 @@ def test_a_classifiers_softmax_is_no_attention() -> None:
     ({"dtypes": "", "kernels": ["cutlass_80_tensorop_s1688gemm_128x128"]}, 0),
     ({"dtypes": "", "kernels": ["a_kernel_of_unknown_kind"]}, None),
     ({"name": "aten::add"}, 0),
+    ({"dtypes": "float32", "limit": "latency"}, 0),
 ])
 def test_products_in_fp32(columns: dict[str, Any], expected: int | None) -> None:
     assert patterns.fp32_matmul_ns([operator(**{"name": "aten::mm", **columns})]) == expected

@@ -138,6 +138,18 @@ def test_on_a_cpu_only_a_record_of_a_cpu_counts():
     assert only(trace, ROUND, CPU)[1].coverage is None
 
 
+@pytest.mark.parametrize(("elements", "took", "limit"), [
+    (500, 60_000, "latency"),           # 4 us of bytes: the rest is what a call costs
+    (500, 30_000, "memory"),
+    (50_000, 2_000_000, "memory"),      # far from its roof, but that is not the call's doing
+])
+def test_an_operator_of_a_cpu_with_next_to_nothing_to_do_moves_no_bytes(elements, took, limit):
+    recording = Recording()
+    recording.operator("aten::relu", 0, took, dims=((elements,),), types=(F32,))
+    cpu = Ceilings(device="cpu", device_name="Toy 9000", rates=ROUND.rates, bandwidth=ROUND.bandwidth)
+    assert only(recording.trace(), cpu, CPU)[0].limit == limit
+
+
 def test_no_kernels_no_shares():
     found = roofline(Recording(V100).trace(), 0, None, ROUND)
     assert found.coverage is None and found.operators == []

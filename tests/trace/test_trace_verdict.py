@@ -29,6 +29,12 @@ def test_a_busy_device_is_limited_by_what_its_operators_are(roofline: Roofline, 
     assert limit == expected and bool(reason) == (expected == "unknown")
 
 
+def test_operators_that_are_little_more_than_their_call_argue_for_who_calls_them() -> None:
+    calls = modelled(0.6, compute=30, memory=20, latency=50)
+    assert verdict(100, 85, {}, 0, calls, "host-bound") == ("host-bound", "")
+    assert verdict(100, 85, {}, 0, calls)[0] == "unknown"
+
+
 @pytest.mark.parametrize("losses, other, expected", [
     ({"input-bound": 10, "host-bound": 6}, 0, "input-bound"),
     ({"input-bound": 6, "communication-bound": 10}, 0, "communication-bound"),

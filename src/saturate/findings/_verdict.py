@@ -23,7 +23,7 @@ def verdict(seen: Observations) -> Limit:
     """The verdict of the trace where it has one (definition: docs/analysis.md), else the same from what was observed.
 
     A working device is limited by memory or by arithmetic, whichever class of operators has the most time. Otherwise
-    the largest wait names the limit. On a CPU, time outside operators and the loader stands for a late host, and the
+    the largest wait names the limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside operators and the loader stands for a late host, and the
     time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first.
     """
     of_trace: Limit = seen.limit if seen.limit in get_args(Limit) else "unknown"  # type: ignore[assignment]
@@ -65,4 +65,6 @@ def _kind_of_work(seen: Observations, working: float) -> Limit:
         return "unknown"
     if of["compute"] >= MAJORITY * modelled:
         return "compute-bound"
-    return "memory-bound" if of["memory"] >= MAJORITY * modelled else "unknown"
+    if of["memory"] >= MAJORITY * modelled:
+        return "memory-bound"
+    return "host-bound" if of["latency"] >= MAJORITY * modelled and seen.device == "cpu" else "unknown"

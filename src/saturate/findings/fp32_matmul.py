@@ -18,7 +18,8 @@ a CPU that multiplies bfloat16 in hardware, where the gain is about 2x and not 8
 Not to be confused with
 -----------------------
 A device without such hardware. Products that already run in TF32. Unaligned shapes, which keep 16-bit products off
-the fast kernels. Memory-bound operators, which a smaller format helps only by their bytes.
+the fast kernels. Products so small that calling them takes their time, which are left out. Memory-bound operators,
+which a smaller format helps only by their bytes.
 
 What helps
 ----------

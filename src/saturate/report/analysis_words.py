@@ -24,7 +24,7 @@ LIMITS = {
 #: What else a verdict means where no work is launched, and no device waits.
 _ON_A_CPU = {
     "input-bound": "training waits for the next batch",
-    "host-bound": "the interpreter works between operators",
+    "host-bound": "the interpreter works, or calls operators that have next to nothing to do",
     "sync-bound": "the interpreter reads values out of tensors",
 }
 
@@ -216,7 +216,7 @@ def _amount(analysis: Analysis, device: Device | None) -> str:
     lengths = {
         "input-bound": _input_wait(analysis, device),
         "communication-bound": of(device.exposed_communication_ns, whole),
-        "host-bound": _between_operators(device, whole) if device.id < 0 else of(idle["host_late"], whole),
+        "host-bound": _of_the_host(device, whole) if device.id < 0 else of(idle["host_late"], whole),
         "sync-bound": of(idle["sync"], whole),
         "device-wait-bound": of(idle["already_launched"], whole),
         "memory-bound": of(None if device.idle_ns is None or whole is None else whole - device.idle_ns, whole),
@@ -236,9 +236,11 @@ def _input_wait(analysis: Analysis, device: Device) -> float | None:
     return device.data_wait.exposed
 
 
-def _between_operators(device: Device, whole: int | None) -> float | None:
+def _of_the_host(device: Device, whole: int | None) -> float | None:
+    """On a CPU: between operators, and in those that are little more than their call."""
     idle = of(device.idle_ns, whole)
-    return None if idle is None else idle - (device.data_wait.exposed or 0.0)
+    calls = of(sum(one.time_ns for one in device.roofline.operators if one.limit == "latency"), whole)
+    return None if idle is None else min(1.0, idle - (device.data_wait.exposed or 0.0) + (calls or 0.0))
 
 
 def _no_verdict(analysis: Analysis) -> str:

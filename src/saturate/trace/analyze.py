@@ -163,7 +163,7 @@ def _verdict(seen: View, roof: Roofline, blocked: Mapping[str, str]) -> tuple[Li
         losses |= {"host-bound": seen.idle_ns["host_late"], "sync-bound": seen.idle_ns["sync"],
                    "device-wait-bound": seen.idle_ns["already_launched"]}
         other += seen.idle_ns["unattributed"]
-    return verdict(parts.window_ns, parts.compute_ns, losses, other, roof)
+    return verdict(parts.window_ns, parts.compute_ns, losses, other, roof, "host-bound" if seen.device == CPU else None)
 
 
 def _kernels(seen: View) -> tuple[dict[str, Any], dict[str, str]]:

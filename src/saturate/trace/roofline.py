@@ -27,6 +27,7 @@ from saturate.trace.view import facts
 from saturate.trace.windows import CPU, Window
 
 INEFFICIENT = 0.40              # of the roof: below it an operator is not near any limit
+WORK_AT_LEAST = 0.10            # of its time, else a short operator of a CPU is its call
 ANOMALY = 1.10                  # above it the model, the format or the clock is wrong
 LATENCY_NS = 10_000             # a kernel this short that does not fill the device once waits for itself
 COMPUTE_SHARE, MEMORY_SHARE = 0.80, 0.90
@@ -133,11 +134,17 @@ def _judge(trace: Trace, device: int, group: Group, roof: Roof | None, reason: s
         # Never good news. Its time counts as not modelled.
         why = f"{efficiency:.2f} times as fast as the {limit} ceiling allows: {_ANOMALIES[limit]}"
         return _Judged(_without(record, why))
-    if group.time_ns < LATENCY_NS * group.launches and not _fills(trace, device, group):
+    short = group.time_ns < LATENCY_NS * group.launches and not _fills(trace, device, group)
+    if short or (device == CPU and _is_its_call(group, roof_ns)):
         limit = "latency"
     return _Judged(msgspec.structs.replace(
         record, limit=limit, efficiency=efficiency, inefficient=efficiency < INEFFICIENT,
         recoverable_ns=max(0, group.time_ns - int(roof_ns))), group.time_ns)
+
+
+def _is_its_call(group: Group, roof_ns: float) -> bool:
+    """Whether an operator of a CPU has so little to do that calling it takes its time: near no ceiling, whatever its bytes."""
+    return roof_ns < LATENCY_NS * group.calls and roof_ns < WORK_AT_LEAST * group.time_ns
 
 
 def path_of(group: Group, roof: Roof) -> str:
