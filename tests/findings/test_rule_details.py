@@ -8,7 +8,7 @@ from test_rules import CASES, RULES
 from work_cases import LATENCY, NAMELESS, ODD, SOFTMAX
 
 from saturate.records.analysis import Finding
-from saturate.records.observations import KernelsSeen, OperatorSeen
+from saturate.records.observations import KernelsSeen, OperatorSeen, SyncSeen
 
 
 def case(rule: str, device: str = "cuda") -> Case:
@@ -167,6 +167,20 @@ def test_the_bound_of_unaligned_products_is_their_time_above_the_roof_where_all_
     known, unknown = ODD, but(ODD, recoverable=None)
     assert lost(found("unaligned-shapes", base(operators=(known, known)))) == pytest.approx(0.20)
     assert lost(found("unaligned-shapes", base(operators=(known, unknown)))) == pytest.approx(0.24)
+
+
+def test_operators_that_are_little_more_than_their_call_are_many_short_ones():
+    """Also where a profiler or a loaded machine makes each of them longer than 10 us."""
+    def seen(share: float, **changes):
+        small = OperatorSeen("aten::add", share=share, limit="latency")
+        return but(case("launch-bound", "cpu").fires, kernels__median_us=25.0, overhead=0.05, operators=(small,), **changes)
+
+    one = found("launch-bound", seen(0.5))
+    assert one is not None and "50.0 % of the step passes in operators" in one.reason
+    assert lost(one) == pytest.approx(0.55) and one.confidence != "high"
+    reads = (SyncSeen("train.py:9", "Tensor.item", 1000.0, 5.0),)
+    for other in (seen(0.4999), seen(0.5, syncs=reads), but(seen(0.5), device="cuda")):
+        assert RULES["launch-bound"].detect(other) is None
 
 
 def test_tiny_operators_take_no_more_than_the_busy_time():

@@ -10,7 +10,7 @@ Evidence
 --------
 On an accelerator: idle time because a launch came too late; the share of kernels below 10 us; how soon kernels
 start after their launch, or how shallow the queue is. On a CPU: time outside operators, in all and per operator;
-the median operator.
+the median operator; time in operators that are little more than their call (docs/analysis.md, `latency`).
 
 Threshold
 ---------
@@ -18,7 +18,8 @@ On an accelerator: host-late idle of 15 % of the step, 50 % of the kernels short
 the host were taken off. Of full confidence where the host is never ahead: kernels start at most 20 us after their
 launch (median), or 50 % of them find at most one other in the queue. A host that is ahead in one part of the step
 may be late in another, so else the confidence is lower. On a CPU: 15 % of the step outside operators, a median
-operator below 10 us, and at most 50 us outside operators for each of them: more than that is not launching.
+operator below 10 us, and at most 50 us outside operators for each of them: more than that is not launching. Or 50 %
+of the step in operators that are little more than their call, with less confidence: a profiler makes calls longer.
 
 Not to be confused with
 -----------------------
@@ -59,6 +60,9 @@ from saturate.findings._host import (
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
 
+#: Operators of a CPU that are little more than their call, of the step.
+CALLS = 0.50
+
 RULE = Rule(
     id="launch-bound",
     title="many short operators",
@@ -70,7 +74,7 @@ RULE = Rule(
 def detect(seen: Observations) -> Finding | None:
     if not concludes(seen, RULE):
         return None
-    return _on_cpu(seen) if seen.device == "cpu" else _on_device(seen)
+    return _between_calls(seen) or _calls(seen) if seen.device == "cpu" else _on_device(seen)
 
 
 def _on_device(seen: Observations) -> Finding | None:
@@ -98,7 +102,7 @@ def _on_device(seen: Observations) -> Finding | None:
     )
 
 
-def _on_cpu(seen: Observations) -> Finding | None:
+def _between_calls(seen: Observations) -> Finding | None:
     kernels, outside, each = seen.kernels, late(seen), outside_us(seen)
     if outside is None or each is None or kernels.median_us is None or loops_over_elements(seen):
         return None
@@ -119,4 +123,23 @@ def _on_cpu(seen: Observations) -> Finding | None:
             *number("operators below 10 us", kernels.short_share, "of the operators"),
         ],
         at_most(outside, min(tiny, seen.busy if seen.busy is not None else 1.0)),
+    )
+
+
+def _calls(seen: Observations) -> Finding | None:
+    """On a CPU that is busy: with operators whose work is next to nothing."""
+    calls = at_most(*(one.share for one in seen.operators if one.limit == "latency"))
+    if not reaches(calls, CALLS) or loops_over_elements(seen):
+        return None
+    return finding(
+        RULE,
+        seen,
+        f"{percent(calls)} of the step passes in operators that are little more than their call.",
+        [
+            of_step("operators that are little more than their call", calls, CALLS),
+            *number("median operator", seen.kernels.median_us, "us"),
+            *number("operators", seen.kernels.count_per_step, "per step"),
+        ],
+        at_most(calls, late(seen)),
+        direct=False,
     )
