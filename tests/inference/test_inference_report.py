@@ -74,6 +74,17 @@ def test_where_nothing_was_measured_the_first_that_ran_says_why():
     assert report.why_nothing(record) == "no candidate could be measured: onnx-runtime, onnx-runtime says why"
 
 
+def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice():
+    last = CandidateRecord(id="bf16", techniques=[], fate="inconclusive", reason="in the final race the time ended", speedup=1.5)
+    record = msgspec.structs.replace(optimizations.nothing(), verdict="inconclusive",
+                                     candidates=[*optimizations.nothing().candidates, last])
+    assert "why       bf16: in the final race the time ended" in report.summary(record, width=110, color=False)
+    said = "2.47x; a drop of 0.03"
+    one = CandidateRecord(id="int8", techniques=[], fate="undecided", reason=said, speedup=2.47)
+    record = msgspec.structs.replace(optimizations.nothing(), candidates=[one])
+    assert f"why       int8, accuracy undecided: {said}" in report.summary(record, width=110, color=False)
+
+
 def test_nothing_helps_is_an_answer():
     text = report.summary(optimizations.nothing(), width=110, color=False)
     assert text.startswith("Nothing within the budget and the limits is faster\n")

@@ -6,12 +6,14 @@ import math
 import time
 import types
 from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import confirm, order, plan, racing
+from saturate.inference import confirm, order, plan, racing, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.journal import Journal
@@ -367,6 +369,32 @@ def test_a_race_knows_the_faster_and_stops() -> None:
     assert race.verdict == "faster" and race.speedup == pytest.approx(2.0, rel=0.01) and race.b is not None and race.b.p50 == 500
     same = racing.race(lambda: FakeWorker(1.0, Candidate()), lambda: FakeWorker(1.0, Candidate()), limits=Limits(max_pairs=3))
     assert same.verdict in ("no_difference", "inconclusive")
+
+
+def test_a_race_of_too_few_rounds_says_so_in_place_of_an_interval() -> None:
+    class Uneven(FakeWorker):
+        def block(self, count: int) -> list[int]:
+            self.factor *= 3
+            return super().block(count)
+
+    found = racing.race(lambda: FakeWorker(1.0, Candidate()), lambda: Uneven(1e-3, Candidate()), deadline_s=0.0)
+    assert found.verdict == "inconclusive" and found.speedup is None and found.speedup_ci is None
+    assert found.reason.startswith("the time ended after 2 of at least 6 rounds") and found.reason.endswith("give it more time")
+    sure = racing.race(lambda: FakeWorker(1.0, Candidate()), lambda: FakeWorker(0.5, Candidate()), deadline_s=0.0)
+    assert sure.verdict == "faster" and sure.speedup == pytest.approx(2.0, rel=0.01), "nobody doubts this one"
+
+    won = confirm.Confirmed(Tried(Candidate(), "dominated", "36.21x in a screening", 36.21), Path("artifact"))
+    assert result.verdict_of(won, found, SimpleNamespace(objective="memory"), True) == "inconclusive"
+    result.settle(won, found, "inconclusive")
+    assert won.found.fate == "inconclusive" and won.found.reason.startswith("in the final race the time ended after 2")
+
+
+def test_who_is_not_told_from_another_in_a_race_is_not_said_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(racing, "race", lambda *rest, **more: racing.Race("inconclusive", None, None, None, "the time ended"))
+    first, second = (confirm.Confirmed(Tried(Candidate(), "dominated", "", 2.0), Path(name)) for name in "ab")
+    search = SimpleNamespace(deadline_s=0.0, progress=print)
+    assert confirm.duel(first, second, World({}), search) is first      # type: ignore[arg-type]
+    assert second.found.reason.endswith("in a race: the time ended") and "slower" not in second.found.reason
 
 
 def test_candidates_know_their_conflicts_and_order() -> None:

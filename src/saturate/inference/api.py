@@ -276,7 +276,8 @@ def _serves_no_more(record: OptimizeRecord, race: Race) -> OptimizeRecord:
     """The record without a winner: one call answers sooner, but that was not the objective."""
     undecided = race.verdict == "inconclusive"
     ratio = "" if race.speedup is None else f"{race.speedup:.2f}x "
-    reason = f"{ratio}samples per second, each at its best batch size: {race.verdict.replace('_', ' ')}"
+    why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
+    reason = f"{ratio}samples per second, each at its best batch size: {why}"
     rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
             for one in record.candidates]
     return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, candidates=rows)

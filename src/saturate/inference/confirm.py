@@ -145,9 +145,14 @@ def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Con
                        threshold=0.0, deadline_s=search.deadline_s)
     faster = race.estimate is not None and race.estimate.log_ratio > 0
     loser, best = (first, second) if faster else (second, first)
-    ratio = math.exp(abs(race.estimate.log_ratio)) if race.estimate is not None else 1.0
-    loser.found.fate, loser.found.reason = "dominated", f"{ratio:.2f}x slower than {best.found.candidate.label()} in a race"
-    search.progress(f"{best.found.candidate.label()} beats {loser.found.candidate.label()}, {ratio:.2f}x")
+    loser.found.fate, name = "dominated", best.found.candidate.label()
+    if race.estimate is None:
+        loser.found.reason = f"{loser.found.speedup or 1.0:.2f}x in a screening, not told from {name} in a race: {race.reason}"
+        search.progress(f"{name} and {loser.found.candidate.label()}: {race.reason}")
+    else:
+        ratio = math.exp(abs(race.estimate.log_ratio))
+        loser.found.reason = f"{ratio:.2f}x slower than {name} in a race"
+        search.progress(f"{name} beats {loser.found.candidate.label()}, {ratio:.2f}x")
     return best
 
 

@@ -74,7 +74,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Race:
-    """What a race found. `estimate` is ln(time A / time B), None where time ended before anything was known."""
+    """What a race found. `estimate` is ln(time A / time B), None where time ended before anything was known: `reason` says so."""
 
     verdict: Verdict
     estimate: Estimate | None
@@ -111,6 +111,7 @@ def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: 
          threshold: float = 0.02, deadline_s: float = math.inf, between_sd: float = statistics.PRIOR_BETWEEN_SD) -> Race:
     """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline
     (`time.monotonic()`). Whatever `start_*` or a block raises ends the race; both processes are closed."""
+    began = time.monotonic()
     pairs: list[list[float]] = []
     times_a: list[int] = []
     times_b: list[int] = []
@@ -127,9 +128,24 @@ def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: 
     if decision.action == "stop":
         return Race(decision.verdict, decision.estimate, timing(times_a), timing(times_b), decision.reason)
     usable = [rounds for rounds in pairs if len(rounds) > 1]        # the time ended first: what is known then counts
-    found = statistics.estimate(usable, between_sd) if usable else None
-    verdict = statistics.verdict(found, threshold) if found else "inconclusive"
-    return Race(verdict, found, timing(times_a), timing(times_b), "the time ended first")
+    answer, found, reason = cut_off(usable, limits, between_sd, threshold, time.monotonic() - began)
+    return Race(answer, found, timing(times_a), timing(times_b), reason)
+
+
+def cut_off(pairs: statistics.Pairs, limits: Limits, between_sd: float, threshold: float, seconds: float) -> tuple[Verdict, Estimate | None, str]:
+    """What a race knows that time ended, after `seconds`. A few rounds cannot show how far they scatter: before the first
+    look is due only what leaves no doubt counts, and the interval of anything else would say nothing."""
+    rounds = sum(map(len, pairs))
+    if rounds >= limits.min_rounds:
+        found = statistics.estimate(pairs, between_sd)
+        return statistics.verdict(found, threshold), found, "the time ended first"
+    found = statistics.estimate(pairs, between_sd, 1 - statistics.EARLY_LEVEL)
+    answer = statistics.verdict(found, threshold)
+    if answer in ("faster", "slower"):
+        return answer, found, f"the time ended after {rounds} rounds, and they leave no doubt"
+    needed_s = math.ceil(seconds * limits.min_rounds / rounds)
+    return "inconclusive", None, (f"the time ended after {rounds} of at least {limits.min_rounds} rounds, which take about {needed_s} s: "
+                                  "give it more time")
 
 
 @contextmanager

@@ -184,8 +184,8 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
     """`complete`: everything had its turn; else nobody knows that nothing helps."""
     if won is None or final is None:
         return "nothing_helps" if complete else "inconclusive"
-    if search.objective == "memory":
-        return "faster"                     # it needs less; the race only says what that costs
+    if search.objective == "memory":        # it needs less; the race only says what that costs
+        return "faster" if final.estimate is not None else "inconclusive"
     return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
 
 
@@ -204,6 +204,8 @@ def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
         low, high = final.estimate.speedup_ci
         won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing
         won.found.reason = f"{final.estimate.speedup:.2f}x [{low:.2f}, {high:.2f}] in the final race, loaded from its artifact"
+    elif final is not None:
+        won.found.reason = f"in the final race {final.reason}; {won.found.speedup or 1.0:.2f}x in a screening"
 
 
 def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, lab: Lab) -> Best | None:

@@ -105,7 +105,7 @@ def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:
     counts, reason = lost(record)
     if record.best is None:
         return [
-            ("why", reason or why_nothing(record)),
+            ("why", unfinished(record) or reason or why_nothing(record)),
             ("latency", latency_words(record.baseline.latency_ms)),
             ("tried", counts),
             note,
@@ -154,6 +154,12 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
     return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} is faster"
 
 
+def unfinished(record: OptimizeRecord) -> str:
+    """What came as far as the final race, where that did not decide: it comes before what was refused."""
+    found = next((one for one in record.candidates if one.fate == "inconclusive"), None)
+    return "" if found is None or record.verdict != "inconclusive" else f"{found.id}: {words.one_line(found.reason)}"
+
+
 def why_nothing(record: OptimizeRecord) -> str:
     if record.baseline.fate == "failed":
         return record.baseline.reason
@@ -162,7 +168,13 @@ def why_nothing(record: OptimizeRecord) -> str:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
         return "no candidate could be measured" + (f": {ran.id}, {ran.reason}" if ran else "")
     best = max(tried, key=lambda one: one.speedup or 0.0)
-    return f"closest: {best.id} {words.ratio(best.speedup, best.speedup_ci)}, {FATES[best.fate]}: {best.reason}"
+    return f"closest: {became(best)}"
+
+
+def became(one: CandidateRecord) -> str:
+    """ "bf16 1.20x, slower: why"; most reasons of what was measured begin with the ratio, and then it is not said twice."""
+    ratio = "" if one.reason.startswith(f"{one.speedup or 0.0:.2f}x") else f" {words.ratio(one.speedup)}"
+    return f"{one.id}{ratio}, {FATES[one.fate]}: {one.reason}"
 
 
 def kept(record: OptimizeRecord) -> CandidateRecord | None:
@@ -257,7 +269,7 @@ def lost(record: OptimizeRecord) -> tuple[str, str]:
     if not refused:
         return ", ".join(counts), ""
     first = max(refused, key=lambda one: one.speedup or 0.0)
-    return ", ".join(counts), f"{first.id} {words.ratio(first.speedup)}, {FATES[first.fate]}: {first.reason}"
+    return ", ".join(counts), became(first)
 
 
 def drop(value: float | None, relative: bool) -> str:
