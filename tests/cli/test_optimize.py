@@ -188,6 +188,8 @@ def test_users_code_that_fails_is_shown(capfd, user, api, name, parts):
     assert code == 4
     for part in parts:
         assert part in err
+    if name.startswith("mypkg.model:"):
+        assert "mypkg/model.py" in err and "_callables.py" not in err, "the user's frames, and no others"
     record = json.loads(out)
     assert record["verdict"] == "inconclusive" and record["best"] is None and "failed" in record["baseline"]["reason"]
 

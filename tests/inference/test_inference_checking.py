@@ -55,7 +55,7 @@ def raises(run):
 @pytest.mark.parametrize("check, kind, says", [
     (raises, "raised", r"KeyError: 'accuracy' \(.*test_inference_checking.py:\d+\)"),
     (lambda run: run(INPUTS) and None, "raised", "RuntimeError"),
-    (lambda run: run.eval(), "raised", "a function and no module: it has no 'eval'"),
+    (lambda run: run.eval(), "raised", r"a function and no module: it has no 'eval'.*\(.*test_inference_checking.py:\d+\)"),
     (lambda run: [run(INPUTS), sys.exit(3)], "exited", "exit code 3"),
     (lambda run: None if run(INPUTS) is not None else 0, "unusable", "None"),
     (lambda run: float(run(INPUTS).sum()) * float("nan"), "unusable", "nan"),
@@ -110,7 +110,8 @@ def test_what_a_check_prints_is_kept_and_shown_but_not_on_stdout(capsys):
     scored(chatty, run)
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == "fold 1\n0.5\n"
-    assert "KeyError" in scored(raises, run).output
+    said = scored(raises, run).output
+    assert 'KeyError' in said and 'return {}["accuracy"]' in said and "checking.py\", line" in said and "saturate/inference" not in said
     assert len(scored(lambda run: [print("x" * 10**6), *right(run)][1:], run, echo=shown).output) <= 65536
 
 
@@ -148,7 +149,8 @@ def test_a_sound_check_passes_its_controls():
     (lambda run: [v + random.random() for v in right(run)][0], Budget(1e-9), "unstable", "seed"),
     (lambda run: right(run)[:random.randint(1, 50)], Budget(0.02), "unstable", "same samples"),
     (right, Budget(1), "budget", "unit"),
-    (raises, Budget(0.02), "raised", ""),
+    (raises, Budget(0.02), "raised", "by itself"),
+    (lambda run: run(INPUTS, INPUTS), Budget(0.02), "run", "by itself"),
 ])
 def test_a_check_that_cannot_judge_is_refused_with_a_remedy(check, budget, kind, says):
     random.seed(1)

@@ -8,7 +8,6 @@ import os
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from saturate.errors import SaturateError, UsageError, WorkloadFailed
 from saturate.records.spelling import suggestion
+from saturate.report import tracebacks
 
 _LAST_LINES = 12  # of a traceback
 
@@ -61,7 +61,7 @@ def users_code(what: str) -> Iterator[None]:
     except SaturateError:
         raise
     except (Exception, SystemExit) as error:  # it is the user's code: whatever it raises is named and shown
-        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_LAST_LINES:]
+        lines = tracebacks.of_user(error).rstrip().splitlines()[-_LAST_LINES:]
         raise WorkloadFailed(
             f"{what} failed",
             cause=_last_words(error),

@@ -22,6 +22,7 @@ from typing import Any, Literal, TextIO
 from saturate.inference import samples
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
 from saturate.inference.samples import Overlap, overlap
+from saturate.report import tracebacks
 
 __all__ = ["Check", "CheckFailed", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]
 
@@ -108,8 +109,9 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
     except SystemExit as error:
         problem = Problem("exited", f"the check ended the program (exit code {error.code})", "return the score instead")
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a problem with a name
-        printed.keep("".join(traceback.format_exception(error)))
-        problem = Problem("raised", f"the check raised {_last_line(error)}{_place(error)}")
+        printed.keep(tracebacks.of_user(error))
+        problem = Problem("raised", f"the check raised {_last_line(error)}{_place(error)}",
+                          "call it by itself with the model in evaluation mode in place of run: it must work there first")
     else:
         try:
             scores = read(returned, metric)
@@ -117,7 +119,8 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
             problem = Problem("unusable", str(error), error.remedy)
     if recorder.failure is not None:        # also where the check caught it: such scores are of something else
         scores = None
-        problem = Problem("run", f"the model failed on what the check gave it: {_last_line(recorder.failure)}")
+        problem = Problem("run", f"the model failed on what the check gave it: {_last_line(recorder.failure)}",
+                          "call model(*batch) by itself on a batch of the check: it must work there first")
     elif problem is None and recorder.calls == 0:
         scores, problem = None, Problem("silent", "the check never called the function that it was given",
                                         "a check gets run, which has the model's signature: answer = run(*inputs)")
@@ -333,5 +336,5 @@ def _last_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    where = tracebacks.place(error)
+    return f" ({where})" if where else ""
