@@ -88,6 +88,23 @@ def test_a_draft_that_does_not_pay_is_refused_by_a_measurement():
     assert result.best != "speculative, draft model"
 
 
+@pytest.mark.parametrize("noise, seconds, rounds, said, shown", [
+    (1.0, 0.0, 3, "the time ended first: give it more", False), (0.4, 600.0, 8, "a quieter machine", True)])
+def test_a_race_that_does_not_decide_says_why(monkeypatch, noise, seconds, rounds, said, shown):
+    real = tune.measure.rounds
+
+    def scattered(a, b, batches, _, most=tune.measure.MOST_ROUNDS):
+        ratios, before, after = real(a, b, batches, seconds, most)
+        return [noise * (index - (len(ratios) - 1) / 2) for index in range(len(ratios))], before, after
+
+    monkeypatch.setattr(tune.measure, "rounds", scattered)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(9), time="30s", ways=("draft",))
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    assert row.fate == "inconclusive" and f"{rounds} rounds do not tell whether it is faster; {said}" in row.reason
+    assert (row.speedup_ci is not None) is shown, "an interval of few rounds says nothing"
+    assert all(row.reason for row in result.record.candidates)
+
+
 def test_a_way_that_fails_costs_a_row():
     result = optimize(Slow(), PROMPTS, max_new_tokens=8, draft=Failing(), time="30s", ways=("draft",))
     row = next(row for row in result.record.candidates if row.id == "speculative, draft model")

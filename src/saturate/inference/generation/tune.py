@@ -29,7 +29,7 @@ from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.sampling import GREEDY
 from saturate.inference.journal import Journal
 from saturate.inference.process import WorkerFailed
-from saturate.measure.race import Estimate, estimate, look_confidence, verdict
+from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate, GenerationRecord
 from saturate.records.inference import Fate
 
@@ -230,7 +230,9 @@ class Search:
             speculation=drafts, identical=same.share, length_ratio=lengths,
         )
         outcome = verdict(found, _THRESHOLD)
-        fate, reason = ("dominated", same.words()) if outcome == "faster" else (outcome, "")
+        if outcome == "inconclusive" and found.rounds < Limits.min_rounds:
+            record = _with(record, speedup_ci=None)         # of so few rounds it would say nothing
+        fate, reason = ("dominated", same.words()) if outcome == "faster" else (outcome, race_words(outcome, found))
         if drafts is not None:
             reason = "; ".join(filter(None, (speculation_words(record), reason)))
         if same.different and (record.numerics != "precision" or drafts is not None):
@@ -380,6 +382,15 @@ def record_of(search: Search, best: Ready, base: GenerationCandidate, seconds: f
         notes=search.notes,
         seconds=seconds,
     )
+
+
+def race_words(outcome: str, found: Estimate) -> str:
+    """Why a way that is right is not faster, or not known to be."""
+    if outcome != "inconclusive":
+        return "slower than the plain loop" if outcome == "slower" else "about as fast as the plain loop"
+    cut_short = found.rounds < measure.MOST_ROUNDS * found.pairs
+    missing = "the time ended first: give it more" if cut_short else "a quieter machine or longer answers may tell"
+    return f"{found.rounds} rounds do not tell whether it is faster; {missing}"
 
 
 def speculation_words(record: GenerationCandidate) -> str:
