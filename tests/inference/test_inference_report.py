@@ -85,6 +85,13 @@ def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice(
     assert f"why       int8, accuracy undecided: {said}" in report.summary(record, width=110, color=False)
 
 
+def test_what_it_took_is_said_beside_what_was_given():
+    record = msgspec.structs.replace(optimizations.win(), seconds=74.2, given_s=40.0)
+    lines = report.summary(record, width=80, color=False).splitlines()
+    assert lines[-2].startswith("took      1 min 14 s of 40 s: ") and len(lines) <= report.MAX_LINES
+    assert "1 min 14 s of 40 s" in page.render(record)
+
+
 def test_nothing_helps_is_an_answer():
     text = report.summary(optimizations.nothing(), width=110, color=False)
     assert text.startswith("Nothing within the budget and the limits is faster\n")

@@ -69,10 +69,12 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     model: an nn.Module, a method of one, or functools.partial of either. inputs: an iterable of tuples of positional
     inputs, real ones; they define shapes and batch size, and a part of them calibrates quantisation. check(run): the
     user's own score of `run`, which has the model's signature; per-sample values are best (`accuracy`). Without a check
-    only candidates are tried that compute the same up to the order of sums. time: "20m", "90s" or seconds; what is best
-    so far is returned then. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware training
-    and distillation. threads: CPU threads that a candidate may use (default: torch's). workdir: where the search
-    keeps what it found; the same call goes on there after an interruption.
+    only candidates are tried that compute the same up to the order of sums. time: "20m", "90s" or seconds; no candidate
+    begins after 70 % of it. One that is being prepared by then has at least 30 seconds, and the best is stored, loaded and
+    scored in any case: less than two minutes may be overrun, and the last lines say what it took. train: `Train(loader,
+    loss)` or (loader, loss) unlocks recovery, quantisation-aware training and distillation. threads: CPU threads that a
+    candidate may use (default: torch's). workdir: where the search keeps what it found; the same call goes on
+    there after an interruption.
 
     Raises UsageError for bad arguments, WorkloadFailed where the model does not run on its inputs, CheckUnusable where
     the check cannot judge. A candidate that fails costs a row in the table, never the search.
@@ -257,6 +259,7 @@ def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Call
     record = record_of(search, lab, won, lossless, final, versus, notes=notes, began=began)
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
+        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - began, 1))
     return Result.of(record, search, lab)
 
 

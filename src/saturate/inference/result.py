@@ -177,7 +177,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         relative=bool(budget and budget.relative),
         confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
         best_lossless=rowed(lossless.found, facts.batch_size) if lossless is not None else None, best=best, candidates=rows, notes=notes,
-        seconds=round(clock.monotonic() - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
+        seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
 
 
 def verdict_of(won: Confirmed | None, final: Race | None, search: Search, complete: bool) -> str:

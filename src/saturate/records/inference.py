@@ -148,5 +148,6 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     throughput_ratio_ci: tuple[float, float] | None = None
     notes: list[str] = []                   # what the user must know: random at inference, a float cannot certify ...
     seconds: float = 0.0
+    given_s: float | None = None            # what it was to take: a process that is being stored or confirmed is not cut off
     artifact: str | None = None
     report: str | None = None

@@ -79,6 +79,8 @@ def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
         for label, path in (("artifact", record.artifact), ("report", record.report))
         if path
     ]
+    if record.given_s is not None:
+        tail.append(_row("took", fit(took_words(record.seconds, record.given_s), room), paint))
     tail.append(_row("next", next_command(record), paint, _BOLD))
     lines = [(label, fit(text, room)) for label, text in _facts(record) if text]
     free = MAX_LINES - 1 - len(tail)
@@ -252,6 +254,17 @@ def memory_words(record: OptimizeRecord) -> str:
     if best.size_bytes is not None:
         parts.append(f"{show(best.size_bytes)} stored")
     return ", ".join(parts)
+
+
+def took_words(seconds: float, given_s: float | None) -> str:
+    """
+    >>> took_words(74.0, 40.0), took_words(38.0, 40.0)
+    ('1 min 14 s of 40 s: what is begun or best is not cut off', '38 s of 40 s')
+    """
+    if given_s is None:
+        return words.seconds(seconds)
+    over = ": what is begun or best is not cut off" if seconds > 1.05 * given_s else ""
+    return f"{words.seconds(seconds)} of {words.seconds(given_s)}{over}"
 
 
 def lost(record: OptimizeRecord) -> tuple[str, str]:

@@ -80,7 +80,7 @@ def _header(record: OptimizeRecord) -> Markup:
         *_budget(record),
         *((name.replace("_", " "), f"at most {value:g}") for name, value in record.limits.items()),
         ("Candidates", str(len(record.candidates))),
-        ("Search", words.seconds(record.seconds)),
+        ("Search", say.took_words(record.seconds, record.given_s)),
         ("Machine", record.machine),
         ("torch", record.torch),
     ]
