@@ -51,6 +51,13 @@ def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, 
     assert any(one.fate == "kept" for one in record.candidates) is won
 
 
+def test_what_was_found_for_another_aim_is_not_taken_over() -> None:
+    source = SimpleNamespace(model_hash="m", inputs_hash="i", device="cpu")
+    lab = SimpleNamespace(scores=None, threads=1)
+    keys = {api.key_of(source, lab, objective, limits) for objective in api.OBJECTIVES for limits in ({}, {"p99_ms": 3.0}, {"p99_ms": 4.0})}
+    assert len(keys) == 9 and api.key_of(source, lab, "latency", {}) in keys
+
+
 def test_what_keeps_candidates_away_is_said_first() -> None:
     answer = [[torch.ones(2)]]
     facts = ModelFacts(training_mode=True, exportable=False, export_problem="it branches on data")

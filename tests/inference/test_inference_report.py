@@ -85,6 +85,15 @@ def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice(
     assert f"why       int8, accuracy undecided: {said}" in report.summary(record, width=110, color=False)
 
 
+def test_nothing_that_needs_less_memory_is_not_called_slow():
+    tried = [msgspec.structs.replace(optimizations.candidate(id, "dominated", 4.0, 0.0), peak_memory_bytes=size * 2**20)
+             for id, size in (("large", 900), ("small", 600))]
+    record = msgspec.structs.replace(optimizations.nothing(), objective="memory", limits={}, max_drop=None, candidates=tried)
+    text = report.summary(record, width=110, color=False)
+    assert text.startswith("Nothing needs less memory\n")
+    assert "why       closest: small, dominated: 600 MiB, and the model 512 MiB" in text
+
+
 def test_what_it_took_is_said_beside_what_was_given():
     record = msgspec.structs.replace(optimizations.win(), seconds=74.2, given_s=40.0)
     lines = report.summary(record, width=80, color=False).splitlines()

@@ -97,6 +97,7 @@ class World:
     budget: float = 0.01
     healing: float = 0.0            # of the drop, per kept layer
     undecided: bool = False
+    served: int | None = None       # bytes of its artifact; in the search all have 1e9
     started: list[str] = field(default_factory=list)
     workers: list[FakeWorker] = field(default_factory=list)
 
@@ -118,6 +119,9 @@ class World:
 
     def agreement(self, worker: FakeWorker) -> float:
         return 50.0
+
+    def served_bytes(self, worker: FakeWorker, found: Any) -> int | None:
+        return self.served
 
     def score(self, worker: FakeWorker) -> Scores:
         if any(part.id in self.raises for part in worker.candidate.parts):
@@ -301,6 +305,17 @@ def test_limits_and_time() -> None:
     row = types.SimpleNamespace(timing=Timing(p50=1, p90=2, p99=3, calls=4), peak_memory_bytes=int(5e9))
     assert over_limit(row, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None      # type: ignore[arg-type]
     assert "peak_memory_gb is 5" in (over_limit(row, {"peak_memory_gb": 4.9}) or "")        # type: ignore[arg-type]
+
+
+def test_memory_is_that_of_the_artifact_and_not_of_its_exporter() -> None:
+    limits = {"peak_memory_gb": 0.5}
+    assert fates(walk(World({"run": 0.5}), RUN, limits=limits)) == {"run": "over_limit"}, "nothing else is known"
+    search = walk(World({"run": 0.5}, served=int(4e8)), RUN, limits=limits)
+    assert fates(search) == {"run": "dominated"} and search.best().peak_memory_bytes == 4e8       # type: ignore[union-attr]
+    search = walk(World({"run": 0.5}, served=int(4e8)), RUN, objective="memory")
+    assert search.value(search.best()) == pytest.approx(2.5)       # type: ignore[arg-type]
+    search = walk(World({"run": 0.5}, served=int(4e8)), RUN)
+    assert search.best().peak_memory_bytes == 1e9, "where memory does not matter, nothing is stored"       # type: ignore[union-attr]
 
 
 def test_the_journal_saves_the_work_and_survives_a_cut(tmp_path: Any) -> None:

@@ -105,7 +105,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             notes += control(lab, worker, source, trainer, say)
         assert lab.facts is not None
         pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
-        journal = Journal(folder, key_of(source, lab), resume)
+        journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume)
         search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
                         budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal)
         try:
@@ -239,10 +239,11 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
     return notes
 
 
-def key_of(source: Source, lab: Lab) -> str:
+def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]) -> str:
     """What a search's results depend on."""
     scores = "" if lab.scores is None else repr((lab.scores.mean, lab.scores.values))
-    text = "|".join([source.model_hash, source.inputs_hash, str(lab.threads), source.device, scores])
+    aim = repr((objective, sorted(limits.items())))         # what is over a limit, or not worth scoring, and how memory is measured
+    text = "|".join([source.model_hash, source.inputs_hash, str(lab.threads), source.device, scores, aim])
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 

@@ -34,6 +34,12 @@ AGAIN = 4.0
 #: An artifact may take so long to load; one that is compiled when it is loaded takes most of a minute.
 LOAD_S = 180.0
 
+#: ... and so long to be stored.
+STORE_S = 1800.0
+
+#: Calls after which a process has the memory that serving takes.
+_SERVED_CALLS = 8
+
 #: Batches of examples that an artifact keeps.
 EXAMPLES = 2
 
@@ -89,20 +95,45 @@ class Lab:
 
     def deploy(self, found: Tried) -> Path:
         """Store a candidate from a fresh process of its own."""
+        try:
+            worker = self._worker(found.candidate, AGAIN * ((found.prepare_s or 0.0) + (found.first_call_s or 0.0)))
+        except WorkerFailed as error:
+            raise NotDeployable(error.reason) from error
+        try:
+            return self._stored(worker, found)
+        finally:
+            worker.close()
+
+    def served_bytes(self, worker: Worker, found: Tried) -> int | None:
+        """The memory of a fresh process that serves what this one stores; None where that fails. What exporting and
+        quantizing leave behind in a process is no part of what will be deployed."""
+        folder = None
+        try:
+            folder = self._stored(worker, found, max(_LEAST_PREPARE_S, PREPARE_SHARE * (self.deadline_s - time.monotonic())))
+            served = self._worker(folder)
+            try:
+                served.outputs()
+                served.block(_SERVED_CALLS)
+                return served.memory_bytes()
+            finally:
+                served.close()
+        except (NotDeployable, WorkerFailed):
+            return None
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _stored(self, worker: Worker, found: Tried, limit_s: float = STORE_S) -> Path:
+        """The artifact of a living candidate. Raises NotDeployable."""
         target = artifact.next_folder(self.folder / "artifacts")
         program = self.folder / "program"
         shutil.rmtree(program, ignore_errors=True)
         program.mkdir(parents=True)
         target.parent.mkdir(exist_ok=True)
         try:
-            known_s = (found.prepare_s or 0.0) + (found.first_call_s or 0.0)
-            worker = self._worker(found.candidate, AGAIN * known_s)
-            try:
-                entry = worker.store(program)
-                examples = self.source.inputs(self._torch())[:EXAMPLES]
-                answers = [worker.run(*batch) for batch in examples]
-            finally:
-                worker.close()
+            entry = worker.store(program, limit_s)
+            examples = self.source.inputs(self._torch())[:EXAMPLES]
+            answers = [worker.run(*batch) for batch in examples]
             assert self.facts is not None
             return artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
                                   inputs=examples, outputs=answers)

@@ -43,6 +43,9 @@ class Lab(Protocol):
     def agreement(self, worker: Any) -> float | None:
         """Signal-to-noise ratio of its outputs against the baseline's, dB."""
 
+    def served_bytes(self, worker: Any, found: Tried) -> int | None:
+        """The memory of serving what the worker stores, without what preparing it has left behind; None: not known."""
+
     def score(self, worker: Any) -> Any:
         """The user's check on the worker: Scores. Raises `checking.CheckFailed` where the check fails on it."""
 
@@ -237,6 +240,9 @@ class Search:
         found.speedup = racing.screen(self._lane, lane)
         found.timing = racing.timing(lane.times_ns)
         found.peak_memory_bytes = worker.memory_bytes()
+        if self.objective == "memory" or (found.peak_memory_bytes or 0) / 1e9 > self.limits.get("peak_memory_gb", math.inf):
+            worker.thaw()
+            found.peak_memory_bytes = self.lab.served_bytes(worker, found) or found.peak_memory_bytes
         over = over_limit(found, self.limits)
         if over is not None:
             found.fate, found.reason = "over_limit", over

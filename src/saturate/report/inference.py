@@ -153,7 +153,8 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
         for name, given in (("the budget", record.max_drop is not None), ("the limits", bool(record.limits)))
         if given
     ]
-    return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} is faster"
+    better = {"memory": "needs less memory", "throughput": "serves more samples per second"}.get(record.objective, "is faster")
+    return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better}"
 
 
 def unfinished(record: OptimizeRecord) -> str:
@@ -169,6 +170,10 @@ def why_nothing(record: OptimizeRecord) -> str:
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
         return "no candidate could be measured" + (f": {ran.id}, {ran.reason}" if ran else "")
+    before = record.baseline.peak_memory_bytes
+    if record.objective == "memory" and before and (least := min((one for one in tried if one.peak_memory_bytes),
+                                                                 key=lambda one: one.peak_memory_bytes or 0, default=None)):
+        return f"closest: {least.id}, {FATES[least.fate]}: {show(least.peak_memory_bytes or 0)}, and the model {show(before)}"
     best = max(tried, key=lambda one: one.speedup or 0.0)
     return f"closest: {became(best)}"
 
