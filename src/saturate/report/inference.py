@@ -264,12 +264,12 @@ def memory_words(record: OptimizeRecord) -> str:
 def took_words(seconds: float, given_s: float | None) -> str:
     """
     >>> took_words(74.0, 40.0), took_words(38.0, 40.0)
-    ('1 min 14 s of 40 s: what is begun or best is not cut off', '38 s of 40 s')
+    ('1 min 14 s, more than the 40 s given: what is begun or best is not cut off', '38 s of the 40 s given')
     """
+    took, given = words.seconds(seconds), words.seconds(given_s)
     if given_s is None:
-        return words.seconds(seconds)
-    over = ": what is begun or best is not cut off" if seconds > 1.05 * given_s else ""
-    return f"{words.seconds(seconds)} of {words.seconds(given_s)}{over}"
+        return took
+    return f"{took} of the {given} given" if seconds <= given_s else f"{took}, more than the {given} given: what is begun or best is not cut off"
 
 
 def lost(record: OptimizeRecord) -> tuple[str, str]:
