@@ -37,7 +37,7 @@ MAY_USE = {
     "cli": {"msgspec", "pynvml", "rich"},
     "study": {"msgspec"},
     "trial": set(),
-    "agent": {"torch"},
+    "agent": {"torch", "safetensors"},
     "techniques": {"torch", "torchao"},
     "checkpoints": {"torch"},
     "data": {"torch", "numpy", "pyarrow", "PIL"},
