@@ -38,6 +38,11 @@ def test_error_of_the_median_ignores_a_wild_round():
         median_se([0.1])
 
 
+def test_two_rounds_that_agree_by_chance_do_not_make_a_third_an_outlier():
+    assert median_se([1.0, -1.0, 1.0]) > 0.5
+    assert median_se([0.5, -0.3, 0.501]) > 0.2
+
+
 def test_quantile_and_mad():
     assert quantile([4, 1, 3, 2], 0.5) == 2.5
     assert quantile([7], 0.9) == 7

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import atan2, comb, cos, pi, sin, sqrt
+from math import atan2, comb, cos, inf, pi, sin, sqrt
 from statistics import NormalDist, median
 
-OUTLIER = 5.0
+#: Robust standard deviations beyond which a value is an outlier; and the fewest values that can show one: of three, two
+#: that agree by chance would make the third one look wild.
+OUTLIER, FEWEST_TO_SHOW_ONE = 5.0, 4
 
 
 @lru_cache(maxsize=256)
@@ -30,13 +32,13 @@ def median_se(values: Sequence[float]) -> float:
     """Standard error of the median: the bootstrap's, in closed form (infinitely many resamples, no random numbers).
 
     Maritz and Jarrett, "A note on estimating the variance of the sample median", JASA 73 (1978). Values are cut off
-    at `OUTLIER` robust standard deviations first: a resample of few values can have a wild one for its median, and
+    at `OUTLIER` robust standard deviations first (of four or more): a resample of few values can have a wild one for its median, and
     then its square would be all that counts. In the unit of the values. Raises ValueError for fewer than two values:
     their spread is not observable.
     """
     if len(values) < 2:
         raise ValueError("the spread of fewer than two values is not observable")
-    centre, reach = median(values), OUTLIER * mad_sd(values)
+    centre, reach = median(values), OUTLIER * mad_sd(values) if len(values) >= FEWEST_TO_SHOW_ONE else inf
     ordered = sorted(min(max(x, centre - reach), centre + reach) for x in values)
     weights = _median_weights(len(values))
     mean = sum(w * x for w, x in zip(weights, ordered))
