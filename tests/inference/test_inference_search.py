@@ -302,9 +302,9 @@ def test_limits_and_time() -> None:
     search = walk(World({"run": 0.5}), RUN, limits={"p99_ms": 0.1})
     assert fates(search)["run"] == "over_limit"
     assert not walk(World({"run": 0.5}), RUN, seconds=0.0).tried
-    row = types.SimpleNamespace(timing=Timing(p50=1, p90=2, p99=3, calls=4), peak_memory_bytes=int(5e9))
-    assert over_limit(row, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None      # type: ignore[arg-type]
-    assert "peak_memory_gb is 5" in (over_limit(row, {"peak_memory_gb": 4.9}) or "")        # type: ignore[arg-type]
+    seen = Timing(p50=1, p90=2, p99=3, calls=4), int(5e9)
+    assert over_limit(*seen, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None
+    assert "peak_memory_gb is 5" in (over_limit(*seen, {"peak_memory_gb": 4.9}) or "")
 
 
 def test_memory_is_that_of_the_artifact_and_not_of_its_exporter() -> None:
@@ -377,6 +377,33 @@ def test_what_takes_no_other_batch_gives_way() -> None:
     search = walk(world, RUN, OTHER)
     won = confirm.winner(search, world, WorkerFailed, CheckFailed)
     assert won is not None and won.found.candidate.label() == "other" and fates(search)["run"] == "rejected_behaviour"
+
+
+class Tailed(FakeWorker):
+    """Now and then a call takes much longer; and it needs twice the memory."""
+
+    def block(self, count: int) -> list[int]:
+        return [*super().block(count)[1:], int(9e8)]
+
+    def memory_bytes(self) -> int:
+        return int(2e9)
+
+
+@pytest.mark.parametrize("limits", [{"p99_ms": 800.0}, {"peak_memory_gb": 1.5}])
+def test_limits_hold_for_what_was_stored_and_over_many_calls(limits: dict[str, float]) -> None:
+    world = World({"run": 0.5, "other": 0.6})
+
+    def load(candidate: Candidate) -> FakeWorker:
+        worker = world.start(candidate)
+        return Tailed(worker.factor, candidate) if candidate.label() == "run" else worker
+
+    world.load = load       # type: ignore[method-assign]
+    search = walk(world, RUN, OTHER, limits=limits)
+    assert "over_limit" not in fates(search).values(), "a screening does not see it"
+    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+    assert won is not None and won.found.candidate.label() == "other" and final is not None and final.verdict == "faster"
+    found = next(one for one in search.tried.values() if one.candidate.label() == "run")
+    assert found.fate == "over_limit" and found.reason.startswith(f"loaded from its artifact: {next(iter(limits))} is ")
 
 
 def test_a_race_knows_the_faster_and_stops() -> None:

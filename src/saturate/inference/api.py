@@ -250,13 +250,11 @@ def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]
 def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Callable[[str], None]) -> Result:
     """Store, confirm and race the best; the result, whatever came of it."""
     say("confirm: store the best, load it in a fresh process, score and race it")
-    won = confirm.winner(search, lab, WorkerFailed, CheckFailed)
+    won, final = confirm.champion(search, lab, WorkerFailed, CheckFailed, lab.deadline_s)
     lossless = won if won is not None and won.found.candidate.lossless else _best_lossless(search, lab)
-    final = versus = None
-    if won is not None:
-        final = confirm.against(lab, won.artifact, None, lab.deadline_s)
-        if lossless is not None and lossless is not won:
-            versus = confirm.against(lab, won.artifact, lossless.artifact, lab.deadline_s)
+    versus = None
+    if won is not None and lossless is not None and lossless is not won:
+        versus = confirm.against(lab, won.artifact, lossless.artifact, lab.deadline_s)
     record = record_of(search, lab, won, lossless, final, versus, notes=notes, began=began)
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)

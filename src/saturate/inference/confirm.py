@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from saturate.inference import racing
 from saturate.inference.racing import Race
-from saturate.inference.search import Search, Tried
+from saturate.inference.search import Search, Tried, over_limit
 from saturate.measure.race import Limits
 
 #: So many contenders are stored and confirmed at most.
@@ -77,6 +77,23 @@ def promising(found: Tried, search: Search) -> bool:
     return found.fate == "undecided" and judgement is not None and judgement.drop_ci is not None and judgement.drop <= search.max_drop
 
 
+def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
+             deadline_s: float) -> tuple[Confirmed | None, Race | None]:
+    """The best contender with its final race against the user's baseline. It has to keep the user's limits there as well,
+    loaded from its artifact and over many more calls than a screening has; else it gives way to the next one."""
+    for _ in range(MOST):
+        won = winner(search, yard, failed, check_failed)
+        if won is None:
+            break
+        final = against(yard, won.artifact, None, deadline_s)
+        over = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits)
+        if over is None:
+            return won, final
+        won.found.fate, won.found.reason = "over_limit", f"loaded from its artifact: {over}"
+        search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+    return None, None
+
+
 def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception]) -> Confirmed | None:
     """The best contender that survives; None: only the baseline is left. What does not survive gets its fate."""
     best: Confirmed | None = None
@@ -111,11 +128,12 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
         progress(f"{found.candidate.label()}: {found.reason}")
         return None
     try:
-        problem = yard.problem(worker, found.candidate) or yard.other_sizes(worker, found.candidate)
+        problem = yard.problem(worker, found.candidate)
+        confirmed = Confirmed(found, artifact, memory_bytes=worker.memory_bytes())      # before larger batches take more
+        problem = problem or yard.other_sizes(worker, found.candidate)
         if problem is not None:
             found.fate, found.reason = "rejected_behaviour", f"loaded from its artifact: {problem}"
             return None
-        confirmed = Confirmed(found, artifact, memory_bytes=worker.memory_bytes())
         try:
             confirmed.scores = yard.score(worker)
         except check_failed as error:

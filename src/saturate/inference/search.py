@@ -243,7 +243,7 @@ class Search:
         if self.objective == "memory" or (found.peak_memory_bytes or 0) / 1e9 > self.limits.get("peak_memory_gb", math.inf):
             worker.thaw()
             found.peak_memory_bytes = self.lab.served_bytes(worker, found) or found.peak_memory_bytes
-        over = over_limit(found, self.limits)
+        over = over_limit(found.timing, found.peak_memory_bytes, self.limits)
         if over is not None:
             found.fate, found.reason = "over_limit", over
             return
@@ -321,13 +321,13 @@ def fate_of(judgement: Any) -> Fate:
     return {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}[judgement.verdict]
 
 
-def over_limit(found: Tried, limits: dict[str, float]) -> str | None:
-    """Which of the user's limits a candidate passes."""
+def over_limit(timing: Timing | None, memory_bytes: int | None, limits: dict[str, float]) -> str | None:
+    """Which of the user's limits this passes."""
     for name, most in limits.items():
         if name == "peak_memory_gb":
-            have = (found.peak_memory_bytes or 0) / 1e9
+            have = (memory_bytes or 0) / 1e9
         else:                               # p50_ms, p90_ms, p99_ms
-            have = getattr(found.timing, name.removesuffix("_ms")) if found.timing else math.inf
+            have = getattr(timing, name.removesuffix("_ms")) if timing else math.inf
         if have > most:
             return f"{name} is {have:.3g}, at most {most:g} was asked for"
     return None
