@@ -178,3 +178,9 @@ def test_a_bound_that_nobody_can_reach_is_no_number():
 def test_the_command_that_goes_on_asks_the_same_question():
     record = msgspec.structs.replace(studies.too_noisy(), options=["--only", "compile", "--dir", "/tmp/a b"])
     assert plain(record).split("\n")[-1].startswith("next      saturate tune --only compile --dir '/tmp/a b' -- python train.py")
+
+
+def test_a_budget_that_would_do_is_in_the_command_to_type():
+    record = msgspec.structs.replace(studies.cannot_verify(), options=["--budget", "27m"])
+    assert plain(record).split("\n")[-1].startswith("next      saturate tune --budget 27m -- python train.py")
+    assert "explain" in plain(studies.cannot_verify()).split("\n")[-1]

@@ -137,6 +137,7 @@ def test_what_was_promised_and_not_seen_is_tried_with_what_changes_where_it_runs
     walk, world = pairing(0.75)
     assert [c.id for c in walk.kept] == ["warm", "small"] and "screen small and other with baseline" not in world.asked
     assert {identity: fate.fate for identity, fate in walk.fates.items()} == {"small": "kept", "warm": "kept", "other": "no_difference"}
+    assert walk.fates["small"].gain == pytest.approx(1 / 0.75 - 1, abs=0.02), "what it gives beside the other, not alone"
     assert "in the final set" in walk.fates["warm"].reason, "it has earned its place beside the other"
     assert [candidate.id for candidate, _ in walk.stairs] == ["warm", "small"], "the report shows them in this order"
 

@@ -142,4 +142,4 @@ class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     findings: list[Finding] = []                # what a brief profile of the baseline diagnosed; it steered the search
     titles: dict[str, str] = {}                 # technique id -> title
-    options: list[str] = []                     # of the command line, those that ask the same question again
+    options: list[str] = []                     # of the command line, those that ask the same question again; a --budget that would do

@@ -301,7 +301,7 @@ def next_command(record: StudyRecord) -> str:
         return run_command(record)
     if kind == "too_big":
         return shell(["saturate", "fit", "--", *record.result.command])
-    if kind in ("noisy", "inconclusive"):
+    if kind in ("noisy", "inconclusive") or "--budget" in record.options:
         # The same command resumes the study: rounds that were measured are not measured again.
         return shell(["saturate", "tune", *record.options, "--", *record.result.command])
     topic = {"unverified": "rejected_numerics", "nothing": "no_difference", "slower": "slower"}.get(

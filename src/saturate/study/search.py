@@ -241,6 +241,7 @@ class Search:
         alone = self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
         if alone is None or alone.decision.verdict != "faster" or alone.gain < LARGE:
             return False
+        self.fates[promised.id].gain, self.fates[promised.id].gain_ci = alone.gain, alone.gain_ci
         if not self._keep(promised, together, alone, f"{alone.gain:+.1%} with {partner.id}"):
             return False
         self.stairs.insert(-1, (partner, self.screened[partner.id]))

@@ -80,6 +80,7 @@ class Study:
     aa: Result | None = None
     final: Result | None = None
     tuned: dict[str, Any] = field(default_factory=dict)
+    needs_budget: str = ""              # "27m": the --budget that would do, where this one is too short for anything
     refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
     starved: str = ""                   # the baseline runs out of memory by itself, and how that showed
     notes: list[str] = field(default_factory=list)

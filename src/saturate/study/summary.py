@@ -58,7 +58,7 @@ def record_of(study: Study) -> StudyRecord:
         budget_s=study.request.budget_s,
         findings=study.findings,
         titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
-        options=study.request.options(),
+        options=[*study.request.options(), *(["--budget", study.needs_budget] if study.needs_budget else [])],
     )
 
 

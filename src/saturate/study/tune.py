@@ -37,7 +37,7 @@ from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
-from saturate.study.verification import Verifier, too_slow
+from saturate.study.verification import Verifier, budget_needed, too_slow
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded, Workload
 
@@ -194,6 +194,8 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
     """Whether what everything is compared with can be verified and timed; `study.refusal` says why not."""
     with _phase(study, "can it be verified"):
         slow = None if base else too_slow(study.baseline["step_ms"], study.request.budget_s)
+        if slow:
+            study.needs_budget = budget_needed(study.baseline["step_ms"])
         refusal = slow or verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
@@ -208,13 +210,15 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
 
 
 def _out_of_time(study: Study, end: float) -> str | None:
-    """Why nothing can be timed within the budget, or None: starting and one verification run have used it up."""
+    """Why nothing can be timed within the budget, or None: starting and one verification run have used it up. `study` then
+    knows the budget that would do."""
     now = time.monotonic()
     if now < end:
         return None
     spent_s = now - study.started
+    study.needs_budget = f"{math.ceil(NEEDED * spent_s / 60)}m"
     return (f"the budget of {study.request.budget_s:.0f} s ended before anything could be timed: starting and the first verification run "
-            f"took {spent_s:.0f} s; give it --budget {math.ceil(NEEDED * spent_s / 60)}m, or a smaller configuration")
+            f"took {spent_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
 def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:

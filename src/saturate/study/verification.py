@@ -61,7 +61,12 @@ def too_slow(step_ms: float, budget_s: float) -> str | None:
     if needed_s <= budget_s:
         return None
     return (f"{UPDATES} updates of {step_ms / 1e3:.1f} s take longer than the whole budget of {budget_s:.0f} s; "
-            f"give it --budget {math.ceil(RUNS * needed_s / 60)}m, or a smaller configuration")
+            f"give it --budget {budget_needed(step_ms)}, or a smaller configuration")
+
+
+def budget_needed(step_ms: float) -> str:
+    """What verifying steps of this length takes, for the command line."""
+    return f"{math.ceil(RUNS * UPDATES * step_ms / 60e3)}m"
 
 
 def first_difference(expected: list[list[float]], found: list[list[float]], allowed: list[float]) -> int | None:
