@@ -72,6 +72,8 @@ def test_where_nothing_was_measured_the_first_that_ran_says_why():
                for id, fate in (("cuda-graphs", "not_applicable"), ("onnx-runtime", "not_applied"))]
     record = msgspec.structs.replace(optimizations.nothing(), candidates=stopped)
     assert report.why_nothing(record) == "no candidate could be measured: onnx-runtime, onnx-runtime says why"
+    waiting = msgspec.structs.replace(record, candidates=[msgspec.structs.replace(one, fate="not_tried") for one in stopped])
+    assert report.why_nothing(waiting) == "the time ended before the first candidate's turn: give it more"
 
 
 def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice():
