@@ -29,7 +29,7 @@ class Progress:
 
 
 class one_signal_interrupts:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends a tune: trials are killed and the best so far is written. Later ones
+    """The first Ctrl-C, SIGTERM or SIGHUP ends a study: trials are killed and the best so far is written. Later ones
     change nothing, so that they cannot end the cleaning up. A signal that was ignored stays ignored (nohup)."""
 
     def __enter__(self) -> None:

@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from saturate.cli._options import add_study_options, duration, must_exist
+from saturate.cli._options import add_study_options, duration, memory, must_exist
 from saturate.cli._output import coloured, encoded
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
@@ -74,15 +74,6 @@ def execute(arguments: argparse.Namespace) -> int:
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
     print(report.summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
     return 0
-
-
-def memory(text: str) -> int:
-    from saturate.records import sizes
-
-    try:
-        return sizes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def size(text: str) -> int:

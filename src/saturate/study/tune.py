@@ -29,6 +29,7 @@ from saturate.errors import (
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.result import StudyRecord
+from saturate.report import words
 from saturate.study import baseline, fitting, profile, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
@@ -244,10 +245,9 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
     if floor > HOPELESS_NOISE:
-        pairs = "1 pair" if len(study.aa.pairs) == 1 else f"{len(study.aa.pairs)} pairs"
         longer = ", or give it a longer --budget for more pairs" if len(study.aa.pairs) < PATIENT_AA.max_pairs else ""
         raise TooNoisy("this machine is too noisy to decide anything",
-                       evidence=f"after {pairs} of the same program, differences below {floor:.0%} are not resolved",
+                       evidence=f"after {words.count(len(study.aa.pairs), 'pair')} of the same program, differences below {floor:.0%} are not resolved",
                        remedy=f"stop other programs, or try again on a quiet machine{longer}")
     return True
 
