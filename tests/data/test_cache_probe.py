@@ -74,6 +74,29 @@ def test_what_costs_nothing_is_not_cached():
     assert "making an item takes" in found.refusal
 
 
+def test_code_that_runs_for_the_first_time_is_not_what_reading_costs(monkeypatch):
+    """A dataset of rows was refused because its first six readings, in a new process, took as long as making the items."""
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return torch.full((4,), float(index))
+
+    decode, seen = cache_probe.cache_codec.decode, set()
+
+    def slow_at_first(record):
+        if bytes(record) not in seen:
+            seen.add(bytes(record))
+            time.sleep(0.02)
+        return decode(record)
+
+    monkeypatch.setattr(cache_probe.cache_codec, "decode", slow_at_first)
+    found = cache_probe.probe(Slow(), 100)
+    assert not found.refusal and found.read_s < found.make_s
+
+
 def test_a_dataset_that_hangs_is_left_alone(root, monkeypatch):
     monkeypatch.setattr(cache_probe, "MOST_S", 0.3)
 
