@@ -250,6 +250,35 @@ def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
     assert "one" in caught.value.cause
 
 
+def test_quoted_text_may_hold_ends_of_lines(tmp_path: Path) -> None:
+    """Longer than what pyarrow reads at a time, or the end of a line inside a quotation cannot be in the way."""
+    (tmp_path / "quoted.csv").write_text("n,text\n" + "".join(f'{n},"one {n}\ntwo, {n}"\n' for n in range(80_000)))
+    packing.pack(open_source(tmp_path / "quoted.csv"), tmp_path / "out")
+    rows = read_back(tmp_path / "out")
+    assert len(rows) == 80_000 and rows[-1] == {"n": 79_999, "text": "one 79999\ntwo, 79999"}
+
+
+def test_a_column_that_begins_empty_is_text(tmp_path: Path) -> None:
+    (tmp_path / "late.csv").write_text("n,remark\n" + "1,\n" * 700_000 + "2,at last\n")
+    packing.pack(open_source(tmp_path / "late.csv"), tmp_path / "out")
+    assert read_back(tmp_path / "out")[-1] == {"n": 2, "remark": "at last"}
+
+
+def test_what_cannot_be_read_is_named(images: Path, tmp_path: Path) -> None:
+    (images / "cat" / "link.jpg").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="cannot read .*link.jpg"):
+        open_source(images)
+    (images / "cat" / "link.jpg").unlink()
+    os.mkfifo(images / "cat" / "pipe.jpg")
+    assert len(open_source(images).files) == 21
+    name = os.fsencode(images / "cat") + b"/\xff.jpg"
+    with open(name, "wb") as file:
+        file.write(b"\xff\xd8")
+    with pytest.raises(UsageError, match="not UTF-8") as refused:
+        open_source(images)
+    refused.value.card().encode()      # can be printed
+
+
 def test_batches_stay_small(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_sources, "BATCH_BYTES", 1200)
     assert max(batch.rows.num_rows for batch in open_source(images).batches(0)) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -70,9 +71,17 @@ class Source:
 
 
 def open_source(path: Path, kind: str | None = None) -> Source:
-    """The source at `path`. Raises UsageError where nothing there can be packed, or more than one kind of thing."""
+    """The source at `path`. Raises UsageError where nothing there can be packed or read, or more than one kind of thing."""
     if not path.exists():
         raise UsageError(f"there is nothing at {path}", remedy="check its spelling")
+    try:
+        return _opened(path, kind)
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename or path}", cause=error.strerror or str(error),
+                         remedy="mend it or remove it, or pack another folder") from error
+
+
+def _opened(path: Path, kind: str | None) -> Source:
     found = _files(path)
     kind = kind or _kind(path, found)
     endings = {"images": IMAGES, "text": TEXT}.get(kind) or {e for e, k in TABLES.items() if k == kind}
@@ -84,15 +93,22 @@ def open_source(path: Path, kind: str | None = None) -> Source:
 
 
 def _files(path: Path) -> list[File]:
-    """All regular files, hidden ones left out, in order of their names. Links to folders are not followed."""
+    """All regular files, hidden ones left out, in order of their names. Links to folders are not followed. Raises OSError
+    where a folder or a file cannot be looked at: left out, it would be missed by nobody."""
     paths = [path] if path.is_file() else sorted(
-        Path(folder, name) for folder, folders, names in os.walk(path) if not Path(folder).name.startswith(".") or folder == str(path)
+        Path(folder, name) for folder, folders, names in os.walk(path, onerror=_raise)
+        if not Path(folder).name.startswith(".") or folder == str(path)
         for name in names if not name.startswith("."))
     found = []
     for one in paths:
         facts = one.stat()
-        found.append(File(one, one.relative_to(path).as_posix() if one != path else one.name, facts.st_size, facts.st_mtime_ns))
+        if stat.S_ISREG(facts.st_mode):         # opening a pipe would wait for a writer
+            found.append(File(one, one.relative_to(path).as_posix() if one != path else one.name, facts.st_size, facts.st_mtime_ns))
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _kind(path: Path, files: list[File]) -> str:
@@ -128,6 +144,10 @@ def _images(path: Path, files: list[File]) -> Source:
     if broken:
         raise UsageError(f"{len(broken)} image files are no images", cause="they begin like none of the formats that are packed",
                          evidence=", ".join(broken[:3]), remedy="remove them, or fetch them again")
+    unreadable = [ascii(file.name) for file in files if not _is_text(file.name)]
+    if unreadable:
+        raise UsageError(f"{len(unreadable)} image files have names that are not UTF-8, and could not be written down",
+                         evidence=", ".join(unreadable[:3]), remedy="rename them: convmv -f latin1 -t utf-8 -r --notest SRC")
     labelled = all("/" in file.name for file in files)
     classes = sorted({file.name.partition("/")[0] for file in files}) if labelled else []
     if labelled and (bare := _folders(path) - set(classes)):
@@ -152,6 +172,11 @@ def _images(path: Path, files: list[File]) -> Source:
                 yield Batch(pa.record_batch(columns, schema=schema), sum(file.bytes for file in chunk))
 
     return Source("images", tuple(files), schema, batches, features)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name of the file system is UTF-8: where it is not, Python keeps its bytes as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _begins_as_image(file: File) -> bool:
@@ -217,12 +242,14 @@ def _text(path: Path, files: list[File]) -> Source:
 
 
 def _csv(path: Path, files: list[File]) -> Source:
-    """Types are those of the first megabyte of the first file; a later value that does not fit is an error with its row."""
+    """Types are those of the first megabyte of the first file, text for a column that is empty there; a later value that does
+    not fit is an error with its row."""
     import pyarrow as pa
     from pyarrow import csv
 
     def reader(file: File, schema: Any = None) -> Any:
-        parse = csv.ParseOptions(delimiter="\t" if file.path.suffix.lower() == ".tsv" else ",")
+        # Quoted text may hold ends of lines.
+        parse = csv.ParseOptions(delimiter="\t" if file.path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
         convert = csv.ConvertOptions(column_types=schema) if schema is not None else None
         return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
 
@@ -237,7 +264,8 @@ def _csv(path: Path, files: list[File]) -> Source:
                 yield file, batch
 
     try:
-        schema = reader(files[0]).schema
+        found = reader(files[0]).schema
+        schema = pa.schema([pa.field(one.name, pa.string() if pa.types.is_null(one.type) else one.type) for one in found])
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
     return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
