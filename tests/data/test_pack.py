@@ -264,6 +264,29 @@ def test_a_column_that_begins_empty_is_text(tmp_path: Path) -> None:
     assert read_back(tmp_path / "out")[-1] == {"n": 2, "remark": "at last"}
 
 
+@pytest.mark.parametrize(("name", "content", "rows"), [
+    ("semicolons.csv", b"a;b\n1;2,5\n", [{"a": 1, "b": "2,5"}]),
+    ("tabs.csv", b"a\tb\n1\t2\n", [{"a": 1, "b": 2}]),
+    ("one.csv", b"a\n1\n", [{"a": 1}]),
+    ("marked.csv", b"\xef\xbb\xbfa,b\n1,2\n", [{"a": 1, "b": 2}]),
+    ("marked.txt", b"\xef\xbb\xbfhello\nworld\n", [{"text": "hello"}, {"text": "world"}]),
+])
+def test_spellings_of_text_and_tables(tmp_path: Path, name: str, content: bytes, rows: list[dict]) -> None:
+    (tmp_path / name).write_bytes(content)
+    packing.pack(open_source(tmp_path / name), tmp_path / "out")
+    assert read_back(tmp_path / "out") == rows
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (b"a,a\n1,2\n", "more than one column called 'a'"),
+    (b"a,b\n1,caf\xe9\n", "column 'b' of odd.csv is not UTF-8"),
+])
+def test_tables_that_nothing_could_read_back(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "odd.csv").write_bytes(content)
+    with pytest.raises(UsageError, match=reason):
+        open_source(tmp_path / "odd.csv")
+
+
 def test_what_cannot_be_read_is_named(images: Path, tmp_path: Path) -> None:
     (images / "cat" / "link.jpg").symlink_to("nowhere")
     with pytest.raises(UsageError, match="cannot read .*link.jpg"):

@@ -1,4 +1,4 @@
-"""The noise of a machine: how long it is looked at, and what is said of it."""
+"""The noise of a machine: how long it is looked at, what is said of it, and how long the last race goes on because of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from saturate.errors import TooNoisy
+from saturate.measure import race
 from saturate.study import tune
 
 WILD = [0.9, -0.5, 1.9, -0.4, 0.4, -1.2]
@@ -16,15 +17,15 @@ WILD = [0.9, -0.5, 1.9, -0.4, 0.4, -1.2]
 class Racer:
     """Each pair takes as long as it is told to."""
 
-    def __init__(self, clock: list[float], pair_s: float):
-        self.clock, self.pair_s = clock, pair_s
+    def __init__(self, clock: list[float], pair_s: float, pair: list[float] = WILD):
+        self.clock, self.pair_s, self.pair = clock, pair_s, pair
         self.pairs: list[list[float]] = []
 
     def run(self, question, a, b, limits, deadline, share_base=False, min_pairs=1):
         while len(self.pairs) < min_pairs:
             self.clock[0] += self.pair_s
-            self.pairs.append(WILD)
-        return SimpleNamespace(pairs=self.pairs, gain=0.0)
+            self.pairs.append(self.pair)
+        return SimpleNamespace(pairs=self.pairs, gain=0.0, gain_ci=(-0.1, 0.3), decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
     def learn_noise(self, pairs):
         pass
@@ -41,3 +42,17 @@ def test_no_further_pair_is_begun_that_would_outlast_the_budget(monkeypatch, pai
     assert len(racer.pairs) == pairs and clock[0] <= 60.0
     assert "--budget" in error.value.remedy and f"{pairs} pair" in error.value.evidence
     assert math.isfinite(tune._floor(study.aa))
+
+
+@pytest.mark.parametrize(("pair", "end", "pairs"), [
+    (WILD, 1000.0, tune.MOST_FINAL_PAIRS),          # it never gets narrow
+    (WILD, 55.0, 5),                                # a sixth pair would end too late
+    ([0.3, 0.31, 0.29, 0.3, 0.3, 0.31], 1000.0, 3),
+])
+def test_the_last_race_goes_on_while_its_interval_is_wide(monkeypatch, pair, end, pairs):
+    clock = [0.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
+    racer = Racer(clock, 10.0, pair)
+    said = []
+    assert len(tune._final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= end
+    assert len(said) == pairs - 3 and all("[-10.0%, +30.0%] is wide" in line for line in said)

@@ -39,6 +39,7 @@ from saturate.cli import main
 from saturate.measure.race import Limits
 from saturate.study import search, tune
 tune.AA = tune.FINAL = search.SCREEN = search.ADD = search.RETRY = Limits(max_pairs=1, min_rounds=2, max_rounds=3)
+tune.MOST_FINAL_PAIRS = 1
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -41,6 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from saturate.data import pack
     from saturate.data.pack_sources import open_source
     from saturate.records.pack import Packed
+    from saturate.report import words
 
     source_path, destination = arguments.source.absolute(), arguments.destination.absolute()
     if destination == source_path or destination in source_path.parents or source_path in destination.parents:
@@ -61,7 +62,8 @@ def execute(arguments: argparse.Namespace) -> int:
         print(encoded(record))
     else:
         again = f" ({done.resumed_rows:,} of them were there already)" if done.resumed_rows else ""
-        print(f"{done.rows:,} rows of {source.kind} in {len(done.shards)} files, {done.bytes / 1e6:,.1f} MB, {seconds:.1f} s{again}\n")
+        rows, files = words.count(done.rows, "row"), words.count(len(done.shards), "file")
+        print(f"{rows} of {source.kind} in {files}, {done.bytes / 1e6:,.1f} MB, {seconds:.1f} s{again}\n")
         print("to read them:\n" + "\n".join(f"    {line}" for line in loader))
     return 0
 

@@ -215,8 +215,8 @@ def _text(path: Path, files: list[File]) -> Source:
         for file in files:
             with open(file.path, "rb") as opened:
                 for number, line in enumerate(opened, 1):
-                    try:
-                        yield line.rstrip(b"\r\n").decode("utf-8"), len(line)
+                    try:        # a mark of the byte order may stand before the first line
+                        yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"), len(line)
                     except UnicodeDecodeError as error:
                         raise UsageError(f"{file.path} is not UTF-8 text", cause=f"line {number}: {error.reason}",
                                          remedy="convert it: iconv -f latin1 -t utf-8") from error
@@ -248,8 +248,7 @@ def _csv(path: Path, files: list[File]) -> Source:
     from pyarrow import csv
 
     def reader(file: File, schema: Any = None) -> Any:
-        # Quoted text may hold ends of lines.
-        parse = csv.ParseOptions(delimiter="\t" if file.path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
+        parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
         convert = csv.ConvertOptions(column_types=schema) if schema is not None else None
         return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
 
@@ -265,10 +264,27 @@ def _csv(path: Path, files: list[File]) -> Source:
 
     try:
         found = reader(files[0]).schema
-        schema = pa.schema([pa.field(one.name, pa.string() if pa.types.is_null(one.type) else one.type) for one in found])
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
+    twice = sorted({name for name in found.names if found.names.count(name) > 1})
+    if twice:
+        raise UsageError(f"{files[0].name} has more than one column called {twice[0]!r}", remedy="give each column a name of its own")
+    raw = [one.name for one in found if pa.types.is_binary(one.type)]
+    if raw:
+        raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy="convert it: iconv -f latin1 -t utf-8")
+    schema = pa.schema([pa.field(one.name, pa.string() if pa.types.is_null(one.type) else one.type) for one in found])
     return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
+
+
+def _delimiter(file: File) -> str:
+    """A comma, but where the first line has none, and has one of the others that are in use."""
+    if file.path.suffix.lower() == ".tsv":
+        return "\t"
+    if file.path.suffix.lower() != ".csv":
+        return ","              # compressed, perhaps
+    with open(file.path, "rb") as opened:
+        first = opened.readline(1 << 16)
+    return next((other.decode() for other in (b"\t", b";", b"|") if b"," not in first and other in first), ",")
 
 
 def _parquet(path: Path, files: list[File]) -> Source:

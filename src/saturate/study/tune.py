@@ -45,6 +45,10 @@ from saturate.trial.process import TrialEnded, Workload
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
 FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
 
+#: An interval wider than this to either side says little: the final race goes on with more pairs, while there is time.
+WIDE = 0.05
+MOST_FINAL_PAIRS = 8
+
 #: A machine on which even the same program differs this much between two runs decides nothing. That is not said after one
 #: pair with few rounds, while there is time for more.
 HOPELESS_NOISE = 0.30
@@ -229,9 +233,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         study.aa = racer.run("A/A", base, base, AA, min(end, began + NOISE_SHARE * budget_s), share_base=True)
         patience = min(end, began + PATIENCE_SHARE * budget_s)
         for most in range(AA.max_pairs + 1, PATIENT_AA.max_pairs + 1):
-            now = time.monotonic()
-            # Another pair takes as long as those before it: most of that is starting, which no deadline cuts short.
-            if _floor(study.aa) <= HOPELESS_NOISE or now > patience or now + (now - began) / max(1, len(study.aa.pairs)) > end:
+            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience or not _time_for_another(study.aa, began, end):
                 break
             study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
             study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
@@ -252,19 +254,41 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
     return True
 
 
+def _time_for_another(result: Result, began: float, end: float) -> bool:
+    """Whether one more pair would end in time, if it takes as long as those before it: most of that is starting, which no
+    deadline cuts short."""
+    now = time.monotonic()
+    return now + (now - began) / max(1, len(result.pairs)) <= end
+
+
 def _floor(aa: Result) -> float:
     return race.noise_floor(aa.pairs) if aa.pairs else float("inf")
 
 
+def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[[str], None]) -> Result:
+    """In at least three fresh pairs if there is time, and in more as long as the interval is wide. Its width is no ratio, so
+    going on because of it favours neither side."""
+    began = time.monotonic()
+    result = racer.run("final", before, kept, FINAL, end, min_pairs=FINAL.max_pairs)
+    for most in range(FINAL.max_pairs + 1, MOST_FINAL_PAIRS + 1):
+        found = result.decision.estimate
+        narrow = found is not None and found.high - found.low <= 2 * WIDE
+        if narrow or len(result.pairs) < most - 1 or not _time_for_another(result, began, end):
+            break
+        low, high = result.gain_ci or (-1.0, math.inf)
+        say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
+        result = racer.run("final", before, kept, replace(FINAL, max_pairs=most), end, min_pairs=most)
+    return result
+
+
 def _confirm(study: Study, racer: Racer, end: float) -> None:
-    """The final set against the baseline, in at least three fresh pairs if there is time. Where the baseline does not run,
-    against the set that was needed to fit."""
+    """The final set against the baseline. Where the baseline does not run, against the set that was needed to fit."""
     assert study.search is not None
     kept = study.search.kept
     before = study.search.base if study.starved else ()
     study.say("confirm: " + " + ".join(c.label() for c in kept))
     try:
-        study.final = racer.run("final", before, kept, FINAL, end, min_pairs=FINAL.max_pairs)
+        study.final = _final_race(racer, before, kept, end, study.say)
     except TrialEnded as ended:
         if ended.outcome.kind == "too_short":
             study.notes.append(f"the last race has too few rounds: {ended.outcome.reason}; {ended.outcome.remedy}")
