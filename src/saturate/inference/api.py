@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import secrets
 import sys
@@ -70,11 +71,11 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     inputs, real ones; they define shapes and batch size, and a part of them calibrates quantisation. check(run): the
     user's own score of `run`, which has the model's signature; per-sample values are best (`accuracy`). Without a check
     only candidates are tried that compute the same up to the order of sums. time: "20m", "90s" or seconds; no candidate
-    begins after 70 % of it. One that is being prepared by then has at least 30 seconds, and the best is stored, loaded and
-    scored in any case: less than two minutes may be overrun, and the last lines say what it took. train: `Train(loader,
-    loss)` or (loader, loss) unlocks recovery, quantisation-aware training and distillation. threads: CPU threads that a
-    candidate may use (default: torch's). workdir: where the search keeps what it found; the same call goes on
-    there after an interruption.
+    begins after 70 % of it, nor when the rest is needed to confirm what was found. One that is being prepared by then has at
+    least 30 seconds, and the best is stored, loaded and scored in any case: a short time for a large model may be overrun,
+    and the last lines say what it took. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware
+    training and distillation. threads: CPU threads that a candidate may use (default: torch's). workdir: where the search
+    keeps what it found; the same call goes on there after an interruption.
 
     Raises UsageError for bad arguments, WorkloadFailed where the model does not run on its inputs, CheckUnusable where
     the check cannot judge. A candidate that fails costs a row in the table, never the search.
@@ -107,7 +108,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
         journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume)
         search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
-                        budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal)
+                        budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
         try:
             search.run(worker)
         except KeyboardInterrupt as interruption:
@@ -117,7 +118,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             raise
     finally:
         worker.close()
-    search.deadline_s = lab.deadline_s
+    search.deadline_s, search.end_s = lab.deadline_s, math.inf
     return conclude(search, lab, notes, began, say)
 
 

@@ -27,6 +27,9 @@ WORTH_SCORING = 0.97
 #: A repaired candidate is slower than the broken one; below this advantage over the best it is not worth a repair.
 WORTH_REPAIRING = 1.03
 
+#: Storing, loading, scoring and racing a candidate takes some so many times what its trial took.
+CONCLUDING = 1.5
+
 #: Fates of candidates that work and may be the best.
 WORKING: tuple[Fate, ...] = ("kept", "dominated")
 
@@ -101,7 +104,8 @@ def code(candidate: Candidate) -> str:
 
 @dataclass
 class Search:
-    """Walks the plan. `deadline_s` is in `time.monotonic()` seconds and leaves room for the confirmation."""
+    """Walks the plan. `deadline_s` is in `time.monotonic()` seconds and leaves room for the confirmation; `end_s`, of the
+    same clock, is when that should have ended too."""
 
     lab: Lab
     pool: plan.Pool
@@ -115,6 +119,7 @@ class Search:
     journal: Any = None
     baseline: Tried | None = None
     tried: dict[Candidate, Tried] = field(default_factory=dict)
+    end_s: float = math.inf
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     _lane: Any = None
 
@@ -140,7 +145,7 @@ class Search:
         their place among the others: another variant that passes costs less."""
         while self.time_left():
             waiting = [candidate for candidate in dict.fromkeys(supply()) if candidate not in self.tried]
-            left_s = self.deadline_s - time.monotonic()
+            left_s = self._until_s() - time.monotonic()
             waiting = [one for one in waiting if order.seconds(one, self.tried) <= left_s] or waiting
             candidate = max(waiting, key=self._rate, default=None)
             broken = max(self.broken, key=self._repair_rate, default=None)
@@ -173,7 +178,12 @@ class Search:
                      if found.out_of_limits and [part.id for part in other.parts] == ids), None)
 
     def time_left(self) -> bool:
-        return time.monotonic() < self.deadline_s
+        return time.monotonic() < self._until_s()
+
+    def _until_s(self) -> float:
+        """When trying must end, so that the best two can be confirmed in time: large models take long to store and to load."""
+        both = {found.candidate: found for found in (self.best(), self.best(lossless=True)) if found is not None}
+        return min(self.deadline_s, self.end_s - CONCLUDING * sum(found.seconds for found in both.values()))
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
