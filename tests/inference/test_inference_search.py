@@ -178,14 +178,14 @@ def test_the_fastest_within_the_budget_wins_and_every_candidate_has_a_fate() -> 
 
 
 def test_nothing_begins_when_the_rest_is_needed_to_confirm_the_best() -> None:
-    """BERT-base took 14 minutes of ten: storing, loading, scoring and racing the best two took far more than what was kept for it."""
+    """Storing, loading, scoring and racing a large model's best two takes longer than the share that is kept for it in any case."""
     world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
     search = walk(world, RUN, INT8)
     search.end_s = time.monotonic() + 60
     assert search.time_left()
     search.best(lossless=True).seconds = 15.0           # type: ignore[union-attr]
     assert search.time_left()
-    search.best().seconds = 30.0                        # type: ignore[union-attr]
+    search.best().seconds = 40.0                        # type: ignore[union-attr]
     assert not search.time_left()
     started = len(world.started)
     search.tried = {found.candidate: found for found in (search.best(), search.best(lossless=True))}   # type: ignore[union-attr, misc]

@@ -28,7 +28,7 @@ WORTH_SCORING = 0.97
 WORTH_REPAIRING = 1.03
 
 #: Storing, loading, scoring and racing a candidate takes some so many times what its trial took.
-CONCLUDING = 1.5
+CONCLUDING = 1.2
 
 #: Fates of candidates that work and may be the best.
 WORKING: tuple[Fate, ...] = ("kept", "dominated")
