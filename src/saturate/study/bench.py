@@ -98,7 +98,7 @@ class Bench:
                              self.caches, self.study_dir)
         if self.intercept is not None and plan.mode != "intercept":
             plan = planning.as_intercept(plan, self.intercept)
-        self.isolation = f"{plan.mode}: {plan.reason}"
+        self.isolation = f"trials wrote to {plan.reason}, not to your files" if plan.mode == "overlay" else plan.reason
         if capture is not None:
             capture = {**capture, "folder": str(run_dir)}
         trial = Trial(self.workload, TrialSpec(
