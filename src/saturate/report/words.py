@@ -224,7 +224,8 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
-        return Headline(kind, "Undecided within the budget", raced, best_tried(record) or reason)
+        why = best_tried(record, ("inconclusive",)) or (_NO_TURN if best_tried(record) else reason)
+        return Headline(kind, "Undecided within the budget", raced, why)
     return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
 
 
@@ -244,11 +245,13 @@ def moved(record: StudyRecord, parts: int = 2) -> str:
     )
 
 
-def best_tried(record: StudyRecord) -> str:
-    """The technique that came closest without being kept, or ""."""
-    tried = [
-        o for o in record.result.techniques if o.gain is not None and o.fate in ("no_difference", "inconclusive")
-    ]
+#: Why a study is undecided in which nothing that was raced is.
+_NO_TURN = "what was tried does not help, and the budget ended before the rest had a turn"
+
+
+def best_tried(record: StudyRecord, fates: tuple[str, ...] = ("no_difference", "inconclusive")) -> str:
+    """The technique that came closest without being kept, of those with one of these fates, or ""."""
+    tried = [o for o in record.result.techniques if o.gain is not None and o.fate in fates]
     if not tried:
         return ""
     best = max(tried, key=lambda outcome: outcome.gain or 0.0)
