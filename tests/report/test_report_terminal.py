@@ -186,9 +186,23 @@ def test_a_budget_that_would_do_is_in_the_command_to_type():
     assert "explain" in plain(studies.cannot_verify()).split("\n")[-1]
 
 
+def undecided(**changes):
+    """Nothing helped, and one technique had no turn."""
+    record = studies.nothing_helps()
+    last = msgspec.structs.replace(record.result.techniques[-1], fate="not_tried", reason="the budget ended before its turn", gain=None)
+    result = {"verdict": "inconclusive", "techniques": [*record.result.techniques[:-1], last], **changes}
+    return msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, **result))
+
+
 def test_what_gives_nothing_is_not_the_closest_to_an_answer():
     """A compiled step 22 % slower was called the closest, where two techniques had not had their turn."""
-    record = studies.nothing_helps()
-    undecided = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verdict="inconclusive"))
-    said = summary(undecided, width=120, color=False)
+    said = plain(undecided(), 120)
     assert "Undecided within the budget" in said and "the budget ended before the rest had a turn" in said and "closest" not in said
+
+
+def test_a_budget_that_noise_used_up_is_not_called_noise():
+    """With steps of a second, looking at the noise took four minutes of four."""
+    techniques = [msgspec.structs.replace(o, fate="not_tried", gain=None, gain_ci=None) for o in undecided().result.techniques]
+    said = plain(undecided(techniques=techniques, noise_floor=0.114), 120)
+    assert said.startswith("Undecided within the budget") and "before anything could be tried" in said
+    assert plain(undecided(noise_floor=0.114), 120).startswith("Too noisy to decide")

@@ -168,13 +168,19 @@ def _kind(record: StudyRecord) -> Kind:
         return "nothing"
     if result.verdict == "slower":
         return "slower"
-    noisy = result.noise_floor is not None and result.noise_floor >= record.threshold * (
-        1.0 if result.speedup_ci is not None else NOISY_WITHOUT_A_FINAL_RACE)
+    finished = result.speedup_ci is not None
+    # Where nothing was raced, time was short, however much the baseline differs from itself.
+    noisy = (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
+        1.0 if finished else NOISY_WITHOUT_A_FINAL_RACE)
     # A clear race that nobody could verify is a question of numerics, however noisy the machine.
-    undecided = result.speedup_ci is not None and result.speedup_ci[0] <= 1 + record.threshold
+    undecided = finished and result.speedup_ci[0] <= 1 + record.threshold       # type: ignore[index]
     if result.verified is None and result.verified_reason and not (noisy and undecided):
         return "cannot_verify"
     return "noisy" if noisy else "inconclusive"
+
+
+def _anything_raced(record: StudyRecord) -> bool:
+    return any(outcome.gain is not None for outcome in record.result.techniques)
 
 
 def _fits_by_itself(record: StudyRecord) -> bool:
@@ -224,8 +230,10 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
-        why = best_tried(record, ("inconclusive",)) or (_NO_TURN if best_tried(record) else reason)
-        return Headline(kind, "Undecided within the budget", raced, why)
+        why = _NONE_HELPS if _anything_raced(record) else _NO_TURN
+        if not any(outcome.fate == "not_tried" for outcome in result.techniques):
+            why = reason
+        return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or why)
     return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
 
 
@@ -246,7 +254,8 @@ def moved(record: StudyRecord, parts: int = 2) -> str:
 
 
 #: Why a study is undecided in which nothing that was raced is.
-_NO_TURN = "what was tried does not help, and the budget ended before the rest had a turn"
+_NONE_HELPS = "what was tried does not help, and the budget ended before the rest had a turn"
+_NO_TURN = "the budget ended before anything could be tried"
 
 
 def best_tried(record: StudyRecord, fates: tuple[str, ...] = ("no_difference", "inconclusive")) -> str:
