@@ -84,6 +84,36 @@ def test_an_agent_that_fails_is_reported_at_once(script, start, tmp_path: Path) 
     assert ended.value.outcome.kind == "agent_failed" and "broken on purpose" in ended.value.outcome.reason
 
 
+@pytest.mark.parametrize("batch, ends", [
+    ("class Batch(dict):\n    def values(self): raise RuntimeError('broken on purpose')", True),
+    ("class Batch:\n    def __init__(self, x): self.values = x", False),       # as a column of pandas has it
+])
+def test_a_batch_that_the_agent_cannot_read(batch: str, ends: bool, script, start) -> None:
+    """Before the first gate: neuralforecast's batches hold a column of pandas, the agent failed, and tune waited for its whole
+    budget."""
+    source = f"""
+import torch
+from torch.utils.data import DataLoader
+{batch}
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(torch.randn(64, 4).unbind(), batch_size=8, collate_fn=lambda rows: Batch({{"x": torch.stack(rows)}}))
+while True:
+    for batch in loader:
+        x = dict.__getitem__(batch, "x") if isinstance(batch, dict) else batch.values["x"]
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+"""
+    trial = start(str(script(source)), timeout_s=300.0)
+    if not ends:
+        assert trial.wait_ready()
+        return
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "agent_failed" and "broken on purpose" in ended.value.outcome.reason
+
+
 @pytest.mark.parametrize("source, kind, words", [
     ("raise SystemExit(0)", "never_trained", ""),
     ("raise SystemExit(3)", "exited", "exit code 3"),

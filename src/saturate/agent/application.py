@@ -121,6 +121,20 @@ def report_no_step(session: Any) -> None:
     gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:])})
 
 
+def report_failure(session: Any, text: str) -> None:
+    """The agent failed before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
+    sys.stderr.write(f"saturate: the agent failed and withdrew; the run goes on without it\n{text}")
+    if session.plan["mode"] == "run" or session.phase == "asleep" or not session.plan.get("socket"):
+        return
+    from saturate.agent.gate import Gate
+
+    hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
+    try:
+        Gate(session.plan, hello, session.clock, session.drain, lambda order: None).tell({"at": "agent_failed", "error": text})
+    except OSError:
+        pass                # the controller is gone: nobody is left to tell
+
+
 def standing(session: Any) -> dict[str, Any]:
     """What a rank says whenever it comes to the gate: events since the start by token, losses that were not reported
     yet, and a few entries of a few parameters. A step must stay what it was, and training must go on."""

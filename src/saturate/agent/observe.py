@@ -122,11 +122,16 @@ def _length(dataset: Any) -> int | None:
         return None                 # iterable datasets have none
 
 
+def is_mapping(batch: Any) -> bool:
+    """Also of a library's own kind. The `values` of a table or a column of pandas are no method."""
+    return isinstance(batch, dict) or (callable(getattr(batch, "values", None)) and callable(getattr(batch, "keys", None)))
+
+
 def tensors_of(torch: Any, batch: Any) -> Any:
     """Every tensor in a batch of nested lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict) or hasattr(batch, "values"):
+    elif is_mapping(batch):
         for value in batch.values():
             yield from tensors_of(torch, value)
     elif isinstance(batch, (list, tuple)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import weakref
 from typing import Any
@@ -122,7 +121,9 @@ class Session:
             except OSError:
                 pass                # the controller is gone: nobody is left to tell
         else:
-            sys.stderr.write(f"saturate: the agent failed and withdrew; the run goes on without it\n{text}")
+            from saturate.agent import application
+
+            application.report_failure(self, text)
 
     @property
     def asleep(self) -> bool:
