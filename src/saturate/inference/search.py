@@ -27,7 +27,7 @@ WORTH_SCORING = 0.97
 #: A repaired candidate is slower than the broken one; below this advantage over the best it is not worth a repair.
 WORTH_REPAIRING = 1.03
 
-#: Storing, loading, scoring and racing a candidate takes some so many times what its trial took.
+#: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
 
 #: Fates of candidates that work and may be the best.
