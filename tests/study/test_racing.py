@@ -11,7 +11,7 @@ import pytest
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.study.fates import FATES
-from saturate.study.racing import MOST_ROUNDS, Racer
+from saturate.study.racing import MOST_ROUNDS, Racer, block_size
 from saturate.study.search import Search
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
@@ -50,7 +50,7 @@ class Process:
         if self.left == 0:
             self.ended = SHORT.outcome
             raise TrialEnded(SHORT.outcome)
-        self.left -= 1
+        self.left, self.asked = self.left - 1, (skip, steps)
         return Block([round(1e6 * self.draw.lognormvariate(0.0, self.scatter))] * steps, {}, {}, steps)
 
 
@@ -114,3 +114,37 @@ def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():
     search.fates["t"] = SimpleNamespace(gain=None, gain_ci=None)
     assert search.race("screen t", (), (), Limits(max_pairs=1), candidate, share_base=True) is None
     assert search.fates["t"].fate == "inconclusive" and "ended after 3000" in search.fates["t"].reason
+
+
+def live(step_ms, workers=0):
+    loaders = [SimpleNamespace(num_workers=workers, prefetch_factor=2)] if workers else []
+    return SimpleNamespace(step_ms=step_ms, evidence=SimpleNamespace(loaders=loaders))
+
+
+def test_blocks_are_as_long_as_the_faster_step_needs_unless_the_second_is_far_behind():
+    """bf16 made the steps of an adaptive solver thirty times as long, and each of its blocks thirty times as long as ours."""
+    assert block_size(live(16.0), live(20.0)) == block_size(live(20.0), live(16.0)) == (1, 19)
+    assert block_size(live(16.0), live(480.0)) == (1, 2)
+    assert block_size(live(480.0), live(16.0)) == (1, 19)
+
+
+def test_a_baseline_that_never_waits_is_raced_against_itself_in_short_blocks():
+    """With steps of a second and four workers, one pair took longer than the whole budget."""
+    assert block_size(live(900.0, 4), live(900.0, 4)) == (8, 16)
+    assert block_size(live(900.0, 4), live(900.0, 4), loader_bound=False) == (1, 2)
+    asked = []
+    for waits, a, b in ((False, (), ()), (True, (), ()), (False, (), (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict),))):
+        bench = Bench()
+        racer = Racer(bench, 0.02)
+        racer.waits = waits
+        started = bench.live
+
+        def with_workers(purpose, techniques, started=started):
+            found = started(purpose, techniques)
+            found.evidence.loaders.append(SimpleNamespace(num_workers=4, prefetch_factor=2))
+            asked.append(found.trial)
+            return found
+
+        bench.live = with_workers
+        racer.run("x", a, b, ONE_PAIR, time.monotonic() + 60.0)
+    assert [trial.asked for trial in asked] == [(1, 3)] * 2 + [(8, 16)] * 4

@@ -58,6 +58,9 @@ PATIENT_AA = Limits(max_pairs=5, min_rounds=6, max_rounds=30)
 NOISE_SHARE = 0.1
 PATIENCE_SHARE = 0.4
 
+#: Share of a step from which a training counts as waiting for its input.
+WAITS = 0.01
+
 #: A budget in which one technique can be tried: so many times what starting and the first verification run take.
 NEEDED = 4
 
@@ -163,6 +166,7 @@ def _measure(study: Study, bench: Bench) -> None:
             return
     assert study.facts is not None
     racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
+    racer.waits = study.facts.input_wait_ms >= WAITS * study.facts.step_ms
     verifier = Verifier(bench)
     search = Search(
         study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
