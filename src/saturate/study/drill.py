@@ -24,10 +24,12 @@ import msgspec
 
 import saturate
 from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
+from saturate.machine.fingerprint import script_of
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.study import baseline, drilling
 from saturate.study.drilling import Chain, Ran
 from saturate.study.ending import in_our_words
+from saturate.study.resume_option import resume_words, source_of
 from saturate.study.store import StudyLock, new_run
 from saturate.trial.process import Workload
 from saturate.verify import resume, resume_log
@@ -51,7 +53,7 @@ REMEDIES = {
     "skips_data": "save the loader's position with the update that it belongs to: StatefulDataLoader (torchdata)",
     "repeats_data": "save and restore the loader's state: StatefulDataLoader (torchdata), or a sampler seeded by epoch that "
                     "skips what was used",
-    "starts_over": "make the script load its newest checkpoint when it starts, or tell its argument: --resume-args=\"--resume PATH\"",
+    "starts_over": "make the script load its newest checkpoint when it starts, or name its argument: --resume-args=...",
     "cannot_load": "make the script load what it saved: the traceback is in the record",
 }
 
@@ -195,7 +197,9 @@ class _Work:
         if verdict == "resumes_exactly":
             following = ["saturate", "tune", "--", *request.argv]
         else:
-            words = "--resume PATH" if missing else shlex.join(request.resume_args)
+            files = [[_short(path, request.cwd) for path in save.paths] for save in saves]
+            words = shlex.join(resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing
+                               else request.resume_args)
             following = ["saturate", "drill", *([f"--resume-args={words}"] if words else []), "--", *request.argv]
         remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
         if verdict == "starts_over" and request.resume_args and not unfinished:
@@ -208,6 +212,12 @@ class _Work:
             first_save_at_update=saves[0].update if saves else None, repeatable=self.repeatable, isolation=self.isolation,
             notes=self.notes, record=str(self.folder / "drill.json"), next_command=shlex.join(following),
         )
+
+
+def _short(path: str, cwd: Path) -> str:
+    """Below the working directory, where a resumed process stands as well, from there."""
+    inside = Path(path)
+    return str(inside.relative_to(cwd)) if inside.is_relative_to(cwd) else path
 
 
 class _Kills:

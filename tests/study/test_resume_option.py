@@ -1,0 +1,47 @@
+"""The argument that makes a script resume, as its source names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from saturate.study.resume_option import PATH, resume_words, source_of
+
+SAME = [["out/a.pt", "out/last.pt"], ["out/b.pt", "out/last.pt"]]
+
+SOURCES = {
+    "a path": ("p.add_argument('-r', '--resume', type=str)", ["--resume", "out/last.pt"]),
+    "a flag": ("p.add_argument('--resume', action='store_true')", ["--resume"]),
+    "a flag with its opposite": ("p.add_argument('--continue', action=argparse.BooleanOptionalAction)", ["--continue"]),
+    "stored is no flag": ("p.add_argument('--resume', action='store')", ["--resume", "out/last.pt"]),
+    "click": ("@click.option('--resume-from', default=None)\ndef main(resume_from): pass", ["--resume-from", "out/last.pt"]),
+    "a flag of click": ("@click.option('--resume/--no-resume', is_flag=True)\ndef main(resume): pass", ["--resume"]),
+    "typer": ("def main(restart: bool = Option(False, '--restart')): pass", ["--restart", "out/last.pt"]),
+    "the surer one": ("p.add_argument('--checkpoint')\np.add_argument('--resume')", ["--resume", "out/last.pt"]),
+    "another name": ("p.add_argument('--load_checkpoint')", ["--load_checkpoint", "out/last.pt"]),
+    "when to save": ("p.add_argument('--checkpoint-every')\np.add_argument('--checkpoint_dir')", ["--resume", "out/last.pt"]),
+    "what not to do": ("p.add_argument('--no-resume')", ["--resume", "out/last.pt"]),
+    "a name that is made": ("p.add_argument(f'--{name}')\np.add_argument(name)\nadd_argument()", ["--resume", "out/last.pt"]),
+    "no Python": ("exec python train.py --resume \"$1\"", ["--resume", "out/last.pt"]),
+    "nothing": ("", ["--resume", "out/last.pt"]),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_option_is_read_from_the_source(name: str) -> None:
+    source, words = SOURCES[name]
+    assert resume_words(source, SAME) == words
+
+
+def test_a_file_is_named_only_when_every_save_writes_that_one() -> None:
+    for saved in ([], [["a.pt"], ["b.pt"]], [["a.pt", "b.pt"]], [["out/last.pt.tmp"]]):
+        assert resume_words("", saved) == ["--resume", PATH], saved
+    assert resume_words("", [["a.pt"]]) == resume_words("", [["a.pt.tmp", "a.pt"]]) == ["--resume", "a.pt"]
+
+
+def test_a_script_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    assert source_of(None) == source_of(tmp_path / "gone.py") == source_of(tmp_path) == ""
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\nx = 1\n")
+    assert "x = 1" in source_of(tmp_path / "latin.py")
+    assert source_of(tmp_path / "latin.py", limit_bytes=4) == ""
