@@ -14,6 +14,7 @@ from saturate.records.inference import CandidateRecord, Fate, OptimizeRecord, Th
 from saturate.report import inference as report
 from saturate.report import inference_charts as charts
 from saturate.report import inference_html as page
+from saturate.report import inference_words as say
 from saturate.report.analysis_html import MAX_BYTES
 from saturate.report.cells import cells
 
@@ -60,7 +61,7 @@ def test_without_a_check_nothing_is_said_of_accuracy():
 
 def test_what_is_not_shown_to_be_within_the_budget_is_no_win():
     record = optimizations.undecided()
-    assert not report.won(record) and report.won(optimizations.win())
+    assert not say.won(record) and say.won(optimizations.win())
     text = report.summary(record, width=110, color=False)
     assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 more samples needed" in text
     assert "\033[1;32m" not in report.summary(record, width=80, color=True)
@@ -71,9 +72,9 @@ def test_where_nothing_was_measured_the_first_that_ran_says_why():
     stopped = [CandidateRecord(id=id, techniques=[], fate=fate, reason=f"{id} says why")
                for id, fate in (("cuda-graphs", "not_applicable"), ("onnx-runtime", "not_applied"))]
     record = msgspec.structs.replace(optimizations.nothing(), candidates=stopped)
-    assert report.why_nothing(record) == "no candidate could be measured: onnx-runtime, onnx-runtime says why"
+    assert say.why_nothing(record) == "no candidate could be measured: onnx-runtime, onnx-runtime says why"
     waiting = msgspec.structs.replace(record, candidates=[msgspec.structs.replace(one, fate="not_tried") for one in stopped])
-    assert report.why_nothing(waiting) == "the time ended before the first candidate's turn: give it more"
+    assert say.why_nothing(waiting) == "the time ended before the first candidate's turn: give it more"
 
 
 def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice():
@@ -118,7 +119,7 @@ def test_colour_is_only_added(record):
 
 def test_every_fate_has_its_words():
     fates = set(Fate.__args__)
-    assert set(report.FATES) == set(page._SIGNS) == fates == {*report.MEANINGS, "kept"}
+    assert set(say.FATES) == set(page._SIGNS) == fates == {*say.MEANINGS, "kept"}
 
 
 # -- table -------------------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def test_typical_pages_are_small(record):
 
 
 def test_a_drop_is_short():
-    assert [report.drop(value, False) for value in (0.01, 0.00123, -2.5, 0.0, None)] == ["0.01", "0.00123", "-2.5", "0", "not measured"]
+    assert [say.drop(value, False) for value in (0.01, 0.00123, -2.5, 0.0, None)] == ["0.01", "0.00123", "-2.5", "0", "not measured"]
 
 
 def test_a_relative_drop_is_a_share_everywhere():

@@ -122,7 +122,7 @@ def _inference() -> dict[str, ModuleType]:
 
 
 def _groups() -> tuple[tuple[str, dict[str, str]], ...]:
-    from saturate.report.inference import MEANINGS
+    from saturate.report.inference_words import MEANINGS
 
     return *_GROUPS, ("fate of an inference candidate", MEANINGS)
 

@@ -69,9 +69,9 @@ class Result:
         return self.best.save(folder)
 
     def _why(self) -> str:
-        from saturate.report import inference as report
+        from saturate.report import inference_words
 
-        return report.why_nothing(self.record)
+        return inference_words.why_nothing(self.record)
 
     def __repr__(self) -> str:
         from saturate.report import inference as report

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from saturate.records.inference import CandidateRecord, OptimizeRecord
 from saturate.records.sizes import show
-from saturate.report import inference as say
+from saturate.report import inference as tables
+from saturate.report import inference_words as say
 from saturate.report import svg, words
 from saturate.report.markup import Markup, join, tag
 
@@ -77,7 +78,7 @@ def points(record: OptimizeRecord) -> list[Point]:
     """Baseline and candidates that have a time and a place, the largest dot first: small ones stay visible."""
     found = []
     for one in (record.baseline, *record.candidates):
-        drop = 0.0 if one is record.baseline else say.place_of(one)
+        drop = 0.0 if one is record.baseline else tables.place_of(one)
         times = one.latency_ms
         if times is None or drop is None or not (times.p50 > 0 and math.isfinite(times.p50) and math.isfinite(drop)):
             continue
@@ -216,8 +217,8 @@ def _whiskers(point: Point, across: Axis, down: Axis) -> list[Markup]:
 def _front(record: OptimizeRecord, across: Axis, down: Axis) -> list[Markup]:
     """Stairs through those that nothing else beats in both."""
     steps = [
-        (_pc(across.share(math.log(one.latency_ms.p50))), _pc(down.share(say.place_of(one) or 0.0)))
-        for one in say.front([record.baseline, *record.candidates])
+        (_pc(across.share(math.log(one.latency_ms.p50))), _pc(down.share(tables.place_of(one) or 0.0)))
+        for one in tables.front([record.baseline, *record.candidates])
         if one.latency_ms is not None
     ]
     found = []

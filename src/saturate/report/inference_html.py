@@ -7,8 +7,9 @@ import msgspec
 from saturate.records.inference import CandidateRecord, OptimizeRecord
 from saturate.records.sizes import show
 from saturate.report import analysis_html, svg, words
-from saturate.report import inference as say
+from saturate.report import inference as tables
 from saturate.report import inference_charts as charts
+from saturate.report import inference_words as say
 from saturate.report.markup import Markup, join, table, tag
 from saturate.report.trim import within
 
@@ -41,7 +42,7 @@ def render(record: OptimizeRecord) -> str:
     """The page, less than `analysis_html.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
     demands, and the page says so."""
     # The winner first: what is cut is cut from the end.
-    record = msgspec.structs.replace(record, candidates=say.rows(record))
+    record = msgspec.structs.replace(record, candidates=tables.rows(record))
     winner = say.kept(record)
     code = words.clean(winner.code)[:_CODE_LIMIT] if winner is not None else ""
     page = ""
@@ -198,7 +199,7 @@ def _throughput(record: OptimizeRecord) -> Markup | None:
         tag("p", f"The batch doubles while that pays, then processes that share the threads are added. {raced}"),
         table(
             ["Of", "Batch", "Processes", "Samples per second", ""],
-            say.throughput_rows(record),
+            tables.throughput_rows(record),
             label="Throughput by batch size and processes",
             numeric=(1, 2, 3),
         ),

@@ -147,7 +147,7 @@ class GenerationResult:
 
     def table(self) -> str:
         """Every way that was tried, with its fate and the reason."""
-        from saturate.report.inference import FATES
+        from saturate.report.inference_words import FATES
 
         lines = [("way", "speed-up", "tokens/s", "prefill ms", "fate", "reason")]
         winner = [self.record.best] if self.best != "plain" else []
