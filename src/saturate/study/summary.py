@@ -276,9 +276,30 @@ def _ceiling(study: Study) -> str:
     for label, step_ms in (("before", study.baseline["step_ms"]), ("after", study.final.b_ms if study.final else None)):
         if step_ms:
             rate = facts.flops_per_step / (step_ms / 1e3)
-            words.append(f"{label} {rate / 1e9:,.0f} GFLOP/s ({rate / best:.0%})")
-    return (f"{facts.flops_per_step / 1e9:,.2f} GFLOP a step; {', '.join(words)} of {best / 1e9:,.0f} GFLOP/s, "
+            words.append(f"{label} {_flop(rate)}/s ({_share(rate / best)})")
+    return (f"{_flop(facts.flops_per_step)} a step; {', '.join(words)} of {_flop(best)}/s, "
             f"the fastest matrix product measured here ({name})")
+
+
+def _share(part: float) -> str:
+    """
+    >>> _share(0.43), _share(0.0012), _share(1e-7)
+    ('43 %', '0.1 %', 'less than 0.1 %')
+    """
+    if part < 0.001:
+        return "less than 0.1 %"
+    return f"{100 * part:.{0 if part >= 0.01 else 1}f} %"
+
+
+def _flop(number: float) -> str:
+    """
+    >>> _flop(1.5e12), _flop(93e9), _flop(40_000), _flop(12)
+    ('1.5 TFLOP', '93 GFLOP', '40 kFLOP', '12 FLOP')
+    """
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}FLOP"
+    return f"{number:.3g} FLOP"
 
 
 def write_recipe(study: Study, result: TuneResult | None = None) -> None:
