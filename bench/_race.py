@@ -22,14 +22,14 @@ from saturate.measure.race import Limits
 from saturate.records import recipe as recipes
 from saturate.records.options import options_from
 from saturate.records.result import StudyRecord
-from saturate.study.bench import Bench, Live
+from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Candidate, Set
 from saturate.study.racing import Racer, Result
 from saturate.study.state import Request
 from saturate.study.store import Store
 from saturate.study.tune import AA, environment_of_user, tune
 from saturate.techniques import _registry
-from saturate.trial.process import Workload
+from saturate.trial.process import TrialEnded, Workload
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 
@@ -104,6 +104,14 @@ class Arena:
         live = side[0].bench.live(purpose, side[0].techniques)
         self._owners[str(live.trial.spec.folder)] = side[0].bench
         return live
+
+    def live_pair(self, purpose_a: str, a: tuple[Contestant], purpose_b: str, b: tuple[Contestant]) -> tuple[Live, Live]:
+        first = on_side("a", lambda: self.live(purpose_a, a))
+        try:
+            return first, on_side("b", lambda: self.live(purpose_b, b))
+        except TrialEnded:
+            self.finish_live(first)
+            raise
 
     def finish_live(self, live: Live) -> None:
         self._owners.pop(str(live.trial.spec.folder)).finish_live(live)

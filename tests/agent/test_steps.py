@@ -241,6 +241,27 @@ def test_ranks_made_by_spawn_know_their_rank(script, start):
     assert sorted(rank.hello["rank"] for rank in trial.server.ranks) == [0, 1]
 
 
+def test_a_port_that_ranks_meet_at_is_known(script, start):
+    """`saturate tune` must not run two of such a command at once."""
+    source = """
+    import torch, torch.nn as nn, torch.distributed as dist, torch.multiprocessing as mp, os, random, socket
+    def main(rank, port):
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1)); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+        while True:
+            opt.zero_grad(); model(torch.randn(4, 8)).mean().backward(); opt.step()
+    if __name__ == "__main__":
+        port = next(port for port in random.sample(range(12000, 30000), 50)
+                    if socket.socket().connect_ex(("127.0.0.1", port)) != 0)
+        print("port", port, flush=True)
+        mp.spawn(main, args=(port,), nprocs=2)
+    """
+    trial = start(str(script(source)), timeout_s=120.0)
+    trial.wait_ready()
+    assert trial.ports() == [int(trial.output().split()[1])]
+
+
 def test_steps_that_contain_an_evaluation_are_left_out(script, start):
     trial = start(str(script(HEAD + LOOPS["evaluation phases"][0])))
     trial.wait_ready()

@@ -39,3 +39,32 @@ def test_a_real_gain_is_found(race: str, isolation: str, tmp_path: Path) -> None
     assert tree(work) == {"log.txt": b"mine\n", "train.py": (work / "train.py").read_bytes()}
     assert sorted(path.name for path in work.iterdir()) == [".saturate", "log.txt", "train.py"]
     assert ("intercept" in Path(result["report"]).read_text(encoding="utf-8")) or isolation == "overlay"
+
+
+_RANKS = """
+import os, sys
+import torch, torch.nn as nn, torch.distributed as dist, torch.multiprocessing as mp
+
+def main(rank):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355")         # as many tutorials do
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(200_000):
+        x = torch.randn(16, 32)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+
+
+def test_a_command_that_listens_on_a_port_is_never_run_twice_at_once(tmp_path: Path) -> None:
+    """The second process of a pair found the port taken: "the command failed when it was run again"."""
+    result = tune(tmp_path, _RANKS, "--only", "fused-optimizer", budget="120s")
+    entry = result["by_id"]["fused-optimizer"]
+    assert entry["fate"] in ("kept", "no_difference", "inconclusive", "slower"), (entry, result["stderr"])
+    assert "fresh runs alternate" in Path(result["report"]).read_text(encoding="utf-8")

@@ -66,6 +66,9 @@ class Bench:
         return SimpleNamespace(trial=Process(blocks, self.scatter, self.draw), techniques=techniques, step_ms=100.0,
                                evidence=SimpleNamespace(loaders=[]))
 
+    def live_pair(self, purpose_a, a, purpose_b, b):
+        return self.live(purpose_a, a), self.live(purpose_b, b)
+
     def finish_live(self, live): ...
 
 

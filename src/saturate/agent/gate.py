@@ -37,7 +37,7 @@ class Gate:
         self.stamps: list[int] = []
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
-        self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), **hello})
+        self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), "t_ns": clock(), **hello})
 
     def boundary(self, evaluated: bool) -> None:
         """One step has ended."""

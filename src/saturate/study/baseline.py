@@ -103,7 +103,7 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
                  page_faults=(faults_after - faults) / (1 + steps), kernel_ms=1e3 * (kernel_after_s - kernel_s) / (1 + steps))
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
             "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
-            "memory_bytes": live.trial.resident_bytes()}
+            "memory_bytes": live.trial.resident_bytes(), "ports": live.trial.ports()}
 
 
 def with_machine(study: Study, facts: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def failed(study: Study, outcome: Outcome) -> bool:
 
 
 def race_mode(study: Study) -> str:
-    """Whether two processes of the workload fit into memory at once."""
+    """Whether two processes of the workload can live at once: memory may not hold them, or they may ask for one TCP port."""
     if study.starved and study.request.race_mode == "auto":
         return "alternate"
     if study.request.race_mode != "auto":
@@ -156,5 +156,10 @@ def race_mode(study: Study) -> str:
     device = study.facts.device_memory_bytes
     if device and 2.2 * study.facts.device_reserved_bytes > device:
         study.notes.append("the device's memory does not hold two processes of this workload: fresh runs alternate instead")
+        return "alternate"
+    ports = study.baseline.get("ports")
+    if ports:
+        study.notes.append(f"the command listens on port {', '.join(map(str, ports))}, so two of it cannot live at once: fresh "
+                           "runs alternate instead")
         return "alternate"
     return "concurrent"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,8 +31,19 @@ WARM_UP_SHARE = 0.2
 #: What the baseline leaves in its folder in a study with a memory limit.
 EARLY_FACTS = "early_facts.json"
 
+T = TypeVar("T")
 
 _WORDS = {"B": "backward runs", "S": "its optimizer steps", "C": "its closure runs"}
+
+
+@dataclass
+class Cold:
+    """A trial that stands at its first gate: it has started, but is not warm."""
+
+    purpose: str
+    trial: Trial
+    techniques: Set
+    hello: dict[str, Any]
 
 
 @dataclass
@@ -47,6 +60,15 @@ class Live:
     stationary: bool
     events: dict[str, float]        # per step
     record: TrialRecord
+
+
+def on_side(side: str, action: Callable[[], T]) -> T:
+    """What `action` returns; a TrialEnded that it raises is that of `side` of a race."""
+    try:
+        return action()
+    except TrialEnded as ended:
+        ended.side = side
+        raise
 
 
 def timed_losses(techniques: Set) -> str:
@@ -73,7 +95,6 @@ class Bench:
         self.intercept: str | None = None               # why overlays cannot be used, once that is known
         self.isolation = ""
         self.living: list[Trial] = []
-        self.startup_s = 0.0                            # of the latest trial: what another one will cost
         self._count = self._clear_away({trial["id"] for trial in store.trials()})
         self.agent_plan: dict[str, Any] = {}            # more for the agent of the trials that start from now on
         self._plans: dict[str, Any] = {}
@@ -111,9 +132,11 @@ class Bench:
         self.living.append(trial)
         return trial
 
-    def ready(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None) -> tuple[Trial, dict[str, Any]]:
-        """Start a trial and wait for its first gate, in the second isolation mode when the first is refused."""
-        trial = self.start(purpose, techniques, capture)
+    def ready(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None,
+              started: Trial | None = None) -> tuple[Trial, dict[str, Any]]:
+        """Start a trial, unless it is `started`, and wait for its first gate, in the second isolation mode when the first is
+        refused."""
+        trial = started or self.start(purpose, techniques, capture)
         try:
             return trial, trial.wait_ready()
         except TrialEnded as ended:
@@ -136,15 +159,58 @@ class Bench:
 
     def live(self, purpose: str, techniques: Set) -> Live:
         """A trial, warm and frozen. Raises TrialEnded."""
+        return self.warm(self.cold(purpose, techniques))
+
+    def cold(self, purpose: str, techniques: Set, started: Trial | None = None) -> Cold:
+        """A trial at its first gate. Raises TrialEnded."""
+        self.check_memory(techniques)
+        trial, hello = self.ready(purpose, techniques, started=started)
+        try:
+            self.check_applied(trial, techniques, hello)
+        except TrialEnded:
+            self.finish(trial, techniques)
+            raise
+        return Cold(purpose, trial, techniques, hello)
+
+    def live_pair(self, purpose_a: str, a: Set, purpose_b: str, b: Set) -> tuple[Live, Live]:
+        """Two trials, warm and frozen. They start side by side, for nothing of a start is compared, and warm up one by one.
+
+        Raises TrialEnded of either, whose `side` is "a" or "b"; the other is ended then.
+        """
+        alone = any(candidate.module.TECHNIQUE.starts_alone for candidate in (*a, *b))
+        with contextlib.ExitStack() as otherwise:
+            cold: list[Cold] = []
+            if not alone:
+                started = [self.start(purpose_a, a), self.start(purpose_b, b)]
+                for trial, techniques in zip(started, (a, b)):
+                    otherwise.callback(self._abandon, trial, techniques)
+                for side, purpose, techniques, trial in zip("ab", (purpose_a, purpose_b), (a, b), started):
+                    cold.append(on_side(side, partial(self.cold, purpose, techniques, trial)))
+                    otherwise.callback(self._abandon, cold[-1].trial, techniques)       # another one if its cage was refused
+                on_side("b", cold[1].trial.freeze)
+            first = on_side("a", partial(self.warm, cold[0]) if cold else partial(self.live, purpose_a, a))
+            otherwise.callback(self._abandon, first.trial, a)
+            second = on_side("b", partial(self.warm, cold[1]) if cold else partial(self.live, purpose_b, b))
+            otherwise.pop_all()
+        return first, second
+
+    def _abandon(self, trial: Trial, techniques: Set) -> None:
+        if trial in self.living:
+            self.finish(trial, techniques)
+
+    def check_memory(self, techniques: Set) -> None:
+        """Raise TrialEnded where it is known that a set needs more memory than there may be."""
         too_much = self.peaks.too_much(techniques)
         if techniques and too_much:
             raise TrialEnded(Outcome("over_limit", too_much))
-        trial, hello = self.ready(purpose, techniques)
+
+    def warm(self, cold: Cold) -> Live:
+        """Run a trial until its steps are steady; frozen then. Raises TrialEnded."""
         try:
-            self.check_applied(trial, techniques, hello)
-            return self._warm(trial, techniques, hello, purpose)
+            cold.trial.thaw()
+            return self._warm(cold.trial, cold.techniques, cold.hello, cold.purpose)
         except TrialEnded:
-            self.finish(trial, techniques)
+            self.finish(cold.trial, cold.techniques)
             raise
 
     def why_not_fit(self, techniques: Set) -> str | None:
@@ -194,14 +260,14 @@ class Bench:
             if not proof.active:
                 raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
         trial.freeze()
-        self.startup_s = trial.first_gate_s or 0.0
+        startup_s = trial.first_gate_s or 0.0
         first = settled if settled is not None else len(steps) // 2
         record = TrialRecord(
             id=trial.spec.id, purpose=purpose, techniques=[c.label() for c in techniques], outcome="ok",
-            log=str(trial.log.relative_to(self.folder)), startup_s=self.startup_s, warmup_s=sum(steps[:first]) / 1e9,
+            log=str(trial.log.relative_to(self.folder)), startup_s=startup_s, warmup_s=sum(steps[:first]) / 1e9,
             compile_s=evidence.compile_s or None, recompiles=evidence.recompiles or None, steps=trial.steps,
         )
-        return Live(trial, techniques, hello, evidence, self.startup_s, sum(steps[:first]) / 1e9,
+        return Live(trial, techniques, hello, evidence, startup_s, sum(steps[:first]) / 1e9,
                     stationary.typical_ms(steps[first:]), settled is not None, rates, record)
 
     def _check_events(self, trial: Trial, rates: dict[str, float], steps: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
-from saturate.study.bench import Bench, Live
+from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
@@ -66,12 +66,10 @@ class Racer:
 
     # -- the baseline that screening shares ------------------------------------------------------------------------
 
-    def base(self, techniques: Set) -> Live:
-        """A living process of `techniques`, started if there is none."""
-        if self._base is None or key(self._base.techniques) != key(techniques) or self._base.trial.ended is not None:
-            self.drop_base()
-            self._base = self.bench.live("reference", techniques)
-        return self._base
+    def base(self, techniques: Set) -> Live | None:
+        """The living process of `techniques`, if there is one."""
+        base = self._base
+        return base if base and key(base.techniques) == key(techniques) and base.trial.ended is None else None
 
     def drop_base(self) -> None:
         if self._base is not None:
@@ -153,9 +151,8 @@ class Racer:
 
     def _concurrent(self, a: Set, b: Set, share_base: bool, began: Callable[[], None], keep: Callable[[float, float], None],
                     more: Callable[[], bool]) -> None:
-        first = _sided("a", lambda: self.base(a) if share_base else self.bench.live("race A", a))
+        first, second = self._both(a, b, share_base)
         try:
-            second = _sided("b", lambda: self.bench.live("race B", b))
             turn = 0
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
@@ -165,7 +162,7 @@ class Racer:
                 while turn == 0 or more():
                     order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
                     for live, side in order:
-                        blocks[side].append(_sided(side, lambda live=live: run_block(live, skip, steps)))
+                        blocks[side].append(on_side(side, lambda live=live: run_block(live, skip, steps)))
                     if b:
                         _believe(blocks)
                     keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
@@ -180,6 +177,17 @@ class Racer:
             if not share_base:
                 self.bench.finish_live(first)
 
+    def _both(self, a: Set, b: Set, share_base: bool) -> tuple[Live, Live]:
+        """The two processes of a pair, warm."""
+        if not share_base:
+            return self.bench.live_pair("race A", a, "race B", b)
+        base = self.base(a)
+        if base is not None:
+            return base, on_side("b", lambda: self.bench.live("race B", b))
+        self.drop_base()        # of another set, or ended
+        self._base, second = self.bench.live_pair("reference", a, "race B", b)
+        return self._base, second
+
     def _alternate(self, a: Set, b: Set, number: int, keep: Callable[[float, float], None]) -> None:
         order = (("a", a), ("b", b)) if number % 2 == 0 else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
@@ -189,10 +197,10 @@ class Racer:
             keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
 
     def _blocks_alone(self, side: str, techniques: Set) -> list[Block]:
-        live = _sided(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
+        live = on_side(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
         try:
             skip, steps = block_size(live, live)
-            return [_sided(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+            return [on_side(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
         finally:
             self.bench.finish_live(live)
 
@@ -259,14 +267,6 @@ def block_size(first: Live, second: Live, loader_bound: bool = True) -> tuple[in
     prefetch = max((loader.prefetch_factor or 2 for loader in loaders), default=2)
     step_ms = second.step_ms if second.step_ms > FAR * first.step_ms else min(first.step_ms, second.step_ms)
     return stationary.block_steps(step_ms, workers, prefetch, loader_bound=loader_bound)
-
-
-def _sided(side: str, action: Callable[[], Live | float]):
-    try:
-        return action()
-    except TrialEnded as ended:
-        ended.side = side
-        raise
 
 
 def _median(values: list[float]) -> float:

@@ -44,6 +44,7 @@ class Technique:
     touches: tuple[Touch, ...]
     since: str = "0.1"
     status: str = "stable"              # or "experimental"
+    starts_alone: bool = False          # times something while the script starts: no other trial may start beside it
 
 
 @dataclass(frozen=True)

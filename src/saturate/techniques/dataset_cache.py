@@ -56,6 +56,7 @@ TECHNIQUE = Technique(
     numerics="exact",
     stage="import",
     touches=(Touch("dataset"),),
+    starts_alone=True,
 )
 
 #: What a study that keeps it says beside its gain.

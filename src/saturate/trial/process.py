@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.records import sizes
-from saturate.trial import launch, meter, tree
+from saturate.trial import launch, meter, ports, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.outcome import NO_STEP_REMEDY, LastWords, Outcome, classify, stalled
 
@@ -167,7 +167,9 @@ class Trial:
         hello = self.server.hello()
         assert hello is not None    # a gate comes after a greeting
         self.steps = hello["steps_so_far"]
-        self.first_gate_s = time.monotonic() - self.started
+        # Its own clock, for who was waited for later than it came; it may say what it likes, but not that it came afterwards.
+        now = time.monotonic()
+        self.first_gate_s = min(now, max(self.started, hello["t_ns"] / 1e9)) - self.started
         self._note_peak(gates)
         (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
         return hello
@@ -264,6 +266,10 @@ class Trial:
     def resident_bytes(self) -> int:
         """Resident memory of the whole tree."""
         return tree.resident_bytes(self.supervisor.pid)
+
+    def ports(self) -> list[int]:
+        """TCP ports that the workload asked for by number and listens on."""
+        return ports.asked_for(self.supervisor.pid)
 
     # -- freezing ------------------------------------------------------------------------------------------------
 

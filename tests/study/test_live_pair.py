@@ -1,0 +1,89 @@
+"""The two processes of a race start side by side, and neither outlives the other's failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from parties import WORKLOAD, identity, publish
+
+from saturate.study.bench import Bench
+from saturate.study.candidates import Candidate
+from saturate.study.store import Store
+from saturate.techniques import _registry
+from saturate.trial.process import TrialEnded, Workload
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text(WORKLOAD, encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SATURATE", "PYTHON", "PYTEST"))}
+    store = Store(tmp_path / "run")
+    bench = Bench(Workload([sys.executable, "train.py"], work, environment, 120.0), tmp_path / "run", tmp_path, store, 60.0, print)
+    yield bench
+    bench.close()
+    store.close()
+
+
+def candidate(folder: Path, name: str) -> Candidate:
+    site = publish(folder / "site", [name])
+    try:
+        module = _registry.load_one(name, str(site / f"{name}.py"))
+    finally:
+        sys.modules.pop(name, None)
+    assert module.TECHNIQUE.id == identity(name)
+    return Candidate(module, module.Options())
+
+
+def watched(bench: Bench) -> list[str]:
+    """What is done to which trial, in order."""
+    done: list[str] = []
+    for name, who in (("start", lambda purpose, *_, **__: purpose), ("cold", lambda purpose, *_, **__: purpose),
+                      ("warm", lambda cold: cold.purpose)):
+        def note(*arguments, name=name, who=who, inner=getattr(bench, name), **named):
+            done.append(f"{name} {who(*arguments, **named)}")
+            return inner(*arguments, **named)
+
+        setattr(bench, name, note)
+    return done
+
+
+def test_both_start_before_either_is_waited_for(bench: Bench) -> None:
+    done = watched(bench)
+    first, second = bench.live_pair("a", (), "b", ())
+    assert done == ["start a", "start b", "cold a", "cold b", "warm a", "warm b"]
+    assert first.trial.frozen and second.trial.frozen and len(bench.living) == 2
+    for live in (first, second):
+        assert 0 < live.startup_s < 60 and live.step_ms > 0
+        bench.finish_live(live)
+    # The second came to its gate while the first was waited for, not after the first was warm.
+    came = [live.trial.started + live.startup_s for live in (first, second)]
+    assert came[1] < came[0] + first.warmup_s + 5.0
+    assert [trial["outcome"] for trial in bench.store.trials()] == ["ok", "ok"]
+
+
+def test_what_times_its_own_start_starts_alone(bench: Bench) -> None:
+    done = watched(bench)
+    alone = SimpleNamespace(module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
+    bench.check_memory = lambda techniques: None                # type: ignore[method-assign]
+    plain = bench.live
+    bench.live = lambda purpose, techniques: plain(purpose, ())     # type: ignore[method-assign]
+    for live in bench.live_pair("a", (), "b", (alone,)):            # type: ignore[arg-type]
+        bench.finish_live(live)
+    assert done == ["cold a", "start a", "warm a", "cold b", "start b", "warm b"]
+
+
+@pytest.mark.parametrize(("a", "b", "side"), [("crashes", "", "a"), ("", "crashes", "b"), ("", "active_raises", "b")])
+def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, bench: Bench, tmp_path: Path) -> None:
+    sets = [(candidate(tmp_path, name),) if name else () for name in (a, b)]
+    with pytest.raises(TrialEnded) as ended:
+        bench.live_pair("a", sets[0], "b", sets[1])
+    failed = "killed_by_signal" if "crashes" in (a, b) else "failed_to_apply"
+    assert (ended.value.side, ended.value.outcome.kind) == (side, failed)
+    assert not bench.living and {trial["outcome"] for trial in bench.store.trials()} == {failed, "ok"}
