@@ -44,13 +44,18 @@ def candidate(folder: Path, name: str) -> Candidate:
 def watched(bench: Bench) -> list[str]:
     """What is done to which trial, in order."""
     done: list[str] = []
-    for name, who in (("start", lambda purpose, *_, **__: purpose), ("cold", lambda purpose, *_, **__: purpose),
-                      ("warm", lambda cold: cold.purpose)):
-        def note(*arguments, name=name, who=who, inner=getattr(bench, name), **named):
-            done.append(f"{name} {who(*arguments, **named)}")
-            return inner(*arguments, **named)
 
-        setattr(bench, name, note)
+    def watch(name: str) -> None:
+        inner = getattr(bench, name)
+
+        def noted(first, *arguments, **named):
+            done.append(f"{name} {first.purpose if name == 'warm' else first}")
+            return inner(first, *arguments, **named)
+
+        setattr(bench, name, noted)
+
+    for name in ("start", "cold", "warm"):
+        watch(name)
     return done
 
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from saturate.errors import TooNoisy
+from saturate.errors import TooNoisy, WorkloadFailed
 from saturate.measure import race
-from saturate.study import tune
+from saturate.study import baseline, tune
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
 
 WILD = [0.9, -0.5, 1.9, -0.4, 0.4, -1.2]
 
@@ -42,6 +44,44 @@ def test_no_further_pair_is_begun_that_would_outlast_the_budget(monkeypatch, pai
     assert len(racer.pairs) == pairs and clock[0] <= 60.0
     assert "--budget" in error.value.remedy and f"{pairs} pair" in error.value.evidence
     assert math.isfinite(tune._floor(study.aa))
+
+
+TAKEN = "OSError: [Errno 98] Address already in use"
+
+
+@pytest.mark.parametrize(("mode", "asked", "fails", "kind", "ends"), [
+    ("concurrent", "auto", 1, "crashed", "alternate"),      # alone it runs
+    ("concurrent", "auto", 2, "crashed", WorkloadFailed),   # alone it fails as well
+    ("alternate", "auto", 1, "crashed", WorkloadFailed),
+    ("concurrent", "concurrent", 1, "crashed", WorkloadFailed),     # what the user asked for is not changed
+    ("concurrent", "auto", 1, "too_short", "concurrent"),
+])
+def test_what_fails_beside_another_of_its_kind_is_run_alone(mode, asked, fails, kind, ends):
+    class Fails(Racer):
+        left, mode = fails, ""
+
+        def run(self, *arguments, **options):
+            if self.left:
+                self.left -= 1
+                raise TrialEnded(Outcome(kind, TAKEN))
+            return super().run(*arguments, **options)
+
+        def alternate(self):
+            self.mode = "alternate"
+
+    answers = {}
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=1e6, race_mode=asked), aa=None, notes=[], say=lambda line: None,
+                            refusal="", store=SimpleNamespace(set_answer=answers.__setitem__))
+    racer = Fails([0.0], 1.0, [0.01, -0.01, 0.0, 0.01])
+    racer.mode = mode
+    if ends is WorkloadFailed:
+        with pytest.raises(WorkloadFailed) as error:
+            tune._noise(study, racer, (), end=math.inf)
+        assert error.value.evidence == TAKEN
+    else:
+        assert tune._noise(study, racer, (), end=math.inf) is (kind == "crashed")
+        assert racer.mode == ends
+        assert (TAKEN in "".join(study.notes) and TAKEN in answers[baseline.ALTERNATES]) or kind == "too_short"
 
 
 @pytest.mark.parametrize(("pair", "end", "pairs"), [

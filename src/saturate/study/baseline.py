@@ -21,6 +21,9 @@ from saturate.trial import meter
 from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import TrialEnded
 
+#: The study's question whose answer is why two processes of the command cannot live at once.
+ALTERNATES = "two at once"
+
 
 def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts], list[Finding]]) -> bool:
     """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why). With a memory limit, one
@@ -149,17 +152,26 @@ def race_mode(study: Study) -> str:
     if study.request.race_mode != "auto":
         return study.request.race_mode
     assert study.facts is not None
-    limit = study.facts.machine.memory_bytes
-    if limit and 2.5 * study.baseline["memory_bytes"] > limit:
-        study.notes.append("memory does not hold two processes of this workload: fresh runs alternate instead")
-        return "alternate"
-    device = study.facts.device_memory_bytes
-    if device and 2.2 * study.facts.device_reserved_bytes > device:
-        study.notes.append("the device's memory does not hold two processes of this workload: fresh runs alternate instead")
-        return "alternate"
-    ports = study.baseline.get("ports")
-    if ports:
-        study.notes.append(f"the command listens on port {', '.join(map(str, ports))}, so two of it cannot live at once: fresh "
-                           "runs alternate instead")
-        return "alternate"
-    return "concurrent"
+    why = study.store.answer(ALTERNATES) or _why_not_both(study.baseline, study.facts)
+    if why is None:
+        return "concurrent"
+    alternate(study, why)
+    return "alternate"
+
+
+def alternate(study: Study, why: str) -> None:
+    """Note for the user, and for who resumes the study, that two processes of this command cannot live at once."""
+    study.store.set_answer(ALTERNATES, why)
+    study.notes.append(f"fresh runs alternate: {why}")
+    study.say(f"fresh runs alternate: {why}")
+
+
+def _why_not_both(seen: dict[str, Any], facts: Facts) -> str | None:
+    """What is known to keep two processes of the workload from living at once; None: nothing."""
+    if facts.machine.memory_bytes and 2.5 * seen["memory_bytes"] > facts.machine.memory_bytes:
+        return "memory does not hold two processes of this workload"
+    if facts.device_memory_bytes and 2.2 * facts.device_reserved_bytes > facts.device_memory_bytes:
+        return "the device's memory does not hold two processes of this workload"
+    if seen.get("ports"):
+        return f"the command listens on port {', '.join(map(str, seen['ports']))}, which two of it cannot share"
+    return None

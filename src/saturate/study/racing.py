@@ -76,6 +76,11 @@ class Racer:
             self.bench.finish_live(self._base)
             self._base = None
 
+    def alternate(self) -> None:
+        """From now on two processes never live at once."""
+        self.drop_base()
+        self.mode = "alternate"
+
     # -- racing ----------------------------------------------------------------------------------------------------
 
     def run(self, question: str, a: Set, b: Set, limits: Limits, deadline: float, share_base: bool = False,

@@ -242,11 +242,16 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
             study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
             study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
     except TrialEnded as ended:
-        if ended.outcome.kind != "too_short":
-            raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
-                                 remedy=ended.outcome.remedy) from ended
-        study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
-        return False
+        if ended.outcome.kind == "too_short":
+            study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
+            return False
+        if racer.mode == "concurrent" and study.request.race_mode == "auto":
+            # A lock, a port, a device that serves one process: what fails beside another of its kind may run alone.
+            baseline.alternate(study, f"it failed beside another of its kind ({ended.outcome.reason})")
+            racer.alternate()
+            return _noise(study, racer, base, end)
+        raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
+                             remedy=ended.outcome.remedy) from ended
     racer.learn_noise(study.aa.pairs)
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
