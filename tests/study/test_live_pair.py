@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from parties import WORKLOAD, identity, publish
@@ -15,7 +16,8 @@ from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
 from saturate.study.store import Store
 from saturate.techniques import _registry
-from saturate.trial.process import TrialEnded, Workload
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Trial, TrialEnded, Workload
 
 
 @pytest.fixture
@@ -92,3 +94,22 @@ def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, bench: Ben
     failed = "killed_by_signal" if "crashes" in (a, b) else "failed_to_apply"
     assert (ended.value.side, ended.value.outcome.kind) == (side, failed)
     assert not bench.living and {trial["outcome"] for trial in bench.store.trials()} == {failed, "ok"}
+
+
+def test_both_are_started_again_where_the_first_isolation_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    bench.say = said.append
+    plain = Trial.wait_ready
+
+    def refused(trial: Trial) -> dict[str, Any]:
+        hello = plain(trial)
+        if trial.spec.redirect is None:
+            raise trial.end(Outcome("cage_refused", "no namespaces here"))
+        return hello
+
+    monkeypatch.setattr(Trial, "wait_ready", refused)
+    for live in bench.live_pair("a", (), "b", ()):
+        bench.finish_live(live)
+    assert len(said) == 1 and "no namespaces here" in said[0]
+    assert [trial["outcome"] for trial in bench.store.trials()] == ["cage_refused", "cage_refused", "ok", "ok"]
+    assert not bench.living

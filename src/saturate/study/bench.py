@@ -141,10 +141,11 @@ class Bench:
             return trial, trial.wait_ready()
         except TrialEnded as ended:
             self.finish(trial, techniques)
-            if ended.outcome.kind != "cage_refused" or self.intercept is not None:
+            if ended.outcome.kind != "cage_refused" or trial.spec.redirect is not None:
                 raise
-            self.intercept = ended.outcome.reason
-            self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
+            if self.intercept is None:      # else the other one of a pair was refused before
+                self.intercept = ended.outcome.reason
+                self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
             return self.ready(purpose, techniques, capture)
 
     def _memory_plan(self, run_dir: Path, techniques: Set, verifies: bool) -> dict[str, Any]:
