@@ -21,6 +21,7 @@ bench: $(VENV)/.tested            ## every benchmark in full: some four hours; r
 	$(BIN)/python bench/flops.py
 	$(BIN)/python bench/step_split.py
 	$(BIN)/python bench/diagnosis.py
+	$(BIN)/python bench/verify.py
 	$(BIN)/python bench/trace_readers.py
 	$(BIN)/python bench/aa.py --simulated
 	$(BIN)/python bench/aa.py --real 40

@@ -26,11 +26,12 @@ LINES = {
     "step_split": r"^split - by hand: at most \d+\.\d+ points$",
     "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
     "fit": r"^saturate +\d+ correct +\d trials",
+    "verify": r"^  bf16 autocast +\d of \d \[[\d.]+%, [\d.]+%\] +\d of \d \[",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", "trace_readers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit"))])
+    "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit"))])
 def test_smoke(name, tmp_path, clean_environment):
     numbers = tmp_path / "numbers.json"
     found = subprocess.run(

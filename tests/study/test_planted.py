@@ -117,6 +117,36 @@ def test_a_precise_promise_is_kept_in_loose_company() -> None:
     assert not verified.passed and "liar alone: declared exact" in verified.reason
 
 
+class Twins(Recorded):
+    """Twins whose deviation is their own; `asked`: which were run."""
+
+    def __init__(self, off: list[float], found: dict[frozenset[str], Series]) -> None:
+        super().__init__(found)
+        self.off, self.asked = off, []
+
+    def series(self, run: Run) -> Series:
+        if not run.perturb:
+            return super().series(run)
+        self.asked.append(run.repetition)
+        return training(self.off[run.repetition])
+
+
+def test_more_twins_are_asked_before_anything_is_rejected_by_its_degree() -> None:
+    """The first twin of a convolutional net began to amplify rounding in update 39, compile in update 24: it was rejected."""
+    set_ = (candidate("fused", "reordering"),)
+    found = {frozenset({"fused"}): training(1e-3)}
+    late = Twins([1e-7, 1e-7, 1e-3], found)
+    assert late.verify(set_).passed and sorted(set(late.asked)) == [0, 1, 2]
+    calm = Twins([1e-7, 1e-7, 1e-7], found)
+    assert not calm.verify(set_).passed and sorted(set(calm.asked)) == [0, 1, 2]
+    early = Twins([1e-3, 0.0, 0.0], found)
+    assert early.verify(set_).passed and set(early.asked) == {0}, "what passes costs no more"
+    broken = training(0.0)
+    broken.losses[40][0] = math.nan
+    outright = Twins([1.0, 1.0, 1.0], {frozenset({"fused"}): broken})
+    assert not outright.verify(set_).passed and set(outright.asked) == {0}, "no tolerance covers that"
+
+
 def test_no_technique_widens_its_own_tolerance() -> None:
     wide = candidate("wide", "reordering", ROUNDING=1.0)
     assert not Recorded({frozenset({"wide"}): training(0.01)}).verify((wide,)).passed

@@ -174,3 +174,27 @@ def test_bitwise_knows_nan_and_length():
     assert bitwise(odd, changed("grad_norms", 5, math.nan))
     assert not bitwise(BASE, changed("losses", 59, [0.0, 0.0]))
     assert not bitwise(BASE, replace(BASE, losses=BASE.losses[:-1]))
+
+
+def grown(*factors: float) -> Series:
+    """BASE, whose three tensors are longer by these factors from update 2 on, more so in each."""
+    samples = []
+    for k, sample in enumerate(BASE.samples):
+        changed_ = array("d", sample)
+        for (begin, end), factor in zip(BASE.parts(), factors):
+            for place in range(begin, end):
+                changed_[place] *= 1 + factor * max(0, k - 1)
+        samples.append(changed_)
+    return replace(BASE, samples=samples)
+
+
+def test_a_drift_is_what_tensors_agree_on():
+    """Half of a convolutional net's tensors drift by 1e-4 in either direction once a ReLU flips, half not at all: their median
+    jumps between the two. A lost weight decay lengthens all of them."""
+    together = deviation(BASE, grown(1e-5, 1.1e-5, 0.9e-5)).drift
+    assert together[-1] == pytest.approx(1e-5 * (N - 2), rel=0.1) and together[2:] == sorted(together[2:])
+    assert deviation(BASE, grown(-1e-5, -1.1e-5, -0.9e-5)).drift[2:] == pytest.approx(together[2:], rel=0.01)
+    for factors in ((1e-4, -1e-5, 1e-9), (1e-4, -1e-4, 1e-4), (-1e-4, 0.0, 0.0)):
+        assert max(deviation(BASE, grown(*factors)).drift[2:]) < 1e-6, factors
+    verdict = compare(BASE, grown(1e-5, 1e-5, 1e-5), TIGHT)
+    assert not verdict.passed and verdict.by_degree and "parameter drift" in verdict.reason

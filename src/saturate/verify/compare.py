@@ -14,11 +14,13 @@ from saturate.verify.tolerance import Tolerance
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` says why it did not pass, or how close it came. The caller fills in the subject of the `curves`."""
+    """`reason` says why it did not pass, or how close it came. The caller fills in the subject of the `curves`.
+    `by_degree`: it did not pass because something deviates by more than the tolerance, and by another one it might."""
 
     passed: bool
     reason: str
     curves: list[NumericsCurve] = field(default_factory=list)
+    by_degree: bool = False
 
 
 def bitwise(baseline: Series, candidate: Series) -> bool:
@@ -146,13 +148,14 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
     if other is not None:
         return Verdict(False, other)
     found = deviation(baseline, candidate)
-    reason = None
+    reason, by_degree = None, True
     for k in range(len(found.loss)):
-        reason = _broken(baseline, candidate, k) or _excess(found, tolerance, k)
+        broken = _broken(baseline, candidate, k)
+        reason, by_degree = broken or _excess(found, tolerance, k), broken is None
         if reason is not None:
             break
     if reason is None and found.slowest > tolerance.slowest:
         reason = f"a tensor travels only {math.exp(-found.slowest):.1%} of its way in the baseline"
     failed = next((metric for metric in METRICS if reason and reason.startswith(metric)), "")
     curves = _curves(baseline, candidate, found, tolerance, reason or "", failed)
-    return Verdict(reason is None, reason or _closest(found, tolerance), curves)
+    return Verdict(reason is None, reason or _closest(found, tolerance), curves, by_degree and reason is not None)

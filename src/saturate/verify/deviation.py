@@ -9,7 +9,7 @@ Each number is linear in a small perturbation, so that a tolerance is a multiple
     drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
                 decay does, too small to see in any one update but always of the same sign
 
-The last three are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
+Turn and stretch are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
 key bias of attention): an Adam-like rule divides their rounding noise by its own size and moves them a full step in a
 random direction, without any effect on the model. Measured: with them, bf16 autocast turns a small transformer's
 whole update by 0.17 rad, its median tensor by less than 0.02.
@@ -93,13 +93,27 @@ def _growth(series: Series, begin: int, end: int, since: int, k: int) -> float:
 
 
 def _drift(base: Series, other: Series, since: int, k: int) -> float:
-    """Tensors that start near zero (biases) grow by whole factors and say nothing; they are left out."""
+    """The growth that three quarters of the tensors show in one direction, 0 where they do not agree on one: what a lost
+    weight decay does, it does to all. Their median is none of this: of a convolutional net's tensors half hardly drift (a
+    normalisation's), the others by a thousand times as much in either direction, and the median jumps between the two.
+
+    Tensors that start near zero (biases) grow by whole factors and say nothing; they are left out."""
     excess = []
     for begin, end in base.parts():
         expected = _growth(base, begin, end, since, k)
         if abs(expected) < 0.5:
             excess.append(_growth(other, begin, end, since, k) - expected)
-    return abs(median(excess)) if excess else math.nan
+    if not excess:
+        return math.nan
+    excess.sort()
+    return max(_quantile(excess, 0.25), -_quantile(excess, 0.75), 0.0)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Between the two nearest values, in proportion; an infinite one counts as soon as it is near."""
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low if low == high else low + (place % 1) * (high - low)
 
 
 def paths(series: Series, first: int, count: int) -> list[float]:
