@@ -49,7 +49,7 @@ def ours(plan: Plan, candidate: Series, rounding: float) -> tuple[bool, int]:
     baseline = train(plan)
     asked = 1
     found = comparison.compare(baseline, candidate, tolerance(baseline, [], twins(plan, rounding, asked), rounding))
-    if found.by_degree:
+    if found.nearly:
         asked = TWINS
         found = comparison.compare(baseline, candidate, tolerance(baseline, [], twins(plan, rounding, asked), rounding))
     return found.passed, asked

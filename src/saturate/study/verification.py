@@ -29,7 +29,7 @@ UPDATES = 52
 SEED = 20
 ENVELOPE_SEEDS = 5
 
-#: Perturbed baseline runs before something is rejected by its degree.
+#: Perturbed baseline runs before something is rejected that nearly passed.
 TWINS = 3
 
 #: Verification runs of a study in which one technique is kept, and as much time again for its races.
@@ -139,11 +139,11 @@ class Verifier:
         return Verified(found.passed, found.reason, [msgspec.structs.replace(c, subject=subject) for c in found.curves])
 
     def _compare(self, techniques: Set, rounding: float, aligned: bool) -> comparison.Verdict:
-        """One twin is enough to pass. Before anything is rejected because it deviates by too much, there are more: when a
-        training begins to amplify rounding (a ReLU's kink) is chance, and one twin may have been late."""
+        """One twin is enough to pass. Before anything is rejected that nearly passed, there are more: when a training begins to
+        amplify rounding (a ReLU's kink) is chance, and one twin may have been late."""
         baseline, subject = (self.series(Run(chosen, aligned=aligned)) for chosen in (self.reference, techniques))
         found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned))
-        if found.by_degree:
+        if found.nearly:
             found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned, TWINS))
         return found
 
