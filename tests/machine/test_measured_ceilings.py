@@ -133,8 +133,10 @@ def test_what_the_process_says_becomes_a_record(python, tmp_path):
 
 def test_a_kept_record_is_not_measured_again(python, tmp_path):
     asked = python(f"open({str(tmp_path / 'count')!r}, 'a').write('x')\n" + answering())
-    first = ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept")
-    again = ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept")
+    said: list[str] = []
+    first = ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept", say=said.append)
+    again = ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept", say=said.append)
+    assert len(said) == 1 and "measuring" in said[0]
     assert again == first and (tmp_path / "count").read_text() == "x"
     ceilings.obtain(asked, "cpu", torch="3.0", threads=1, where=tmp_path / "kept")
     ceilings.obtain(asked, "cpu", torch="2.9", threads=8, where=tmp_path / "kept")

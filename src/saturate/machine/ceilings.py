@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,17 @@ def kept(device_name: str | None = None, *, device: str | None = None, torch: st
 
 
 def obtain(python: str | None, device: str, *, device_name: str | None = None, torch: str | None = None,
-           threads: int | None = None, timeout_s: float = _TIMEOUT_S, where: Path | None = None) -> Ceilings:
-    """The kept record of this device, driver, torch and number of threads, or else a new one. Raises as `measure`."""
+           threads: int | None = None, timeout_s: float = _TIMEOUT_S, where: Path | None = None,
+           say: Callable[[str], None] = lambda line: None) -> Ceilings:
+    """The kept record of this device, driver, torch and number of threads, or else a new one, which takes a while: `say` is
+    told. Raises as `measure`."""
     name = cpu_name() if device == "cpu" else device_name
     found = kept(name, device=device, torch=torch, driver=driver(device), threads=threads, where=where) \
         if name and torch else Kept([], [])
-    return found.records[0] if found.records else \
-        measure(python, device, threads=threads, timeout_s=timeout_s, where=where)
+    if found.records:
+        return found.records[0]
+    say("measuring what this device reaches (kept for the next time)")
+    return measure(python, device, threads=threads, timeout_s=timeout_s, where=where)
 
 
 def measure(python: str | None, device: str, *, threads: int | None = None, timeout_s: float = _TIMEOUT_S,

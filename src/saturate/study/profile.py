@@ -252,10 +252,10 @@ def _exported(study: Study, nsys: Path, stem: Path, live: Live) -> Path:
 
 def _measure_ceilings(study: Study, seen: Seen) -> None:
     facts = seen.facts
-    study.say("measuring what this device reaches (kept for the next time)")
     try:
         seen.ceilings = ceilings.obtain(seen.sample["python"], facts.device, device_name=facts.device_name or None,
-                                        torch=facts.torch, threads=facts.threads if facts.device == "cpu" else None)
+                                        torch=facts.torch, threads=facts.threads if facts.device == "cpu" else None,
+                                        say=study.say)
     except EnvironmentProblem as problem:
         seen.notes["mfu_achievable"] = f"{problem.message}: {problem.cause or problem.remedy}"
 
