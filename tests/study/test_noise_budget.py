@@ -22,12 +22,13 @@ class Racer:
     def __init__(self, clock: list[float], pair_s: float, pair: list[float] = WILD):
         self.clock, self.pair_s, self.pair = clock, pair_s, pair
         self.pairs: list[list[float]] = []
+        self.ci = (-0.1, 0.3)
 
     def run(self, question, a, b, limits, deadline, share_base=False, min_pairs=1):
         while len(self.pairs) < min_pairs:
             self.clock[0] += self.pair_s
             self.pairs.append(self.pair)
-        return SimpleNamespace(pairs=self.pairs, gain=0.0, gain_ci=(-0.1, 0.3), decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
+        return SimpleNamespace(pairs=self.pairs, gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
     def learn_noise(self, pairs):
         pass
@@ -88,11 +89,14 @@ def test_what_fails_beside_another_of_its_kind_is_run_alone(mode, asked, fails, 
     (WILD, 1000.0, tune.MOST_FINAL_PAIRS),          # it never gets narrow
     (WILD, 55.0, 5),                                # a sixth pair would end too late
     ([0.3, 0.31, 0.29, 0.3, 0.3, 0.31], 1000.0, 3),
+    ([0.3, 0.31, 0.29, 0.3, 0.3, 0.31], 25.0, 2),   # a third one of a large gain would end too late
+    ([0.03, 0.031, 0.029, 0.03, 0.03, 0.031], 25.0, 3),     # a small gain needs it
 ])
 def test_the_last_race_goes_on_while_its_interval_is_wide(monkeypatch, pair, end, pairs):
     clock = [0.0]
     monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
     racer = Racer(clock, 10.0, pair)
+    racer.ci = (-0.1, 0.3) if pair is WILD else (pair[0] - 0.01, pair[0] + 0.02)
     said = []
-    assert len(tune._final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= end
-    assert len(said) == pairs - 3 and all("[-10.0%, +30.0%] is wide" in line for line in said)
+    assert len(tune._final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= max(end, 30.0)
+    assert len(said) == max(0, pairs - 3) and all("[-10.0%, +30.0%] is wide" in line for line in said)

@@ -45,6 +45,9 @@ from saturate.trial.process import TrialEnded, Workload
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
 FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
 
+#: A gain of less needs three fresh pairs, whatever time it is: two processes of one program can differ by as much.
+SMALL_GAIN = 0.05
+
 #: An interval wider than this to either side says little: the final race goes on with more pairs, while there is time.
 WIDE = 0.05
 MOST_FINAL_PAIRS = 8
@@ -275,17 +278,21 @@ def _floor(aa: Result) -> float:
 
 
 def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[[str], None]) -> Result:
-    """In at least three fresh pairs if there is time, and in more as long as the interval is wide. Its width is no ratio, so
-    going on because of it favours neither side."""
+    """In three fresh pairs, the third of a large gain only if it ends in time; and in more as long as the interval is wide and
+    time lasts. Its width is no ratio, so going on because of it favours neither side."""
     began = time.monotonic()
-    result = racer.run("final", before, kept, FINAL, end, min_pairs=FINAL.max_pairs)
-    for most in range(FINAL.max_pairs + 1, MOST_FINAL_PAIRS + 1):
-        found = result.decision.estimate
-        narrow = found is not None and found.high - found.low <= 2 * WIDE
-        if narrow or len(result.pairs) < most - 1 or not _time_for_another(result, began, end):
-            break
+    result = racer.run("final", before, kept, replace(FINAL, max_pairs=2), end, min_pairs=2)
+    for most in range(3, MOST_FINAL_PAIRS + 1):
         low, high = result.gain_ci or (-1.0, math.inf)
-        say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
+        found = result.decision.estimate
+        wide = found is None or found.high - found.low > 2 * WIDE
+        usual, small = most <= FINAL.max_pairs, low < SMALL_GAIN
+        if len(result.pairs) < most - 1 or not (usual or wide):
+            break
+        if not (usual and small) and not _time_for_another(result, began, end):
+            break
+        if not usual:
+            say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
         result = racer.run("final", before, kept, replace(FINAL, max_pairs=most), end, min_pairs=most)
     return result
 
