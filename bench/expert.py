@@ -61,7 +61,7 @@ def against(arena: Arena, ours: Contestant, loop: str, setting: str, sizes: tupl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help="tune's (default: 240)")
+    parser.add_argument("--budget", type=float, default=600.0, metavar="SECONDS", help="tune's (default: 600, as tune's own)")
     parser.add_argument("--same-loop", action="store_true", help="tune each framework's own loop")
     parser.add_argument("--smoke", action="store_true", help="as little as runs: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE")
