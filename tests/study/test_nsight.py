@@ -133,3 +133,37 @@ def test_a_program_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         nsight.export(tmp_path / "gone", tmp_path / "r.nsys-rep", tmp_path / "r.sqlite")
     assert "No such file" in caught.value.cause
+
+
+@pytest.mark.parametrize("isolation", ["", "intercept"])
+def test_it_may_write_where_it_always_does(isolation: str, tmp_path: Path, clean_environment: dict[str, str]) -> None:
+    """The real one (2022.4) keeps files of its own right in /tmp, whatever TMPDIR says, and ended with "Cannot create CUDA config
+    file": the path of its report in the command had made the cage refuse overlays, and nothing else may write to /tmp."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nsys"
+    program.write_text(f"""#!{sys.executable}
+import os, pathlib, subprocess, sys
+own = f"/tmp/injection_config_{{os.getpid()}}"
+first = next(place for place, word in enumerate(sys.argv[2:], 2) if not word.startswith("-"))
+try:
+    pathlib.Path(own).write_text("")
+except OSError:
+    sys.exit("Cannot create CUDA config file")
+try:
+    sys.exit(subprocess.run(sys.argv[first:]).returncode)
+finally:
+    os.unlink(own)
+""", encoding="utf-8")
+    program.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text("""
+import torch
+model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    optimizer.zero_grad(); model(torch.randn(4, 8)).square().mean().backward(); optimizer.step()
+""", encoding="utf-8")
+    environment = {**clean_environment, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "SATURATE_ISOLATION": isolation}
+    done = subprocess.run([sys.executable, "-m", "saturate", "profile", "--with", "nsys", "--", sys.executable, "train.py"],
+                          cwd=work, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and "this workload trains on cpu" in done.stderr, done.stderr

@@ -94,6 +94,7 @@ class Bench:
         self.caches: Path | None = None
         self.intercept: str | None = None               # why overlays cannot be used, once that is known
         self.isolation = ""
+        self.writes_itself = ""                         # why the command's own program must write where trials may not
         self.living: list[Trial] = []
         self._count = self._clear_away({trial["id"] for trial in store.trials()})
         self.agent_plan: dict[str, Any] = {}            # more for the agent of the trials that start from now on
@@ -119,6 +120,8 @@ class Bench:
                              self.caches, self.study_dir)
         if self.intercept is not None and plan.mode != "intercept":
             plan = planning.as_intercept(plan, self.intercept)
+        if self.writes_itself:
+            plan = planning.unguarded(plan, self.writes_itself)
         self.isolation = f"trials wrote to {plan.reason}, not to your files" if plan.mode == "overlay" else plan.reason
         if capture is not None:
             capture = {**capture, "folder": str(run_dir)}

@@ -119,6 +119,7 @@ def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) 
     bench = Bench(Workload(argv, request.cwd, request.environment, request.timeout_s),
                   study.folder, request.directory, study.store, request.budget_s, study.say)
     bench.step = baseline.step_override(request.step)
+    bench.writes_itself = "nsys keeps its own files in /tmp" if nsys else ""
     try:
         try:
             live = bench.live("profile", ())

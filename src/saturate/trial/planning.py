@@ -98,6 +98,13 @@ def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
     )
 
 
+def unguarded(plan: CagePlan, why: str) -> CagePlan:
+    """The same trial without Landlock, for a program that must write where none may; mode "overlay" needs no such thing."""
+    if not plan.guarded:
+        return plan
+    return plan._replace(guarded=False, reason=f"{plan.reason.rpartition('; ')[0]}; {why}, so writes by C libraries are not covered")
+
+
 def probe(folder: Path | None = None) -> tuple[bool, str]:
     """Whether this machine allows mode "overlay" for studies kept below `folder` (default: a temporary folder), and why
     or why not."""
@@ -194,8 +201,9 @@ def _rehearsed(plan: CagePlan, argv: list[str]) -> tuple[bool, str]:
         trial_run = Path(plan.run_dir) / "rehearsal"
         trial_run.mkdir()
         try:
-            places = {plan.cwd} | {str(folder) for path in _named_folders(argv, Path(plan.cwd))
-                                   if (folder := _nearest_folder(path))}
+            named = {folder for path in _named_folders(argv, Path(plan.cwd)) if (folder := _nearest_folder(path))}
+            # What lies in the study (a profiler's report) is not the user's; of it a trial may write its own folder only.
+            places = {plan.cwd} | {str(folder) for folder in named if not _below(folder, Path(plan.study_dir))}
             if foreign := _foreign(plan):
                 _decisions[key] = (False, foreign)
             else:
