@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 from parties import WORKLOAD, identity, publish
 
+from saturate.study import baseline
+from saturate.study import bench as benches
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
 from saturate.study.store import Store
@@ -101,8 +105,8 @@ def test_both_are_started_again_where_the_first_isolation_is_refused(bench: Benc
     bench.say = said.append
     plain = Trial.wait_ready
 
-    def refused(trial: Trial) -> dict[str, Any]:
-        hello = plain(trial)
+    def refused(trial: Trial, patience_s: float) -> dict[str, Any]:
+        hello = plain(trial, patience_s)
         if trial.spec.redirect is None:
             raise trial.end(Outcome("cage_refused", "no namespaces here"))
         return hello
@@ -113,3 +117,32 @@ def test_both_are_started_again_where_the_first_isolation_is_refused(bench: Benc
     assert len(said) == 1 and "no namespaces here" in said[0]
     assert [trial["outcome"] for trial in bench.store.trials()] == ["cage_refused", "cage_refused", "ok", "ok"]
     assert not bench.living
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_first_step_is_waited_for_no_longer_than_the_budget(prints: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that evaluates for twenty minutes before it trains kept `--budget 3m` waiting for ten."""
+    source = "import time\nwhile True:\n    time.sleep(0.05)\n" + "    print('evaluating', flush=True)\n" * prints
+    (bench.workload.cwd / "train.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(benches, "LEAST_PATIENCE_S", 1.0)
+    bench.budget_s = 1.5
+    began = time.monotonic()
+    with pytest.raises(TrialEnded) as ended:
+        bench.live("baseline", ())
+    assert ended.value.outcome.kind == "not_in_time" and "--budget" in ended.value.outcome.remedy
+    assert 1.5 <= time.monotonic() - began < 15.0 and not bench.living
+    study = SimpleNamespace(folder=bench.folder, store=bench.store, request=SimpleNamespace(budget_s=90.0), say=lambda line: None,
+                            refusal="", needs_budget="")
+    assert baseline.failed(study, ended.value.outcome) is False         # type: ignore[arg-type]
+    assert study.needs_budget == "3m" and "no training step" in study.refusal
+
+
+def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Bench) -> None:
+    asked: list[float] = []
+    plain = Trial.wait_ready
+    bench.budget_s = 120.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "wait_ready", lambda trial, patience_s: (asked.append(patience_s), plain(trial, patience_s))[1])
+        for live in bench.live_pair("a", (), "b", ()):
+            bench.finish_live(live)
+    assert asked == [120.0, math.inf]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +130,9 @@ def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, floa
 def failed(study: Study, outcome: Outcome) -> bool:
     """A baseline that fails by itself is reported before anything else; one that merely is too short is no error."""
     log = study.folder / study.store.trials()[-1]["log"]
-    if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings"):
+    if outcome.kind == "not_in_time":
+        study.needs_budget = f"{math.ceil(2 * study.request.budget_s / 60)}m"
+    if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings", "not_in_time"):
         study.refusal = f"{outcome.reason}; {outcome.remedy}"
         study.say(f"cannot measure: {study.refusal}")
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import time
@@ -27,6 +28,9 @@ from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 #: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
 WARM_UP_SHARE = 0.2
+
+#: A first step is waited for at least this long, however small the budget.
+LEAST_PATIENCE_S = 60.0
 
 #: What the baseline leaves in its folder in a study with a memory limit.
 EARLY_FACTS = "early_facts.json"
@@ -93,6 +97,7 @@ class Bench:
         self.reference_events: dict[str, float] | None = None     # per step, of the baseline
         self.caches: Path | None = None
         self.intercept: str | None = None               # why overlays cannot be used, once that is known
+        self._trains = False                            # whether any trial has come to its first gate
         self.isolation = ""
         self.writes_itself = ""                         # why the command's own program must write where trials may not
         self.living: list[Trial] = []
@@ -141,7 +146,9 @@ class Bench:
         refused."""
         trial = started or self.start(purpose, techniques, capture)
         try:
-            return trial, trial.wait_ready()
+            hello = trial.wait_ready(math.inf if self._trains else max(LEAST_PATIENCE_S, self.budget_s))
+            self._trains = True
+            return trial, hello
         except TrialEnded as ended:
             self.finish(trial, techniques)
             if ended.outcome.kind != "cage_refused" or trial.spec.redirect is not None:

@@ -37,6 +37,7 @@ KINDS = {
     "too_short": "ended normally before enough steps were seen",
     "never_trained": "ended normally without a training step",
     "no_step": "it trains, but no step was recognised",
+    "not_in_time": "its first step did not come within the budget",
     "several_trainings": "several of its processes train independently of each other",
     "no_agent": "the agent never woke up",
     "crashed": "a Python exception ended it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import stat
@@ -161,9 +162,9 @@ class Trial:
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait for the first gate of all ranks; returns rank 0's greeting."""
-        gates = self._wait_gate()
+    def wait_ready(self, patience_s: float = math.inf) -> dict[str, Any]:
+        """Wait for the first gate of all ranks, no longer than `patience_s` even if the workload prints; returns rank 0's greeting."""
+        gates = self._wait_gate(patience_s)
         hello = self.server.hello()
         assert hello is not None    # a gate comes after a greeting
         self.steps = hello["steps_so_far"]
@@ -218,9 +219,20 @@ class Trial:
         """Wait until a verification run has recorded its last update."""
         self.wait_ready()
 
-    def _wait_gate(self) -> list[dict[str, Any]]:
-        silence = self.workload.timeout_s
-        gates = self._guarded(lambda: self.server.wait_gates(silence, self._alive, self._printed_bytes, PATIENCE * silence))
+    def _wait_gate(self, patience_s: float = math.inf) -> list[dict[str, Any]]:
+        silence, began = min(self.workload.timeout_s, patience_s), time.monotonic()
+        longest = min(PATIENCE * self.workload.timeout_s, patience_s)
+
+        def wait() -> list[dict[str, Any]]:
+            try:
+                return self.server.wait_gates(silence, self._alive, self._printed_bytes, longest)
+            except GateTimeout:
+                if time.monotonic() - began < patience_s:
+                    raise
+                raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s of the budget",
+                                       "give it a longer --budget, or a configuration that starts sooner")) from None
+
+        gates = self._guarded(wait)
         self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
