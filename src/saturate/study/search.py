@@ -102,8 +102,11 @@ class Search:
             found.append(answer)
         # What changes the work itself comes before what changes where it runs: that depends on the former. What is only
         # worth a trial under a limit costs time, and comes last.
-        found.sort(key=lambda entry: (self.saves_memory(entry[1][0]), entry[1][0].module.TECHNIQUE.stage == "environment",
-                                      promise(entry[1][0].id, entry[0], self.findings)))
+        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, tuple[int, float]]:
+            about = first.module.TECHNIQUE
+            return self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
+
+        found.sort(key=lambda entry: place(entry[0], entry[1][0]))
         return [variants for _, variants in found]
 
     def saves_memory(self, candidate: Candidate) -> bool:

@@ -44,6 +44,7 @@ class Technique:
     touches: tuple[Touch, ...]
     since: str = "0.1"
     status: str = "stable"              # or "experimental"
+    slow_start: bool = False            # its first steps take long (a compiler runs): tried late unless the diagnosis names it
     starts_alone: bool = False          # times something while the script starts: no other trial may start beside it
 
 

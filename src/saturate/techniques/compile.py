@@ -53,6 +53,7 @@ TECHNIQUE = Technique(
     numerics="stream",
     stage="model",
     touches=(Touch("forward", ORDER), Touch("compiler")),
+    slow_start=True,
 )
 
 #: A block must repeat this often before compiling it alone pays.
