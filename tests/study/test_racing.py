@@ -10,6 +10,7 @@ import pytest
 
 from saturate.measure import race
 from saturate.measure.race import Limits
+from saturate.study import racing
 from saturate.study.fates import FATES
 from saturate.study.racing import MOST_ROUNDS, Racer, block_size
 from saturate.study.search import Search
@@ -55,15 +56,15 @@ class Process:
 
 
 class Bench:
-    def __init__(self, start_s=0.0, scatter=0.2, blocks=(10_000,)):
-        self.start_s, self.scatter, self.blocks = start_s, scatter, list(blocks)
+    def __init__(self, start_s=0.0, scatter=0.2, blocks=(10_000,), process=Process):
+        self.start_s, self.scatter, self.blocks, self.process = start_s, scatter, list(blocks), process
         self.store, self.started, self.draw = Store(), [], random.Random(7)
 
     def live(self, purpose, techniques):
         time.sleep(self.start_s)
         self.started.append(purpose)
         blocks = self.blocks.pop(0) if len(self.blocks) > 1 else self.blocks[0]
-        return SimpleNamespace(trial=Process(blocks, self.scatter, self.draw), techniques=techniques, step_ms=100.0,
+        return SimpleNamespace(trial=self.process(blocks, self.scatter, self.draw), techniques=techniques, step_ms=100.0,
                                evidence=SimpleNamespace(loaders=[]))
 
     def live_pair(self, purpose_a, a, purpose_b, b):
@@ -94,6 +95,22 @@ def test_a_race_that_time_ended_is_judged_by_the_level_of_a_whole_pair():
     assert ended.estimate.confidence == race.look_confidence(3) and ended.action == "stop"
     result = run(Bench(), Limits(max_pairs=1, min_rounds=6, max_rounds=10_000), seconds=0.0)
     assert result.record.rounds == 6 and result.decision.estimate.confidence == race.look_confidence(1)
+
+
+def test_beyond_the_deadline_two_long_rounds_must_do(monkeypatch):
+    """Blocks of 24 steps of 0.7 s: a budget of 4 minutes was used up twice over."""
+    clock = [0.0]
+    monkeypatch.setattr(racing.time, "monotonic", lambda: clock[0])
+
+    class Slow(Process):
+        def run_block(self, skip, steps):
+            clock[0] += round_s / 2
+            return super().run_block(skip, steps)
+
+    for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, 4), (1.0, 2.5, 6), (32.0, 0.0, 2)):
+        bench = Bench(process=Slow)
+        result = Racer(bench, 0.02).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
+        assert result.record.rounds == rounds, (round_s, deadline)
 
 
 def test_a_shared_process_that_runs_out_is_replaced_and_its_single_round_forgotten():

@@ -27,6 +27,11 @@ ALTERNATE_ROUNDS = 10
 MOST_ROUNDS = 60
 
 
+#: A pair says nothing with fewer rounds, and a round of so long is not added to those once the deadline has passed: with slow steps
+#: behind several loader workers, six rounds take minutes.
+LEAST_ROUNDS = 2
+LONG_ROUND_S = 5.0
+
 #: A second process this many times slower than the first is timed over fewer steps: nobody needs to know exactly by how much.
 FAR = 3.0
 
@@ -136,9 +141,11 @@ class Racer:
             self.bench.store.add_round(question, number, len(pair), a_ms, b_ms, pair[-1])
 
         def more() -> bool:
+            now = time.monotonic()
             if len(pair) < limits.min_rounds:
-                return True
-            return time.monotonic() < deadline and self._decide(pairs, patient()).action == "more_rounds"
+                # Beyond the deadline two that take long must do: what they show is uncertain, and says so.
+                return now < deadline or len(pair) < LEAST_ROUNDS or now - running < LONG_ROUND_S * len(pair)
+            return now < deadline and self._decide(pairs, patient()).action == "more_rounds"
 
         if self.mode == "alternate":
             self.drop_base()
