@@ -157,3 +157,22 @@ def test_what_seems_to_give_much_by_itself_has_its_own_race_first() -> None:
     walk.run()
     assert [c.id for c in walk.kept] == ["small"]
     assert not any(" and " in question for question in world.asked)
+
+
+def test_every_technique_has_a_turn_before_any_has_a_second() -> None:
+    """Three variants of loader workers, all slower, took the time in which compile would have been found."""
+    world = Noisy({"one": (1.2, 0.0), "one level=2": (1.2, 0.0), "one level=3": (0.7, 0.0), "other": (1.1, 0.0)}, None)
+    walk = search(world, technique("one", levels=(1, 2, 3)), technique("other"))
+    walk.run()
+    screened = [question for question in world.asked if question.startswith("screen")]
+    assert screened == ["screen one", "screen other", "screen one level=2", "screen one level=3"]
+    assert [c.label() for c in walk.kept] == ["one level=3"], "a later variant that gives much is kept as before"
+
+
+def test_variants_of_what_gives_much_are_compared_at_once() -> None:
+    world = Noisy({"one": (0.7, 0.0), "one level=2": (0.5, 0.0), "other": (1.1, 0.0)}, None)
+    walk = search(world, technique("one", levels=(1, 2)), technique("other"))
+    walk.run()
+    screened = [question for question in world.asked if question.startswith("screen")]
+    assert [question.startswith("screen one") for question in screened] == [True, True, False]
+    assert [c.label() for c in walk.kept] == ["one level=2"]

@@ -158,27 +158,40 @@ class Search:
         return self.against[candidate.id] == self.kept and self.screened[candidate.id].decision.verdict == "faster"
 
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
-        """Race each technique against what is kept; the candidates that remain to be combined, best first."""
+        """Race each technique against what is kept; the candidates that remain to be combined, best first. Other variants of
+        a technique have their turn when every technique had one, or at once where the first gives much."""
         scored: list[tuple[float, Candidate]] = []
-        for variants in eligible:
-            if variants[0].id in {member.id for member in self.base}:
+        waiting: list[tuple[list[Candidate], Candidate | None]] = []
+        for first, *others in eligible:
+            if first.id in {member.id for member in self.base}:
                 continue
-            best: Candidate | None = None
-            for candidate in variants:
-                if time.monotonic() > self.deadline:
-                    break
-                if self._screen_one(candidate, best):
-                    best = candidate
-            if best is None:
+            best = self._best_of([first], None)
+            if best is not None and self._gives_much(best):
+                self._try_to_add(self._best_of(others, best) or best)
+            else:
+                waiting.append((others, best))
+        for others, first_best in waiting:
+            best = self._best_of(others, first_best)
+            if best is None or self.screened[best.id].gain <= HOPELESS:
                 continue
-            result = self.screened[best.id]
-            if result.gain <= HOPELESS:
-                continue
-            if self._certain(best) and (result.gain_ci or (0.0,))[0] >= LARGE:
+            if self._gives_much(best):
                 self._try_to_add(best)
             else:
-                scored.append((result.gain, best))
+                scored.append((self.screened[best.id].gain, best))
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
+
+    def _best_of(self, variants: list[Candidate], best: Candidate | None) -> Candidate | None:
+        """The variant that leads `best`, an earlier one of the same technique, and all others that there is time for."""
+        for candidate in variants:
+            if time.monotonic() > self.deadline:
+                break
+            if self._screen_one(candidate, best):
+                best = candidate
+        return best
+
+    def _gives_much(self, candidate: Candidate) -> bool:
+        result = self.screened[candidate.id]
+        return self._certain(candidate) and (result.gain_ci or (0.0,))[0] >= LARGE
 
     def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:
         """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
