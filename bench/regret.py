@@ -99,7 +99,7 @@ class Exhaustive:
 
     def __init__(self, bench: Bench, care: Care):
         self.bench, self.care = bench, care
-        self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench)
+        self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench, side_by_side=True)
 
     def run(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> tuple[Set, int]:
         """The fastest subset that verifies (perhaps none: the baseline), and how many subsets were raced."""

@@ -404,3 +404,33 @@ def test_step_is_found_in_frameworks(package, source, script, start):
     facts = trial.ask("facts")
     assert facts["modules"], "no module to act on was found"
     assert trial.run_block(1, 5).step_ns
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("sample_s", "step_s", "behind"), [(0.0, 0.03, False), (0.06, 0.01, True)])
+def test_the_gate_says_how_far_the_loader_is_behind(script, start, sample_s, step_s, behind, pinned):
+    """Before the queue is empty, no step takes longer for it."""
+    source = f"""
+    import time, torch, torch.nn as nn
+    from torch.utils.data import DataLoader, Dataset
+    class Data(Dataset):
+        def __len__(self): return 4096
+        def __getitem__(self, i):
+            time.sleep({sample_s}); return torch.randn(8)
+    model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(Data(), batch_size=1, num_workers=2, prefetch_factor=4, pin_memory={pinned})
+    for b in loader:
+        time.sleep({step_s}); opt.zero_grad(); model(b).mean().backward(); opt.step()
+    """
+    trial = start(str(script(source)))
+    trial.wait_ready()
+    found = []
+    for _ in range(4):
+        trial.run_block(0, 4)
+        found.append(trial.unmade_batches)
+    assert (min(found) >= 4) if behind else (sum(found) <= 1), found
+    # Without workers, nothing is ever owed.
+    plain = start(str(script(source.replace("num_workers=2, prefetch_factor=4", "num_workers=0"))))
+    plain.wait_ready()
+    plain.run_block(0, 4)
+    assert plain.unmade_batches == 0

@@ -1,4 +1,4 @@
-"""The two processes of a race start side by side, and neither outlives the other's failure."""
+"""The two processes of a race, or two verification runs, start side by side, and neither outlives the other's failure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from parties import WORKLOAD, identity, publish
 
 from saturate.study import baseline
 from saturate.study import bench as benches
-from saturate.study.bench import Bench
+from saturate.study.bench import Bench, timed_losses
 from saturate.study.candidates import Candidate
 from saturate.study.store import Store
+from saturate.study.verification import Run, Verifier
 from saturate.techniques import _registry
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Trial, TrialEnded, Workload
@@ -146,3 +147,75 @@ def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Benc
         for live in bench.live_pair("a", (), "b", ()):
             bench.finish_live(live)
     assert asked == [120.0, math.inf]
+
+
+RUNS = (Run(), Run(repetition=1), Run(perturb=1e-3))
+
+
+def in_order(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to which verification run."""
+    done: list[str] = []
+    for name in ("start", "finish"):
+        inner = getattr(verifier.bench, name)
+
+        def noted(first: Any, *arguments: Any, name: str = name, inner: Any = inner, **named: Any) -> Any:
+            done.append(f"{name} {getattr(getattr(first, 'spec', None), 'purpose', first)}")
+            return inner(first, *arguments, **named)
+
+        monkeypatch.setattr(verifier.bench, name, noted)
+    return done
+
+
+def test_verification_runs_are_recorded_two_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, together = Verifier(bench), Verifier(bench, side_by_side=True)
+    done = in_order(alone, monkeypatch)
+    alone._prepare(*RUNS)
+    assert done == [], "each has its turn when it is asked for"
+    ones = [alone.series(run) for run in RUNS]
+    monkeypatch.setattr(bench.store, "answer", lambda question: None)       # as if none were stored
+    done.clear()
+    together._prepare(*RUNS)
+    assert done == ["start verify baseline", "start verify baseline", "finish verify baseline", "finish verify baseline",
+                    "start verify baseline twin", "finish verify baseline twin"]
+    assert [together.series(run).losses for run in RUNS] == [series.losses for series in ones]
+    assert ones[0].losses == ones[1].losses != ones[2].losses
+    assert len(done) == 6 and not bench.living
+
+
+def test_a_run_that_times_its_own_start_is_recorded_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[tuple[Run, ...]] = []
+    verifier = Verifier(bench, side_by_side=True)
+    monkeypatch.setattr(verifier, "_record", lambda *runs: recorded.append(runs))
+    own = SimpleNamespace(id="own", options_dict=dict, module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
+    verifier._prepare(Run((own,)), Run())       # type: ignore[arg-type]
+    assert [len(runs) for runs in recorded] == [1, 1]
+
+
+def test_a_failed_verification_run_ends_the_one_beside_it(bench: Bench, tmp_path: Path) -> None:
+    crashing = Run((candidate(tmp_path, "crashes"),))
+    for runs in ((crashing, Run()), (Run(repetition=1), crashing)):
+        with pytest.raises(TrialEnded) as ended:
+            Verifier(bench, side_by_side=True)._prepare(*runs)
+        assert ended.value.outcome.kind == "killed_by_signal" and not bench.living
+
+
+def test_the_losses_of_a_process_that_races_share_are_known_while_it_lives(bench: Bench) -> None:
+    """A technique that trains otherwise when it is timed is found by them, also in the first race of a search."""
+    first = bench.live("baseline", ())
+    bench.step = first.hello["step"]        # before it is known, nobody could say which losses belong to one
+    bench.finish_live(first)
+    live = bench.live("reference", ())
+    assert bench.store.answer(timed_losses(())) == live.trial.losses and len(live.trial.losses) >= 4
+    bench.finish_live(live)
+
+
+@pytest.mark.parametrize(("mode", "limit", "host_gb", "device_gb", "holds"), [
+    ("concurrent", None, 10, 10, True), ("alternate", None, 10, 10, False), ("concurrent", 2**30, 10, 10, False),
+    ("concurrent", None, 4, 10, False), ("concurrent", None, 10, 4, False), ("concurrent", None, None, None, True),
+])
+def test_two_verification_runs_at_once_need_memory_for_them_and_the_frozen_baseline(
+    mode: str, limit: int | None, host_gb: int | None, device_gb: int | None, holds: bool,
+) -> None:
+    facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb), device_memory_bytes=device_gb, device_reserved_bytes=1)
+    study = SimpleNamespace(facts=facts, baseline={"memory_bytes": 1}, request=SimpleNamespace(limit_bytes=limit))
+    assert baseline.side_by_side(study, mode) is holds          # type: ignore[arg-type]

@@ -36,12 +36,16 @@ class Store:
     def add_round(self, question, pair, number, a_ms, b_ms, ratio):
         self.kept[pair, number] = ratio
 
+    def drop_rounds(self, question, pair):
+        self.kept = {key: ratio for key, ratio in self.kept.items() if key[0] != pair}
+
 
 class Process:
     """Answers blocks of scattering length for as long as it has steps; freezing costs nothing."""
 
     def __init__(self, blocks, scatter, draw):
         self.left, self.scatter, self.draw, self.ended = blocks, scatter, draw, None
+        self.steps, self.unmade_batches = 0, None
 
     def thaw(self): ...
 
@@ -51,7 +55,7 @@ class Process:
         if self.left == 0:
             self.ended = SHORT.outcome
             raise TrialEnded(SHORT.outcome)
-        self.left, self.asked = self.left - 1, (skip, steps)
+        self.left, self.asked, self.steps = self.left - 1, (skip, steps), self.steps + skip + steps
         return Block([round(1e6 * self.draw.lognormvariate(0.0, self.scatter))] * steps, {}, {}, steps)
 
 
@@ -161,18 +165,54 @@ def test_a_baseline_that_never_waits_is_raced_against_itself_in_short_blocks():
     assert block_size(live(900.0, 4), live(900.0, 4)) == (8, 16)
     assert block_size(live(900.0, 4), live(900.0, 4), loader_bound=False) == (1, 2)
     asked = []
-    for waits, a, b in ((False, (), ()), (True, (), ()), (False, (), (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict),))):
-        bench = Bench()
+    for waits, b in ((False, ()), (True, ()), (False, CANDIDATE)):
+        bench = with_workers(Bench(), asked)
         racer = Racer(bench, 0.02)
         racer.waits = waits
-        started = bench.live
+        racer.run("x", (), b, ONE_PAIR, time.monotonic() + 60.0)
+    assert [trial.asked for trial in asked] == [(1, 3)] * 2 + [(8, 16)] * 4
 
-        def with_workers(purpose, techniques, started=started):
-            found = started(purpose, techniques)
-            found.evidence.loaders.append(SimpleNamespace(num_workers=4, prefetch_factor=2))
-            asked.append(found.trial)
+
+CANDIDATE = (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict),)
+
+
+def with_workers(bench, trials):
+    """Everything that `bench` starts reads from four loader workers, and stands in `trials`."""
+    started = bench.live
+
+    def live(purpose, techniques):
+        found = started(purpose, techniques)
+        found.evidence.loaders.append(SimpleNamespace(num_workers=4, prefetch_factor=2))
+        trials.append(found.trial)
+        return found
+
+    bench.live = live
+    return bench
+
+
+@pytest.mark.parametrize("mode", ["concurrent", "alternate"])
+@pytest.mark.parametrize(("drains", "blocks"), [(0.0, (1, 3)), (0.01, (1, 3)), (0.3, (8, 16))])
+def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, blocks, mode):
+    """A queue of eight batches hides for long that a faster step has to wait; a loader that keeps up hides nothing."""
+    class Drained(Process):
+        def run_block(self, skip, steps):
+            found = super().run_block(skip, steps)
+            self.unmade_batches = int(drains * self.steps)
+            found.step_ns[:] = [round(t * (1 if steps < 16 else 2)) for t in found.step_ns]       # it waits, once that is seen
             return found
 
-        bench.live = with_workers
-        racer.run("x", a, b, ONE_PAIR, time.monotonic() + 60.0)
-    assert [trial.asked for trial in asked] == [(1, 3)] * 2 + [(8, 16)] * 4
+    trials = []
+    bench = with_workers(Bench(scatter=0.001, process=Drained), trials)
+    started = bench.live
+
+    def warm(purpose, techniques):
+        found = started(purpose, techniques)
+        found.trial.steps, found.trial.unmade_batches = 10, 0
+        return found
+
+    bench.live = warm
+    racer = Racer(bench, 0.02, mode)
+    result = racer.run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
+    assert [trial.asked for trial in trials] == [blocks] * 2
+    assert len(bench.store.kept) == result.record.rounds >= 4
+    assert result.a_ms == pytest.approx(2.0 if blocks == (8, 16) else 1.0, rel=0.05)     # what was forgotten does not count

@@ -137,7 +137,7 @@ def report_failure(session: Any, text: str) -> None:
 
 def standing(session: Any) -> dict[str, Any]:
     """What a rank says whenever it comes to the gate: events since the start by token, losses that were not reported
-    yet, and a few entries of a few parameters. A step must stay what it was, and training must go on."""
+    yet, a few entries of a few parameters, and how far the loader is behind. A step must stay what it was, and training must go on."""
     early, session.early = session.early, []
     if session.roles:
         session.watched = sample.few(succession.at_work(session))
@@ -146,6 +146,7 @@ def standing(session: Any) -> dict[str, Any]:
     return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
             "losses": [[float(loss.double().sum()) for loss in update] for update in early],
             "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)],
+            "unmade_batches": observe.unmade_batches(session),
             **_batches(session)}
 
 

@@ -108,6 +108,22 @@ def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
     )
 
 
+def unmade_batches(session: Any) -> int | None:
+    """How many batches the workers of a loader have been asked for and have not made yet, of the loader that is furthest behind;
+    0 where there are no workers, None where nobody can tell."""
+    try:
+        return max((_unmade(iterator) for iterator in session.iterators), default=0)
+    except (AttributeError, NotImplementedError):       # a loader of another kind; a system whose queues have no length
+        return None
+
+
+def _unmade(iterator: Any) -> int:
+    if not iterator._num_workers:
+        return 0
+    queues = {id(queue): queue for queue in (iterator._data_queue, iterator._worker_result_queue)}     # two where memory is pinned
+    return max(0, iterator._tasks_outstanding - sum(queue.qsize() for queue in queues.values()))
+
+
 def _stacks_rows(torch: Any, iterator: Any) -> bool:
     from saturate.data import rows
 

@@ -101,6 +101,8 @@ def _loaders(session: Any, torch: Any) -> None:
 
     @functools.wraps(original_next)
     def next_batch(self: Any) -> Any:
+        if session.gate is not None:
+            session.iterators.add(self)
         if not session.splitting and session.loaders_known:
             return original_next(self)
         began = session.clock()

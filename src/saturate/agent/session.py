@@ -75,6 +75,7 @@ class Session:
         self.splitting = False
         self.loaders_known = False
         self.loaders: dict[Any, Any] = {}          # by kind of loader: see observe.remember_loader
+        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()       # of loaders that batches were taken from since the first gate
         self.saves: list[tuple[int, int]] = []     # bytes and nanoseconds of each torch.save
         self.saves_into_files = 0                  # those into files that the script opened itself
         self.losses: list[Any] = []

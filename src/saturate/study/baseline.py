@@ -169,12 +169,27 @@ def alternate(study: Study, why: str) -> None:
     study.say(f"fresh runs alternate: {why}")
 
 
+def side_by_side(study: Study, mode: str) -> bool:
+    """Whether two verification runs can be recorded at once, while the baseline that screening races share stands frozen. What
+    they record needs memory too, and under a limit each may need all of it."""
+    assert study.facts is not None
+    return mode == "concurrent" and study.request.limit_bytes is None and _too_small(study.baseline, study.facts, 4) is None
+
+
+def _too_small(seen: dict[str, Any], facts: Facts, processes: int) -> str | None:
+    """Which memory does not hold so many processes of the workload at once; None: all do."""
+    if facts.machine.memory_bytes and (processes + 0.5) * seen["memory_bytes"] > facts.machine.memory_bytes:
+        return "memory"
+    if facts.device_memory_bytes and 1.1 * processes * facts.device_reserved_bytes > facts.device_memory_bytes:
+        return "the device's memory"
+    return None
+
+
 def _why_not_both(seen: dict[str, Any], facts: Facts) -> str | None:
     """What is known to keep two processes of the workload from living at once; None: nothing."""
-    if facts.machine.memory_bytes and 2.5 * seen["memory_bytes"] > facts.machine.memory_bytes:
-        return "memory does not hold two processes of this workload"
-    if facts.device_memory_bytes and 2.2 * facts.device_reserved_bytes > facts.device_memory_bytes:
-        return "the device's memory does not hold two processes of this workload"
+    too_small = _too_small(seen, facts, 2)
+    if too_small is not None:
+        return f"{too_small} does not hold two processes of this workload"
     if seen.get("ports"):
         return f"the command listens on port {', '.join(map(str, seen['ports']))}, which two of it cannot share"
     return None

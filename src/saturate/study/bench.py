@@ -194,18 +194,19 @@ class Bench:
             if not alone:
                 started = [self.start(purpose_a, a), self.start(purpose_b, b)]
                 for trial, techniques in zip(started, (a, b)):
-                    otherwise.callback(self._abandon, trial, techniques)
+                    otherwise.callback(self.abandon, trial, techniques)
                 for side, purpose, techniques, trial in zip("ab", (purpose_a, purpose_b), (a, b), started):
                     cold.append(on_side(side, partial(self.cold, purpose, techniques, trial)))
-                    otherwise.callback(self._abandon, cold[-1].trial, techniques)       # another one if its cage was refused
+                    otherwise.callback(self.abandon, cold[-1].trial, techniques)       # another one if its cage was refused
                 on_side("b", cold[1].trial.freeze)
             first = on_side("a", partial(self.warm, cold[0]) if cold else partial(self.live, purpose_a, a))
-            otherwise.callback(self._abandon, first.trial, a)
+            otherwise.callback(self.abandon, first.trial, a)
             second = on_side("b", partial(self.warm, cold[1]) if cold else partial(self.live, purpose_b, b))
             otherwise.pop_all()
         return first, second
 
-    def _abandon(self, trial: Trial, techniques: Set) -> None:
+    def abandon(self, trial: Trial, techniques: Set) -> None:
+        """End a trial unless that has been done."""
         if trial in self.living:
             self.finish(trial, techniques)
 
@@ -271,6 +272,7 @@ class Bench:
             if not proof.active:
                 raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
         trial.freeze()
+        self._note_losses(trial, techniques)        # a process that races share lives long: what it says is asked for before it ends
         startup_s = trial.first_gate_s or 0.0
         first = settled if settled is not None else len(steps) // 2
         record = TrialRecord(
@@ -304,13 +306,16 @@ class Bench:
             self.peaks.note(techniques, peak)
         record = msgspec.structs.replace(record, outcome=outcome.kind, reason=outcome.reason, steps=trial.steps, peak_bytes=peak)
         self.store.set_trial(trial.spec.id, msgspec.to_builtins(record))
-        if trial.losses:
-            self.store.set_answer(timed_losses(techniques), trial.losses)
+        self._note_losses(trial, techniques)
         plan = self._plans.pop(trial.spec.id, None)
         if plan is not None:
             if self.caches is None and trial.steps and not techniques:
                 self.caches = collect_caches(trial.spec.folder, self.folder, plan)
             discard(trial.spec.folder, plan)
+
+    def _note_losses(self, trial: Trial, techniques: Set) -> None:
+        if trial.losses:
+            self.store.set_answer(timed_losses(techniques), trial.losses)
 
     def finish_live(self, live: Live) -> None:
         self.finish(live.trial, live.techniques, live.record)

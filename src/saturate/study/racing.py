@@ -11,12 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
+from saturate.study.store import Store
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
 
@@ -31,6 +33,9 @@ MOST_ROUNDS = 60
 #: behind several loader workers, six rounds take minutes.
 LEAST_ROUNDS = 2
 LONG_ROUND_S = 5.0
+
+#: A loader that has made all batches but this share keeps up, as far as a race resolves.
+SLACK = 0.02
 
 #: A second process this many times slower than the first is timed over fewer steps: nobody needs to know exactly by how much.
 FAR = 3.0
@@ -55,6 +60,42 @@ class Result:
     def gain_ci(self) -> tuple[float, float] | None:
         found = self.decision.estimate
         return (math.expm1(found.low), math.expm1(found.high)) if found else None
+
+
+class _Pair:
+    """The rounds of one fresh pair of processes: log-ratios here, and in the study as they come. `undecided` says, of limits,
+    whether more rounds help."""
+
+    def __init__(self, store: Store, question: str, number: int, times: list[tuple[float, float]], limits: Limits, deadline: float,
+                 undecided: Callable[[Limits], bool]):
+        self.store, self.question, self.number, self.times = store, question, number, times
+        self.limits, self.deadline, self.undecided = limits, deadline, undecided
+        self.ratios: list[float] = []
+        self.asked = time.monotonic()
+        self.running = math.inf             # since when both processes run
+
+    def began(self) -> None:
+        self.running = time.monotonic()
+
+    def keep(self, a_ms: float, b_ms: float) -> None:
+        self.ratios.append(math.log(a_ms / b_ms))
+        self.times.append((a_ms, b_ms))
+        self.store.add_round(self.question, self.number, len(self.ratios), a_ms, b_ms, self.ratios[-1])
+
+    def forget(self) -> None:
+        """These rounds were no measurement."""
+        self.store.drop_rounds(self.question, self.number)
+        del self.times[len(self.times) - len(self.ratios):], self.ratios[:]
+
+    def more(self) -> bool:
+        now = time.monotonic()
+        rounds, ran_s = len(self.ratios), now - self.running
+        if rounds < self.limits.min_rounds:
+            # Beyond the deadline two that take long must do: what they show is uncertain, and says so.
+            return now < self.deadline or rounds < LEAST_ROUNDS or ran_s < LONG_ROUND_S * rounds
+        # Rounds that scatter are repeated for as long as it took to start the pair: a fresh one would cost as much.
+        most = self.limits.max_rounds if ran_s >= self.running - self.asked else max(self.limits.max_rounds, MOST_ROUNDS)
+        return now < self.deadline and self.undecided(replace(self.limits, max_rounds=most))
 
 
 class Racer:
@@ -120,65 +161,46 @@ class Racer:
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
               limits: Limits, deadline: float, share_base: bool) -> None:
         """One fresh pair of processes, until its rounds decide or stop helping."""
-        pair: list[float] = []
-        number = len(pairs)
-        pairs.append(pair)
-        asked = time.monotonic()
-        running = math.inf              # since when both processes run
-
-        def patient() -> Limits:
-            """Rounds that scatter are repeated for as long as it took to start the pair: a fresh one would cost as much."""
-            now = time.monotonic()
-            return replace(limits, max_rounds=max(limits.max_rounds, MOST_ROUNDS)) if now - running < running - asked else limits
-
-        def began() -> None:
-            nonlocal running
-            running = time.monotonic()
-
-        def keep(a_ms: float, b_ms: float) -> None:
-            pair.append(math.log(a_ms / b_ms))
-            times.append((a_ms, b_ms))
-            self.bench.store.add_round(question, number, len(pair), a_ms, b_ms, pair[-1])
-
-        def more() -> bool:
-            now = time.monotonic()
-            if len(pair) < limits.min_rounds:
-                # Beyond the deadline two that take long must do: what they show is uncertain, and says so.
-                return now < deadline or len(pair) < LEAST_ROUNDS or now - running < LONG_ROUND_S * len(pair)
-            return now < deadline and self._decide(pairs, patient()).action == "more_rounds"
-
+        pair = _Pair(self.bench.store, question, len(pairs), times, limits, deadline,
+                     lambda patient: self._decide(pairs, patient).action == "more_rounds")
+        pairs.append(pair.ratios)
         if self.mode == "alternate":
             self.drop_base()
-            self._alternate(a, b, number, keep)
+            self._alternate(a, b, pair)
             return
         try:
-            self._concurrent(a, b, share_base, began, keep, more)
+            self._concurrent(a, b, share_base, pair)
         except TrialEnded as ended:
             # The shared process ran out of steps in somebody else's race: start another one.
             if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short"):
                 raise
-            del times[len(times) - len(pair):], pair[:]
+            pair.forget()
             self.drop_base()
-            self._concurrent(a, b, share_base, began, keep, more)
+            self._concurrent(a, b, share_base, pair)
 
-    def _concurrent(self, a: Set, b: Set, share_base: bool, began: Callable[[], None], keep: Callable[[float, float], None],
-                    more: Callable[[], bool]) -> None:
+    def _concurrent(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
         first, second = self._both(a, b, share_base)
         try:
             turn = 0
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 # What a loader has ready hides how fast it is. Of a baseline that never waits, nothing is hidden from itself.
-                skip, steps = block_size(first, second, loader_bound=self.waits or key(a) != key(b))
-                began()
-                while turn == 0 or more():
+                hides = self.waits or key(a) != key(b)
+                loader_bound = hides and _falls_behind(first, second)
+                skip, steps = block_size(first, second, loader_bound)
+                pair.began()
+                while turn == 0 or pair.more():
                     order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
                     for live, side in order:
-                        blocks[side].append(on_side(side, lambda live=live: run_block(live, skip, steps)))
+                        blocks[side].append(on_side(side, partial(run_block, live, skip, steps)))
                     if b:
                         _believe(blocks)
-                    keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
+                    pair.keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
                     turn += 1
+                    if hides and not loader_bound and _falls_behind(first, second):
+                        loader_bound = True
+                        skip, steps = block_size(first, second)
+                        pair.forget()
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
                 if ended.outcome.kind != "too_short" or turn < 2:
@@ -200,19 +222,25 @@ class Racer:
         self._base, second = self.bench.live_pair("reference", a, "race B", b)
         return self._base, second
 
-    def _alternate(self, a: Set, b: Set, number: int, keep: Callable[[float, float], None]) -> None:
-        order = (("a", a), ("b", b)) if number % 2 == 0 else (("b", b), ("a", a))
+    def _alternate(self, a: Set, b: Set, pair: _Pair) -> None:
+        order = (("a", a), ("b", b)) if pair.number % 2 == 0 else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
         if b:
             _believe(blocks)
         for of_a, of_b in zip(blocks["a"], blocks["b"]):
-            keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
+            pair.keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
 
     def _blocks_alone(self, side: str, techniques: Set) -> list[Block]:
         live = on_side(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
+
+        def blocks(loader_bound: bool) -> list[Block]:
+            skip, steps = block_size(live, live, loader_bound)
+            return [on_side(side, partial(run_block, live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+
         try:
-            skip, steps = block_size(live, live)
-            return [on_side(side, lambda: run_block(live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+            before = _falls_behind(live)
+            found = blocks(before)
+            return blocks(True) if _falls_behind(live) and not before else found
         finally:
             self.bench.finish_live(live)
 
@@ -240,6 +268,15 @@ def run_block(live: Live, skip: int, steps: int) -> Block:
     block = live.trial.run_block(skip, steps)
     live.trial.freeze()
     return block
+
+
+def _falls_behind(*lives: Live) -> bool:
+    """Whether a loader may have made fewer batches than were taken from it, by more than the one in the making or `SLACK`: then
+    the loop will wait for it once what it has in store is used up, and short blocks would not show that."""
+    def allowed(live: Live) -> float:
+        return max(1.0, SLACK * live.trial.steps)
+
+    return any(live.trial.unmade_batches is None or live.trial.unmade_batches > allowed(live) for live in lives)
 
 
 def _believe(blocks: dict[str, list[Block]]) -> None:

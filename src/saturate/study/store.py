@@ -160,6 +160,9 @@ class Store:
         self._execute("insert or replace into rounds values (?, ?, ?, ?, ?, ?)",
                       (question, pair, number, a_ms, b_ms, log_ratio))
 
+    def drop_rounds(self, question: str, pair: int) -> None:
+        self._execute("delete from rounds where question = ? and pair = ?", (question, pair))
+
     def rounds(self, question: str) -> list[list[tuple[float, float, float]]]:
         """Per pair, per round: (a_ms, b_ms, log ratio)."""
         pairs: dict[int, list[tuple[float, float, float]]] = {}

@@ -7,10 +7,11 @@ randomness, against the spread of several baseline seeds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -81,11 +82,13 @@ def first_difference(expected: list[list[float]], found: list[list[float]], allo
 
 
 class Verifier:
-    """Runs and caches verification runs. Baseline runs are shared by all candidates."""
+    """Runs and caches verification runs. Baseline runs are shared by all candidates. `side_by_side`: two of them may run at once,
+    beside what stands frozen; nothing in them is timed, and most of a short one is its start."""
 
-    def __init__(self, bench: Bench, reference: Set = ()):
+    def __init__(self, bench: Bench, reference: Set = (), side_by_side: bool = False):
         self.bench = bench
         self._series: dict[str, Series] = {}
+        self.side_by_side = side_by_side
         self.reference = reference              # what everything is compared with; the baseline, if that runs
         self.refusal: str | None = None         # why nothing can be verified in this workload
 
@@ -141,16 +144,20 @@ class Verifier:
     def _compare(self, techniques: Set, rounding: float, aligned: bool) -> comparison.Verdict:
         """One twin is enough to pass. Before anything is rejected that nearly passed, there are more: when a training begins to
         amplify rounding (a ReLU's kink) is chance, and one twin may have been late."""
-        baseline, subject = (self.series(Run(chosen, aligned=aligned)) for chosen in (self.reference, techniques))
+        runs = [Run(chosen, aligned=aligned) for chosen in (self.reference, techniques)]
+        self._prepare(*runs)
+        baseline, subject = map(self.series, runs)
         found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned))
         if found.nearly:
             found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned, TWINS))
         return found
 
     def _tolerance(self, rounding: float, aligned: bool = False, twins: int = 1) -> Tolerance:
-        repeated = self.series(Run(self.reference, aligned=aligned, repetition=1))
-        perturbed = [self.series(Run(self.reference, aligned=aligned, perturb=rounding, repetition=number)) for number in range(twins)]
-        return tolerance(self.series(Run(self.reference, aligned=aligned)), [repeated], perturbed, rounding)
+        perturbed = [Run(self.reference, aligned=aligned, perturb=rounding, repetition=number) for number in range(twins)]
+        runs = [Run(self.reference, aligned=aligned), Run(self.reference, aligned=aligned, repetition=1), *perturbed]
+        self._prepare(*runs)
+        plain, repeated, *others = map(self.series, runs)
+        return tolerance(plain, [repeated], others, rounding)
 
     def _otherwise_when_timed(self, techniques: Set, rounding: float) -> str | None:
         """What shows that the timed trials of a set did not train as its verification run did; None when nothing does.
@@ -176,32 +183,64 @@ class Verifier:
         aligned = self._compare(techniques, rounding, aligned=True)
         if not aligned.passed:
             return comparison.Verdict(False, f"{aligned.reason} (with dropout off and samples aligned)", aligned.curves)
-        seeds = [self.series(Run(self.reference, seed_offset=offset)) for offset in range(ENVELOPE_SEEDS)]
-        inside = envelope(seeds, self.series(Run(techniques)))
+        seeds = [Run(self.reference, seed_offset=offset) for offset in range(ENVELOPE_SEEDS)]
+        self._prepare(*seeds)
+        inside = envelope([*map(self.series, seeds)], self.series(Run(techniques)))
         if not inside.passed:
             return comparison.Verdict(False, f"{inside.reason}; same seed: {reason}", aligned.curves)
         return comparison.Verdict(True, f"aligned: {aligned.reason}; with its own randomness: {inside.reason}", aligned.curves)
 
     def series(self, run: Run) -> Series:
         """The recorded run, from memory, from the study's folder, or from a fresh process."""
-        name = json.dumps([key(run.techniques), run.aligned, run.repetition, run.perturb, run.seed_offset])
-        if name not in self._series:
-            stored = self.bench.store.answer(f"series {name}")
-            folder = self.bench.folder / stored if stored else self._record(run)
-            self._series[name] = read(folder)
-            self.bench.store.set_answer(f"series {name}", folder.name)
-        return self._series[name]
+        if not self._known(run):
+            self._record(run)
+        return self._series[_name(run)]
 
-    def _record(self, run: Run) -> Path:
-        capture = {
-            "updates": UPDATES, "seed": SEED, "seed_offset": run.seed_offset, "aligned": run.aligned,
-            "perturb": {"relative": run.perturb, "seed": 1 + run.repetition} if run.perturb else None,
-        }
-        words = [word for word, on in (("aligned", run.aligned), ("twin", run.perturb), ("seed", run.seed_offset)) if on]
-        purpose = " ".join(["verify", " + ".join(c.id for c in run.techniques) or "baseline", *words])
-        trial, hello = self.bench.ready(purpose, run.techniques, capture)
-        try:
-            self.bench.check_applied(trial, run.techniques, hello)
-        finally:
-            self.bench.finish(trial, run.techniques)
-        return trial.spec.folder
+    def _known(self, run: Run) -> bool:
+        """Whether it is in memory; now also if it was in the study's folder."""
+        name = _name(run)
+        folder = None if name in self._series else self.bench.store.answer(f"series {name}")
+        if folder is not None:
+            self._series[name] = read(self.bench.folder / folder)
+        return name in self._series
+
+    def _prepare(self, *runs: Run) -> None:
+        """Record what is not known of these, if two can be recorded at a time; otherwise each has its turn when it is asked for."""
+        if self.side_by_side:
+            missing = [run for run in runs if not self._known(run)]
+            at_once = 1 if any(member.module.TECHNIQUE.starts_alone for run in missing for member in run.techniques) else 2
+            for first in range(0, len(missing), at_once):
+                self._record(*missing[first:first + at_once])
+
+    def _record(self, *runs: Run) -> None:
+        """In fresh processes, all at once."""
+        with contextlib.ExitStack() as otherwise:
+            started = []
+            for run in runs:
+                started.append(self.bench.start(_purpose(run), run.techniques, _capture(run)))
+                otherwise.callback(self.bench.abandon, started[-1], run.techniques)
+            for run, begun in zip(runs, started):
+                trial, hello = self.bench.ready(_purpose(run), run.techniques, _capture(run), begun)
+                try:
+                    self.bench.check_applied(trial, run.techniques, hello)
+                finally:
+                    self.bench.finish(trial, run.techniques)
+                self._series[_name(run)] = read(trial.spec.folder)
+                self.bench.store.set_answer(f"series {_name(run)}", trial.spec.folder.name)
+
+
+def _name(run: Run) -> str:
+    return json.dumps([key(run.techniques), run.aligned, run.repetition, run.perturb, run.seed_offset])
+
+
+def _purpose(run: Run) -> str:
+    words = [word for word, on in (("aligned", run.aligned), ("twin", run.perturb), ("seed", run.seed_offset)) if on]
+    return " ".join(["verify", " + ".join(c.id for c in run.techniques) or "baseline", *words])
+
+
+def _capture(run: Run) -> dict[str, Any]:
+    """What the agent is told to record."""
+    return {
+        "updates": UPDATES, "seed": SEED, "seed_offset": run.seed_offset, "aligned": run.aligned,
+        "perturb": {"relative": run.perturb, "seed": 1 + run.repetition} if run.perturb else None,
+    }

@@ -126,6 +126,7 @@ class Trial:
         self.steps = 0
         self.counts: dict[str, int] = {}        # events in the workload since its start, by token
         self.sample: list[float] = []           # a few entries of a few parameters, at the latest gate
+        self.unmade_batches: int | None = None  # how far the loader of the slowest rank was behind at the latest gate; None: not known
         self.losses: list[list[float]] = []     # of the first updates of a timed trial, by update and micro-step
         self.peak_bytes: int | None = None      # see `_note_peak`
         self._looked_at = False
@@ -236,6 +237,8 @@ class Trial:
         self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
+        unmade = [gate["unmade_batches"] for gate in gates]
+        self.unmade_batches = None if None in unmade else max(unmade)
         return gates
 
     def _note_peak(self, gates: list[dict[str, Any]]) -> None:
