@@ -73,6 +73,7 @@ class World:
             self.peaks.note((), 8 * GIB)       # it ran when the study began
         self.bench = self
         self.threshold = 0.02
+        self.pair_s = 10.0
 
     def numbers(self, techniques: Any) -> tuple[float, float]:
         need, step = 8.0, 100.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import types
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,29 @@ def test_without_time_it_stays_undecided() -> None:
     walk.deadline = 0.0
     walk._look_again()
     assert (walk.kept, walk.fates["fast"].fate) == ((), "inconclusive")
+
+
+@pytest.mark.parametrize(("left_s", "kept"), [(30.0, ["fast"]), (15.0, [])])
+def test_where_nothing_is_kept_the_time_of_the_final_race_is_for_what_is_undecided(left_s: float, kept: list[str]) -> None:
+    """A quarter of the budget was left unused by studies that ended undecided. Two pairs of 10 s must still end in time."""
+    world = Noisy({"fast": (0.8, 0.0), "also": (0.7, 0.0)}, None, misread={"fast": -0.03, "also": -0.03})
+    walk = search(world, FAST, technique("also"))
+    walk._screen(walk.eligible())
+    walk.deadline, walk.end = time.monotonic() - 1.0, time.monotonic() + left_s
+    walk._look_again()
+    # What is kept must be confirmed: there is no time for another.
+    assert [c.id for c in walk.kept] == kept
+    assert [walk.fates[i].fate for i in ("fast", "also")] == [("kept" if kept else "inconclusive"), "inconclusive"]
+
+
+def test_what_is_promising_has_its_race_though_screening_took_its_time() -> None:
+    world = Noisy({"fast": (0.8, 0.0)}, None, misread={"fast": 0.05})
+    walk = search(world, FAST)
+    promising = walk._screen(walk.eligible())
+    walk._screen = lambda eligible: promising       # type: ignore[method-assign]
+    walk.deadline, walk.end = time.monotonic() - 1.0, time.monotonic() + 60.0
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast"]
 
 
 def test_what_does_not_verify_is_not_tried_twice() -> None:

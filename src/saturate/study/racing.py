@@ -108,6 +108,7 @@ class Racer:
         self.waits = True                   # whether the baseline waits for its loader, as far as is known
         self.between_sd = race.PRIOR_BETWEEN_SD
         self.aa_pairs: list[list[float]] = []
+        self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
         self._base: Live | None = None      # a frozen baseline that screening races share
 
     # -- the baseline that screening shares ------------------------------------------------------------------------
@@ -164,6 +165,12 @@ class Racer:
         pair = _Pair(self.bench.store, question, len(pairs), times, limits, deadline,
                      lambda patient: self._decide(pairs, patient).action == "more_rounds")
         pairs.append(pair.ratios)
+        fresh = self.mode == "alternate" or not share_base or self.base(a) is None
+        self._rounds(a, b, share_base, pair)
+        if fresh:
+            self.pair_s = max(self.pair_s, time.monotonic() - pair.asked)
+
+    def _rounds(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
         if self.mode == "alternate":
             self.drop_base()
             self._alternate(a, b, pair)

@@ -38,6 +38,9 @@ ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
 RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
+#: Pairs that a final race takes at least.
+LAST_PAIRS = 2
+
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
 
@@ -51,7 +54,8 @@ PROMISING, MOST_PARTNERS = 0.40, 2
 
 @dataclass
 class Search:
-    """Walks the techniques. `deadline` (time.monotonic) leaves room for the final race."""
+    """Walks the techniques. `deadline` (time.monotonic) leaves room for the final race; as long as nothing is kept, there is nothing
+    to confirm, and what was undecided by then is raced on until `end`."""
 
     registry: dict[str, ModuleType]
     facts: Facts
@@ -63,6 +67,7 @@ class Search:
     skip: frozenset[str] = frozenset()
     allow_convergence: bool = False
     findings: tuple[Finding, ...] = ()
+    end: float = -math.inf
     fates: dict[str, Fate] = field(default_factory=dict)
     base: Set = ()                      # always on: without it the workload needs more memory than it may
     fitted: Result | None = None        # `base` against the baseline
@@ -147,7 +152,7 @@ class Search:
             if candidate in self.kept:
                 continue        # in a pair
             # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
-            if time.monotonic() > self.deadline and not self._certain(candidate):
+            if time.monotonic() > self._last() and not self._certain(candidate):
                 break
             self._try_to_add(candidate)
         self._look_again()
@@ -156,6 +161,11 @@ class Search:
     def _certain(self, candidate: Candidate) -> bool:
         """Whether its screening says all: against what is kept now, and without doubt."""
         return self.against[candidate.id] == self.kept and self.screened[candidate.id].decision.verdict == "faster"
+
+    def _last(self) -> float:
+        """Until when something may be added: as long as there is nothing to confirm, until two pairs of a final race would still
+        end in time."""
+        return self.deadline if self.kept != self.base else max(self.deadline, self.end - LAST_PAIRS * self.racer.pair_s)
 
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
         """Race each technique against what is kept; the candidates that remain to be combined, best first. Other variants of
@@ -270,7 +280,7 @@ class Search:
                      if fate.fate == "inconclusive" and fate.candidate is not None and fate.candidate.id not in self.verified
                      and fate.gain_ci is not None and fate.gain_ci[1] > self.racer.threshold]
         for _, candidate in sorted(undecided, key=lambda entry: -entry[0]):
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self._last():
                 return
             self._try_to_add(candidate, again=True)
 
@@ -283,7 +293,8 @@ class Search:
             return
         together = ordered((*self.kept, candidate))
         if again:
-            result = self.race(f"look again at {candidate.label()} with {self._kept_names()}", self.kept, together, ADD, candidate)
+            result = self.race(f"look again at {candidate.label()} with {self._kept_names()}", self.kept, together, ADD, candidate,
+                               until=self._last())
         else:
             result = self._race_to_add(f"add {candidate.label()} to {self._kept_names()}", together, candidate)
         if result is None:
@@ -321,10 +332,10 @@ class Search:
         if self.against[candidate.id] == self.kept and screened.gain < self.racer.threshold:
             return screened         # nothing new to combine it with
         if screened.gain < self.racer.threshold:
-            retried = self.race(question, self.kept, together, RETRY, candidate)
+            retried = self.race(question, self.kept, together, RETRY, candidate, until=self._last())
             if retried is None or retried.gain < self.racer.threshold or retried.decision.verdict == "faster":
                 return retried      # not there, not worth more, or beyond doubt already
-        return self.race(question, self.kept, together, ADD, candidate)
+        return self.race(question, self.kept, together, ADD, candidate, until=self._last())
 
     def _ablate(self) -> None:
         """Race the kept set against itself without each technique but the last added; drop what gives nothing."""
@@ -358,10 +369,11 @@ class Search:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False) -> Result | None:
-        """The result, or None when B does not run or is not active (its fate then says why)."""
+    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False,
+             until: float | None = None) -> Result | None:
+        """The result, or None when B does not run or is not active (its fate then says why). `until`: another deadline."""
         try:
-            result = self.racer.run(question, a, b, limits, self.deadline, share_base)
+            result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise

@@ -173,7 +173,7 @@ def _measure(study: Study, bench: Bench) -> None:
     verifier = Verifier(bench)
     search = Search(
         study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
-        request.only, request.skip, request.allow_convergence, tuple(study.findings), on_kept=lambda search: summary.write_recipe(study),
+        request.only, request.skip, request.allow_convergence, tuple(study.findings), end, on_kept=lambda search: summary.write_recipe(study),
     )
     if not study.starved and not _is_measurable(study, verifier, racer, (), end):
         return
