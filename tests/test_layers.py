@@ -16,7 +16,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name 
 MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
     "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report", "checkpoints", "data"},
-    "trial": {"records"},
+    "trial": {"records", "machine.redaction"},
     "agent": {"techniques", "checkpoints", "data", "records.facts"},
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": set(),

@@ -15,7 +15,7 @@ SHORT = KernelsSeen(
 DEEP = KernelsSeen(
     count_per_step=300.0, short_share=0.1, median_us=90.0, median_launch_delay_us=5e4, queue_shallow=0.1
 )
-TINY = KernelsSeen(count_per_step=10_000.0, short_share=0.9, median_us=2.0)
+TINY = KernelsSeen(count_per_step=10_000.0, short_share=0.9, short_time=0.3, median_us=2.0)
 
 CASES = [
     Case(
@@ -103,7 +103,7 @@ CASES = [
     Case(
         "launch-bound",
         on_cpu(kernels=TINY, overhead=0.4, busy=0.6),
-        lost=0.99,
+        lost=0.7,
         edges=(
             ("overhead", 0.15, 0.1499),
             ("kernels__median_us", 9.99, 10.0),
@@ -117,7 +117,10 @@ CASES = [
             "waiting for peers": {"communication__exposed": 0.3},
             "compilation": {"compiler__compile_share": 0.3},
         },
-        still={"a few reads": {"syncs": (SyncSeen("train.py:9", "Tensor.item", 999.0, 5.0),)}},
+        still={
+            "a few reads": {"syncs": (SyncSeen("train.py:9", "Tensor.item", 999.0, 5.0),)},
+            "their time is unknown": {"kernels__short_time": None},
+        },
         reason="40.0 % of the step passes around 10,000 operators of 2.0 us.",
         techniques=("compile", "fused-optimizer", "zero-grad-none"),
     ),

@@ -12,7 +12,7 @@ from test_report_html import Page, contrast
 
 from saturate.records.analysis import Analysis, Profile, Roofline
 from saturate.report import analysis_charts as charts
-from saturate.report import analysis_style, style
+from saturate.report import analysis_style, style, trim
 from saturate.report import analysis_words as say
 from saturate.report.analysis_html import MAX_BYTES, render
 
@@ -269,3 +269,15 @@ def test_contrast_reaches_aa(own, palette, on):
         assert contrast(palette[text], palette["panel"]) >= 4.5
     for dot in (palette["accent"], own["shade7"], palette["base"]):
         assert contrast(dot, palette["panel"]) >= 3
+
+
+def test_what_is_saved_of_any_command_has_no_argument_values() -> None:
+    """A profile, a fit and a drill are passed on; options keep their names, the script its own."""
+    for command, shown in (
+        (analyses.COMMAND, ["python", "train.py", "--config", "\u2026", "--api-token", "\u2026"]),
+        (["env", "MY_TOKEN=zz9", "python", "-u", "a/train.py", "--lr=0.1"], ["env", "\u2026", "\u2026", "-u", "a/train.py", "--lr=\u2026"]),
+        (["torchrun", "-m", "pkg"], ["torchrun", "-m", "\u2026"]),
+    ):
+        found = msgspec.structs.replace(analyses.profile(), command=command, next_command=f"saturate tune --only compile -- {' '.join(command)}")
+        saved = trim.without_values(found)
+        assert saved.command == shown and saved.next_command == f"saturate tune --only compile -- {' '.join(shown)}"

@@ -118,6 +118,7 @@ while True:
     ("raise SystemExit(0)", "never_trained", ""),
     ("raise SystemExit(3)", "exited", "exit code 3"),
     ("raise ValueError('no such file of mine')", "crashed", "no such file of mine"),
+    ("raise ValueError('401 for ghp_' + 'abcdefgh12345678')", "crashed", "401 for [hidden]"),
     ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed_by_signal", "SIGSEGV"),
     (TRAIN.replace("while True", "for _ in range(7)"), "too_short", "after 7 training steps"),
     (TRAIN.replace("while True", "for _ in range(2)"), "too_short", "after 2 training steps"),

@@ -32,7 +32,7 @@ short kernels, and changing it changes the training.
 What helps
 ----------
 Fewer launches: `torch.compile` (with CUDA graphs), fused optimizers, operations on whole tensors in place of loops.
-The bound on an accelerator is the idle time; on a CPU operators below 10 us count as overhead too.
+The bound on an accelerator is the idle time; on a CPU the time of operators below 10 us counts as overhead too.
 
 References
 ----------
@@ -108,21 +108,19 @@ def _between_calls(seen: Observations) -> Finding | None:
         return None
     if not reaches(outside, HOST_LATE) or not kernels.median_us < SHORT_US or not each <= LAUNCH_US:
         return None
-    count = kernels.count_per_step or 0.0
-    # Operators below 10 us take less than 10 us each: the most that they can add up to.
-    tiny = count * (kernels.short_share or 0.0) * SHORT_US / 1e3 / (seen.step_ms or 1.0)
     return finding(
         RULE,
         seen,
-        f"{percent(outside)} of the step passes around {count:,.0f} operators of {kernels.median_us:.1f} us.",
+        f"{percent(outside)} of the step passes around {kernels.count_per_step or 0.0:,.0f} operators of {kernels.median_us:.1f} us.",
         [
             of_step("time outside operators", outside, HOST_LATE),
             *number("outside, per operator", each, "us", LAUNCH_US),
             *number("median operator", kernels.median_us, "us", SHORT_US),
-            *number("operators", count, "per step"),
+            *number("operators", kernels.count_per_step, "per step"),
             *number("operators below 10 us", kernels.short_share, "of the operators"),
+            *number("time in operators below 10 us", kernels.short_time, "of the step"),
         ],
-        at_most(outside, min(tiny, seen.busy if seen.busy is not None else 1.0)),
+        at_most(outside, kernels.short_time),
     )
 
 

@@ -51,6 +51,7 @@ class KernelsSeen:
 
     count_per_step: float | None = None
     short_share: float | None = None        # share of kernels below 10 us
+    short_time: float | None = None         # on a CPU: time of operators that take less than 10 us themselves, of the step
     median_us: float | None = None
     median_launch_delay_us: float | None = None
     queue_shallow: float | None = None      # share of kernels launched while at most one was queued

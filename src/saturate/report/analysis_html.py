@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 import saturate
@@ -14,7 +12,7 @@ from saturate.report import analysis_method as method
 from saturate.report import analysis_sections as sections
 from saturate.report import analysis_words as say
 from saturate.report.markup import Markup, tag
-from saturate.report.trim import Limits, redact, within
+from saturate.report.trim import Limits, within, without_values
 
 #: The page stays below this many bytes whatever the analysis holds.
 MAX_BYTES = 1_000_000
@@ -28,15 +26,13 @@ _MAPPINGS = frozenset({"split", "gap_ns", "edge_ns", "unknown", "ceilings", "ann
 # The browser itself refuses to load anything, should a mistake ever let markup through.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-Any_ = TypeVar("Any_", bound=Analysis)
-
 
 def render(analysis: Analysis) -> str:
     """The page, less than `MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size demands, and the
     page says so. A profile's command stands in it without the values of its arguments."""
     page = ""
     for limits in LADDER:
-        flat, cuts = within(msgspec.to_builtins(_redacted(analysis)), limits, _MAPPINGS)
+        flat, cuts = within(msgspec.to_builtins(without_values(analysis) if isinstance(analysis, Profile) else analysis), limits, _MAPPINGS)
         shown = msgspec.convert(flat, type(analysis))
         data = _embedded(shown)
         if limits is not LADDER[-1] and len(data) >= MAX_BYTES:
@@ -45,20 +41,6 @@ def render(analysis: Analysis) -> str:
         if len(page.encode()) < MAX_BYTES:
             break
     return page
-
-
-def _redacted(analysis: Any_) -> Any_:
-    """Without the values of the workload's arguments: a page is passed on, and may not carry a token."""
-    if not isinstance(analysis, Profile):
-        return analysis
-    command = redact(analysis.command)
-    # The script's name is no argument of it, and tells reports apart.
-    script = next((i for i, word in enumerate(analysis.command) if word.endswith(".py") and word[0] != "-"), None)
-    if script is not None:
-        command[script] = analysis.command[script]
-    ours, dashes, theirs = analysis.next_command.partition(" -- ")
-    after = f"{ours} -- {' '.join(command)}" if dashes and theirs else analysis.next_command
-    return msgspec.structs.replace(analysis, command=command, next_command=after)
 
 
 def render_comparison(record: Comparison) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from saturate.records.fit import Fit, SizeTried
 from saturate.records.sizes import show
 from saturate.report import analysis_html, svg, words
 from saturate.report import fit as say
 from saturate.report.markup import Markup, table, tag
-from saturate.report.trim import redact
+from saturate.report.trim import without_values
 
 OUTCOMES = {
     "fits": "fits", "too_close": "runs, within the margin", "out_of_memory": "out of memory", "failed": "failed",
@@ -19,16 +17,11 @@ OUTCOMES = {
 
 def render(found: Fit) -> str:
     """The page. The command stands in it without the values of its arguments."""
-    shown = msgspec.structs.replace(found, command=redact(found.command), next_command=_next(found))
+    shown = without_values(found)
     sections = [("memory", "Memory", _memory(shown)), ("throughput", "Throughput", _throughput(shown)),
                 ("sizes", "Sizes", _sizes(shown)), ("method", "Method", _method(shown))]
     body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
     return analysis_html.shell(say.title(shown), _header(shown), body, analysis_html._embedded(shown))
-
-
-def _next(found: Fit) -> str:
-    ours, dashes, _ = found.next_command.partition(" -- ")
-    return f"{ours} -- {' '.join(redact(found.command))}" if dashes else found.next_command
 
 
 def _header(found: Fit) -> Markup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ LADDER = (Limits(2000, 400, 400, 160), Limits(400, 120, 100, 80), Limits(160, 40
 
 #: Fields whose keys are data; all other objects are structs, whose fields must stay.
 _MAPPINGS = frozenset({"machine", "workload", "split_before", "split_after", "titles", "options"})
+
+Told = TypeVar("Told", bound=msgspec.Struct)
 
 _SIGNIFICANT = 6  # digits; more than any interval in a report resolves, and a third of the bytes
 _INT_LIMIT = 2**64  # where the JSON encoder ends
@@ -94,3 +96,17 @@ def redact(command: list[str]) -> list[str]:
         return "\u2026"
 
     return command[:1] + [name(word) for word in command[1:]]
+
+
+def without_values(record: Told) -> Told:
+    """A record with a `command` and a `next_command`, without the values of the workload's arguments: what is saved is passed on,
+    and may not carry a token. The script's name stays: it is no argument of it, and tells records apart."""
+    words: list[str] = record.command       # type: ignore[attr-defined]
+    command = redact(words)
+    script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[0] != "-"), None)
+    if script is not None:
+        command[script] = words[script]
+    following: str = record.next_command    # type: ignore[attr-defined]
+    ours, dashes, theirs = following.partition(" -- ")
+    return msgspec.structs.replace(
+        record, command=command, next_command=f"{ours} -- {' '.join(command)}" if dashes and theirs else following)

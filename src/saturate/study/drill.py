@@ -26,6 +26,7 @@ import saturate
 from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine.fingerprint import script_of
 from saturate.records.drill import Drill, DrillResult, Saved
+from saturate.report import trim
 from saturate.study import baseline, drilling
 from saturate.study.drilling import Chain, Ran
 from saturate.study.ending import in_our_words
@@ -103,7 +104,8 @@ def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
             identity = hashlib.sha256(asked.encode()).hexdigest()
             work = _Work(request, new_run(request.directory, identity), say)
             result = work.done()
-            (work.folder / "drill.json").write_bytes(msgspec.json.encode(result))
+            saved = msgspec.structs.replace(trim.without_values(result), resume_command=trim.redact(result.resume_command))
+            (work.folder / "drill.json").write_bytes(msgspec.json.encode(saved))
             return result
     finally:
         lock.release()

@@ -244,10 +244,10 @@ def _next(asked: Asked, found: Fit) -> str:
 
 
 def _write(study: Study, found: Fit) -> None:
-    from saturate.report import fit_html
+    from saturate.report import fit_html, trim
 
     try:
-        (study.folder / "fit.json").write_bytes(msgspec.json.encode(found))
+        (study.folder / "fit.json").write_bytes(msgspec.json.encode(trim.without_values(found)))
         study.report_path.write_text(fit_html.render(found), encoding="utf-8")
     except OSError as error:
         study.say(f"the report could not be written: {error}")

@@ -85,7 +85,7 @@ def _identity(request: Request) -> str:
 
 
 def _finished(study: Study, seen: Seen | None) -> Profile:
-    from saturate.report import analysis_html
+    from saturate.report import analysis_html, trim
     from saturate.study import diagnose
 
     if seen is None or not seen.traces:
@@ -95,7 +95,7 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, frozenset(study.registry))
     found = msgspec.structs.replace(found, report=str(study.report_path))
-    (study.folder / "profile.json").write_bytes(msgspec.json.encode(found))
+    (study.folder / "profile.json").write_bytes(msgspec.json.encode(trim.without_values(found)))
     study.report_path.write_text(analysis_html.render(found), encoding="utf-8")
     return found
 

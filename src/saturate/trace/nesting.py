@@ -47,6 +47,15 @@ class Nest:
             parent[inner] = outer[np.maximum(np.searchsorted(outer, inner) - 1, 0)]
         return parent
 
+    def own(self) -> Column:
+        """For each position its time without that of what it called, nanoseconds."""
+        parent = self.parents()
+        inner = parent >= 0
+        time = self.end - self.start
+        exclusive = time.copy()
+        np.subtract.at(exclusive, parent[inner], time[inner])
+        return np.maximum(exclusive, 0)         # spans that overlap without nesting leave less than nothing
+
 
 def nest(events: HostEvents, rows: Column) -> Nest:
     """Of rows of one thread."""

@@ -21,8 +21,8 @@ from saturate.records.observations import (
 from saturate.trace import breakdown, gaps, integrity, patterns, phases
 from saturate.trace.columns import KERNEL, MEMCPY, Column, DeviceInfo, HostEvents, Trace, row_type
 from saturate.trace.intervals import EMPTY, contains, intersect, length, overlap, subtract
-from saturate.trace.launches import leaves, named, spans
-from saturate.trace.nesting import innermost
+from saturate.trace.launches import by_thread, leaves, named, spans
+from saturate.trace.nesting import innermost, nest
 from saturate.trace.view import SHORT_NS, View, facts, joined, view
 from saturate.trace.windows import CPU
 
@@ -246,12 +246,18 @@ def _cpu_kernels(seen: View) -> KernelsSeen:
     trace, steps = seen.joined.trace, seen.window.count
     counted = np.zeros(len(trace.operators.start), bool)
     counted[seen.work.rows] = True
-    rows = np.flatnonzero(counted & leaves(trace.operators) & contains(seen.window.steps, trace.operators.start))
+    counted &= contains(seen.window.steps, trace.operators.start)
+    rows = np.flatnonzero(counted & leaves(trace.operators))
     if not len(rows):
         return KernelsSeen()
     time = trace.operators.end[rows] - trace.operators.start[rows]
-    return KernelsSeen(count_per_step=len(rows) / steps if steps else None,
-                       short_share=float((time < SHORT_NS).mean()), median_us=float(np.median(time)) / 1e3)
+    own = np.zeros(len(counted), "i8")
+    for _, thread in by_thread(trace.operators):
+        tree = nest(trace.operators, thread)
+        own[tree.rows] = tree.own()
+    short = int(own[counted & (own < SHORT_NS)].sum())
+    return KernelsSeen(count_per_step=len(rows) / steps if steps else None, short_share=float((time < SHORT_NS).mean()),
+                       short_time=_share_or_none(short, seen.parts.window_ns), median_us=float(np.median(time)) / 1e3)
 
 
 def _operators(device: Device, whole: int) -> tuple[OperatorSeen, ...]:

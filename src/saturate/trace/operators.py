@@ -205,13 +205,8 @@ def _on_cpu(trace: Trace, window: Window | None) -> Iterator[Group]:
     costs = _costs(trace)
     for _, rows in by_thread(ops):
         tree = nest(ops, rows)
-        parent = tree.parents()
-        inner = parent >= 0
-        time = tree.end - tree.start
-        exclusive = time.copy()
-        np.subtract.at(exclusive, parent[inner], time[inner])
-        own[tree.rows] = np.maximum(exclusive, 0)       # spans that overlap without nesting leave less than nothing
-        delegates[tree.rows] = _delegating(tree.levels, parent, *costs[:, tree.rows])
+        own[tree.rows] = tree.own()
+        delegates[tree.rows] = _delegating(tree.levels, tree.parents(), *costs[:, tree.rows])
     rows = np.flatnonzero(counted & (own > 0))
     guess = _only_float(trace)
     for members in _equal(ops.name[rows], ops.shapes[rows], delegates[rows]):

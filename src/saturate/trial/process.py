@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saturate.machine import redaction
 from saturate.records import sizes
 from saturate.trial import launch, meter, ports, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
@@ -325,7 +326,9 @@ class Trial:
         hello = self.server.hello()
         last = [notice["steps"] for notice in self.server.notices if notice["at"] == "ended"]
         steps = max([self.steps, hello["steps_so_far"] if hello else 0, *last])
-        self.ended = classify(report, self.output(), steps, hello is not None, launch.defeated_by(self.workload.argv),
+        # What it said last is kept and shown; a token in it is not.
+        said = redaction.without_secrets(self.output(), self.workload.environment)
+        self.ended = classify(report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
                               self._last_words() if hello is None else None)
         return TrialEnded(self.ended)
 
