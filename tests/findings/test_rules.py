@@ -195,13 +195,6 @@ def test_a_loop_over_elements_takes_the_interpreter_around_it_along():
         assert found is not None and found.bound == pytest.approx(1 / (1 - lost)), count
 
 
-def test_reads_and_the_step_are_of_the_same_recording():
-    case = next(case for case in CASES if case.rule == "host-syncs" and case.fires.device == "cpu")
-    found = ask(case, step_ms=50.0, step_ms_recorded=200.0)
-    assert found is not None and found.bound == pytest.approx(1 / (1 - 0.06))
-    assert ask(case, step_ms=50.0, step_ms_recorded=700.0) is None
-
-
 def test_a_core_that_is_just_free_is_free():
     case = next(case for case in CASES if case.rule == "input-bound-workers")
     assert ask(case, loader__cpu_count=4.0, loader__busy_cores=3.5) is not None

@@ -148,6 +148,18 @@ def test_syncs_are_per_step_and_relative():
     assert (sync.file, sync.line, sync.calls_per_step, sync.ms_per_step) == ("train.py", 3, 2.0, 0.5)
 
 
+def test_a_profiler_makes_waits_longer_as_it_does_steps():
+    """A step of 1.3 ms was said to wait 2.7 ms in one of its lines."""
+    seen = Seen(facts=facts(), step_ns=[10_000_000] * 9, sample=SAMPLE,
+                record={"steps": 4, "syncs": [[f"{CWD}/train.py", 3, "Tensor.item", 8, 80_000_000]]})
+    shorten = diagnose._shortener(CWD)
+    faster = diagnose._faster(seen.step_ms, 25.0)
+    (sync,) = diagnose.Record(request(), seen, shorten, faster).syncs()
+    (observed,) = diagnose._syncs(seen.record, shorten, faster)
+    assert sync.ms_per_step == observed.ms_per_step == 8.0      # 20 of 25 ms, as 8 of 10
+    assert diagnose._faster(10.0, 9.0) == diagnose._faster(None, 9.0) == diagnose._faster(10.0, None) == 1.0
+
+
 # -- observations ------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from saturate.findings._common import at_most, per_step, recorded_ms, without
+from saturate.findings._common import at_most, per_step, without
 from saturate.records.observations import KernelsSeen, Observations, SyncSeen
 
 #: Idle time (on a CPU: time outside operators), of the step, from which the host counts as late.
@@ -41,7 +41,7 @@ def late(seen: Observations) -> float | None:
 
 def waited(seen: Observations, places: tuple[SyncSeen, ...]) -> float | None:
     """Share of the step that the host spends in these waits; None where the step was not timed."""
-    return per_step(sum(one.ms_per_step for one in places), recorded_ms(seen))
+    return per_step(sum(one.ms_per_step for one in places), seen.step_ms)
 
 
 def reading(seen: Observations) -> float | None:

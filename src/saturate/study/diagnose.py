@@ -51,7 +51,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     shorten = _shortener(request.cwd)
     observed = observe(seen, analysis, first, split, shorten)
     findings = rules.detect(observed, known)
-    record = Record(request, seen, shorten)
+    profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
+    record = Record(request, seen, shorten, _faster(seen.step_ms, profiled_ms))
     rates = record.rates()          # it also finds out what is unknown
     integrity = analysis.integrity
     if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
@@ -64,7 +65,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         command=request.argv,
         step_ms=seen.step_ms,
         loader_cost=seen.loader_cost,
-        step_ms_profiled=sum(recorded.values()) / view.count / 1e6 if view.count else None,
+        step_ms_profiled=profiled_ms,
         split=split,
         split_steps=view.count if split is recorded else seen.sample["clocked_steps"],
         recorded_steps=view.count,
@@ -100,8 +101,9 @@ def _shortener(cwd: Path) -> Callable[[str], str]:
 class Record:
     """The parts of a Profile that do not come from the trace."""
 
-    def __init__(self, request: Request, seen: Seen, shorten: Callable[[str], str]):
+    def __init__(self, request: Request, seen: Seen, shorten: Callable[[str], str], unprofiled: float = 1.0):
         self.seen = seen
+        self.unprofiled = unprofiled        # what a time of the recorded steps is without the profiler, as a factor
         self.facts = seen.facts
         self.shorten = shorten
         self.unknown: dict[str, str] = {}
@@ -145,7 +147,7 @@ class Record:
         return memory.breakdown(self.seen, self.shorten)
 
     def syncs(self) -> list[Sync]:
-        found = [self._place(file, line, what, calls, ns, self.seen.record["steps"])
+        found = [self._place(file, line, what, calls, ns * self.unprofiled, self.seen.record["steps"])
                  for file, line, what, calls, ns in self.seen.record.get("syncs", [])]
         return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
 
@@ -172,6 +174,11 @@ class Record:
     def modules(self) -> list[ModuleCost]:
         rows = msgspec.convert(self.seen.modules.get("modules", []), list[ModuleCost])
         return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
+
+
+def _faster(step_ms: float | None, profiled_ms: float | None) -> float:
+    """A step without the profiler over one with it, at most 1. It makes waits longer as well as steps, so their share is kept."""
+    return min(1.0, step_ms / profiled_ms) if step_ms and profiled_ms else 1.0
 
 
 def number_format(facts: Facts) -> str:
@@ -214,7 +221,7 @@ def observe(
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
-        "syncs": _syncs(record, shorten),
+        "syncs": _syncs(record, shorten, _faster(seen.step_ms, base.step_ms)),
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
@@ -239,7 +246,8 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     read = sample["read_bytes"]
     lines, dataset = sample["lines"], sample["dataset"]
     own = (dataset["file"], dataset["line"], dataset["function"])
-    file, line, function = lines[0][:3] if lines and not workers else own
+    sampled = lines and not workers and sample["fetch_samples"] >= _LEAST_SAMPLES
+    file, line, function = lines[0][:3] if sampled else own
     return LoaderSeen(
         num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=busy,
@@ -270,9 +278,9 @@ def _io_wait(sample: dict[str, Any]) -> float | None:
     return waiting / looks if looks >= _LEAST_SAMPLES else None
 
 
-def _syncs(record: dict[str, Any], shorten: Callable[[str], str]) -> tuple[SyncSeen, ...]:
+def _syncs(record: dict[str, Any], shorten: Callable[[str], str], unprofiled: float) -> tuple[SyncSeen, ...]:
     return tuple(SyncSeen(where=f"{shorten(file)}:{line}", what=what, calls_per_step=calls / record["steps"],
-                          ms_per_step=ns / record["steps"] / 1e6)
+                          ms_per_step=unprofiled * ns / record["steps"] / 1e6)
                  for file, line, what, calls, ns in record.get("syncs", []))
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
@@ -93,11 +94,22 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
         reason = study.refusal or problem or "the workload ended before it was recorded"
         return nothing(study.request, reason)
     study.say("reading the trace")
-    found = diagnose.diagnose(study.request, seen, frozenset(study.registry))
+    found = diagnose.diagnose(study.request, seen, _applicable(study, seen.facts))
     found = msgspec.structs.replace(found, report=str(study.report_path))
     (study.folder / "profile.json").write_bytes(msgspec.json.encode(trim.without_values(found)))
     study.report_path.write_text(analysis_html.render(found), encoding="utf-8")
     return found
+
+
+def _applicable(study: Study, facts: Facts) -> frozenset[str]:
+    """The ids of techniques that apply to this workload. One that cannot say is left in: `tune` says what is wrong with it."""
+    def applies(module: ModuleType) -> bool:
+        try:
+            return bool(module.eligible(facts))
+        except Exception:  # noqa: BLE001 - third-party code may raise anything
+            return True
+
+    return frozenset(identity for identity, module in study.registry.items() if applies(module))
 
 
 def nothing(request: Request, reason: str) -> Profile:
@@ -182,7 +194,7 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
         seen.sample = live.trial.look("sample", skip, many)
         seen.record = live.trial.look("record", skip, few, folder=str(live.trial.spec.folder), step_ms=live.step_ms)
         _keep_traces(study, live.trial.spec.folder, seen)
-        found = diagnose.diagnose(study.request, seen, frozenset(study.registry)) if seen.traces else None
+        found = diagnose.diagnose(study.request, seen, _applicable(study, facts)) if seen.traces else None
     except TrialEnded as ended:         # what comes next starts a fresh process, and says what is wrong if it ends as well
         study.notes.append(f"the baseline was not diagnosed: {ended.outcome.reason}")
         return []
