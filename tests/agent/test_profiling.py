@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial.process import Trial, TrialSpec, Workload
+from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 MODEL = """
 import gc, os, sys, time, torch, torch.nn as nn
@@ -212,6 +212,26 @@ def test_nothing_of_a_window_stays(start, script, tmp_path):
 def said(trial) -> list[str]:
     time.sleep(0.3)         # what was printed travels through a pipe
     return [line for line in trial.output().splitlines() if line in ("SAME", "OTHER")]
+
+
+def test_a_script_that_ends_while_it_is_recorded_just_ends(start, script, tmp_path):
+    """A profiler that still ran when the interpreter went down took the process with it, and the script was blamed."""
+    source = """
+    import gc, torch, torch.nn as nn
+    model = nn.Linear(64, 64); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    class Kept: pass
+    for _ in range(40):
+        kept = [Kept() for _ in range(2000)]
+        for one in kept: one.others = kept      # something for the collector at the end
+        opt.zero_grad(); model(torch.randn(32, 64)).pow(2).mean().backward(); opt.step()
+    """
+    trial = start(str(script(source)))
+    trial.wait_ready()
+    trial.run_block(1, 3)
+    with pytest.raises(TrialEnded) as ended:
+        trial.look("record", 1, 1000, folder=str(tmp_path))
+    assert ended.value.outcome.kind == "too_short", ended.value.outcome
+    assert "Traceback" not in trial.output()
 
 
 def test_a_script_that_profiles_itself_goes_on(record):

@@ -8,7 +8,7 @@ from test_rules import CASES, RULES
 from work_cases import LATENCY, NAMELESS, ODD, SOFTMAX
 
 from saturate.records.analysis import Finding
-from saturate.records.observations import KernelsSeen, OperatorSeen, SyncSeen
+from saturate.records.observations import CompilerSeen, KernelsSeen, OperatorSeen, SyncSeen
 
 
 def case(rule: str, device: str = "cuda") -> Case:
@@ -221,3 +221,18 @@ def test_what_helps_against_full_memory_follows_from_what_takes_it(kinds, techni
 
 def test_fragmentation_names_the_setting_that_mends_it():
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in found("fragmentation", case("fragmentation").fires).advice
+
+
+def test_reads_of_values_are_not_launches():
+    """What the interpreter does around a print of a tensor was many short operators, 6.2x worth of them."""
+    seen = case("launch-bound", "cpu").fires
+    reads = (SyncSeen("train.py:20", "print", 1.0, 0.1 * seen.step_ms), SyncSeen("train.py:21", "Tensor.item", 1.0, 0.0))
+    assert lost(found("launch-bound", but(seen, syncs=reads))) == pytest.approx(0.6)
+    assert RULES["launch-bound"].detect(but(seen, syncs=(SyncSeen("train.py:20", "print", 1.0, 0.26 * seen.step_ms),))) is None
+
+
+def test_a_compiler_that_gave_up_before_the_window_is_evidence_of_its_own():
+    seen = base(compiler=CompilerSeen(compiled=True, recompiles=0, recompile_limit_hit=True, recompile_reasons=("train.py:7 f: size 8",)))
+    one = found("recompilation", seen)
+    assert "gave up" in one.reason and "train.py:7" in one.reason
+    assert [(e.metric, e.value) for e in one.evidence] == [("limit of recompilations hit", 1.0)]

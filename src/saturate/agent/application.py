@@ -88,9 +88,12 @@ def _connect(session: Any) -> None:
 
 
 def _farewell(session: Any) -> None:
-    """The script has ended by itself: say after how many steps."""
+    """The script has ended by itself: say after how many steps. A profiler that still runs when the interpreter goes down takes
+    the process with it."""
     if session.asleep:
         return
+    if session.window is not None:
+        session.guard(session.window.withdraw)
     try:
         session.gate.tell({"at": "ended", "steps": session.steps_seen, **_batches(session)})
     except OSError:

@@ -112,21 +112,23 @@ def compiler(torch: Any, session: Any, began_ns: int, ended_ns: int) -> dict[str
     compiled = session.inspection.compiled or counters["frames"].get("ok", 0) > 0
     if not compiled:
         return {"compiled": False}
-    late = [m for m in dynamo.utils.get_compilation_metrics()
-            if began_ns <= (m.start_time_us or 0) * 1000 < ended_ns]
+    compilations = dynamo.utils.get_compilation_metrics()
+    late = [m for m in compilations if began_ns <= (m.start_time_us or 0) * 1000 < ended_ns]
+    limit_hit = any("recompile_limit" in str(key) or "cache_size_limit" in str(key) for key in counters.get("unimplemented", {}))
+    # Where it gave up before the window, what it had compiled again and again is why.
+    again = late or [m for m in compilations if limit_hit and m.recompile_reason]
     # A frame that is skipped as a whole, for a break inside a loop, is not among the breaks.
     skipped = [key for key in counters.get("unimplemented", {}) if "kipping the frame" in key]
     breaks = len(dynamo.utils.graph_break_reasons) + len(skipped)
     return {
         "compiled": True,
         "recompiles": len(late),
-        "recompile_reasons": _distinct(_recompiled(m) for m in late),
+        "recompile_reasons": _distinct(map(_recompiled, again)),
         "compile_s": sum(m.entire_frame_compile_time_s or 0.0 for m in late),
         "window_s": (ended_ns - began_ns) / 1e9,
         "graph_breaks": breaks,
         "graph_break_reasons": _distinct([*map(_break, dynamo.utils.graph_break_reasons), *map(_one_line, skipped)]),
-        "limit_hit": any("recompile_limit" in str(key) or "cache_size_limit" in str(key)
-                         for key in counters.get("unimplemented", {})),
+        "limit_hit": limit_hit,
     }
 
 

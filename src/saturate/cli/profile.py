@@ -55,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
     except UsageError:
         raise
     except SaturateError as problem:
-        show(nothing(request, problem.message))
+        show(nothing(request, f"{problem.message}: {problem.cause}" if problem.cause else problem.message))
         show_log(problem)
         raise
     except KeyboardInterrupt:

@@ -55,6 +55,7 @@ from saturate.findings._host import (
     loops_over_elements,
     never_ahead,
     outside_us,
+    reads,
     waited,
 )
 from saturate.records.analysis import Finding
@@ -103,7 +104,8 @@ def _on_device(seen: Observations) -> Finding | None:
 
 
 def _between_calls(seen: Observations) -> Finding | None:
-    kernels, outside, each = seen.kernels, late(seen), outside_us(seen)
+    # What the interpreter does around reads of values is theirs, and is not told apart from the reads.
+    kernels, outside, each = seen.kernels, without(late(seen), waited(seen, reads(seen))), outside_us(seen)
     if outside is None or each is None or kernels.median_us is None or loops_over_elements(seen):
         return None
     if not reaches(outside, HOST_LATE) or not kernels.median_us < SHORT_US or not each <= LAUNCH_US:
@@ -113,7 +115,7 @@ def _between_calls(seen: Observations) -> Finding | None:
         seen,
         f"{percent(outside)} of the step passes around {kernels.count_per_step or 0.0:,.0f} operators of {kernels.median_us:.1f} us.",
         [
-            of_step("time outside operators", outside, HOST_LATE),
+            of_step("time outside operators and reads of values", outside, HOST_LATE),
             *number("outside, per operator", each, "us", LAUNCH_US),
             *number("median operator", kernels.median_us, "us", SHORT_US),
             *number("operators", kernels.count_per_step, "per step"),

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from saturate.findings._api import Rule
 from saturate.findings._common import at_most, concludes, finding, number, one_line, percent
-from saturate.records.analysis import Finding
+from saturate.records.analysis import Evidence, Finding
 from saturate.records.observations import Observations
 
 RULE = Rule(id="recompilation", title="recompilation during training")
@@ -47,20 +47,22 @@ def detect(seen: Observations) -> Finding | None:
     if not concludes(seen, RULE) or not (again or compiler.recompile_limit_hit):
         return None
     because = f": {one_line(compiler.recompile_reasons[0])}" if compiler.recompile_reasons else ""
+    evidence = [
+        *number("recompilations", compiler.recompiles, f"in {seen.steps} steps", RECOMPILES),
+        *number("compiling", compiler.compile_share, "of the observed time"),
+    ]
     if again:
         taking = f", taking {percent(compiler.compile_share)} of the time" if compiler.compile_share else ""
         reason = f"Code was compiled again {compiler.recompiles} times in {seen.steps} steps{taking}{because}."
     else:
         reason = f"The compiler gave up after too many recompilations, and the function runs eagerly{because}."
+        evidence = [Evidence(metric="limit of recompilations hit", value=1.0, unit="since the start", threshold=1.0)]
     lost = at_most(compiler.compile_share) if again and compiler.compile_share is not None else None
     return finding(
         RULE,
         seen,
         reason,
-        [
-            *number("recompilations", compiler.recompiles or 0, f"in {seen.steps} steps", RECOMPILES),
-            *number("compiling", compiler.compile_share, "of the observed time"),
-        ],
+        evidence,
         lost,
         advice="mark what changes as dynamic (dynamic=True), or pad it to few sizes",
     )

@@ -184,7 +184,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     line: int
     what: str                       # "Tensor.item", "Tensor.cpu", "print"
-    calls_per_step: float
+    calls_per_step: float | None    # None: not counted (of `input_lines`, which are seen by looking now and then)
     ms_per_step: float
 
 

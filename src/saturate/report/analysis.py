@@ -324,10 +324,12 @@ def _operators(device: Device, room: int) -> Rows:
 
 def _problems(analysis: Analysis, room: int) -> Rows:
     rows: Rows = []
-    for problem in analysis.integrity.problems[:PROBLEMS]:
+    headline = analysis.unknown.get("verdict")      # stands above already
+    problems = [problem for problem in analysis.integrity.problems if problem.message != headline]
+    for problem in problems[:PROBLEMS]:
         blocked = f" (no conclusion on: {', '.join(problem.blocks)})" if problem.blocks else ""
         rows += labelled("problem" if problem.blocks else "note", wrap(f"{problem.message}{blocked}", room, 2))
-    rows += _more(len(analysis.integrity.problems) - PROBLEMS, room)
+    rows += _more(len(problems) - PROBLEMS, room)
     told = _TOLD | (_OF_DEVICES if any(device.id < 0 for device in analysis.devices) else frozenset())
     told |= {"stragglers"} if len(analysis.devices) < 2 else set()
     blocked = [
@@ -402,7 +404,7 @@ def _places(places: Sequence[Sync], room: int, most: int) -> list[str]:
                 f"{each.file}:{each.line}",
                 each.what,
                 f"{words.ms(each.ms_per_step)} ms per step",
-                f"{each.calls_per_step:g} call{'' if each.calls_per_step == 1 else 's'}",
+                "" if each.calls_per_step is None else f"{each.calls_per_step:g} call{'' if each.calls_per_step == 1 else 's'}",
             ]
             for each in shown
         ],

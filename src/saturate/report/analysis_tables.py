@@ -69,7 +69,7 @@ def places(profile: Profile) -> Markup | None:
                 tag("code", f"{each.file}:{each.line}"),
                 each.what,
                 f"{words.ms(each.ms_per_step)} ms",
-                f"{each.calls_per_step:g}",
+                "" if each.calls_per_step is None else f"{each.calls_per_step:g}",
             ]
             for each in sorted(found, key=lambda each: -each.ms_per_step)
         ]

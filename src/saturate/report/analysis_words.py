@@ -310,7 +310,7 @@ def no_findings(analysis: Analysis) -> str:
     device = focus(analysis)
     if device is not None and not device.steps:
         return "none: rules conclude from whole steps, and none were recorded"
-    if any(problem.blocks for problem in analysis.integrity.problems):
+    if analysis.devices and any(problem.blocks for problem in analysis.integrity.problems):
         return "none: the trace does not carry what the rules need"
     return "none"
 

@@ -35,7 +35,8 @@ def brief(profile: Profile, *, width: int, color: bool, blocks: bool = True) -> 
                         ("modules", _module(profile)), ("compiler", _compiler(profile)), ("on the CPU", _off_device(profile))):
         rows += [(label, fit(text, room))] if text else []
     rows += _findings(profile, room, paint)
-    rows += [("problem", fit(problem.message, room)) for problem in profile.integrity.problems if problem.blocks][:1]
+    rows += [("problem", fit(problem.message, room)) for problem in profile.integrity.problems
+             if problem.blocks and problem.message != profile.unknown.get("verdict")][:1]        # that stands above
     rows += [("report", words.clean(profile.report))] if profile.report else []
     return finished(headline(profile, width, paint), rows, say.next_command(profile), paint, blocks)
 

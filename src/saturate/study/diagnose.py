@@ -159,16 +159,16 @@ class Record:
             return []
         if sample["workers"]:
             what = f"{dataset['kind']}.{dataset['function']} (in {sample['workers']} workers)"
-            return [self._place(dataset["file"], dataset["line"], what, sample["steps"], taken, sample["steps"])]
+            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["steps"])]
         looks = sample["fetch_samples"]
         if looks < _LEAST_SAMPLES:
             what = f"{dataset['kind']}.{dataset['function']}"
-            return [self._place(dataset["file"], dataset["line"], what, sample["steps"], taken, sample["steps"])]
-        return [self._place(file, line, function, sample["steps"], taken * count / looks, sample["steps"])
+            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["steps"])]
+        return [self._place(file, line, function, None, taken * count / looks, sample["steps"])
                 for file, line, function, count in sample["lines"][:_MOST_LINES]]
 
-    def _place(self, file: str, line: int, what: str, calls: int, ns: float, steps: int) -> Sync:
-        return Sync(file=self.shorten(file), line=line, what=what, calls_per_step=calls / steps,
+    def _place(self, file: str, line: int, what: str, calls: int | None, ns: float, steps: int) -> Sync:
+        return Sync(file=self.shorten(file), line=line, what=what, calls_per_step=None if calls is None else calls / steps,
                     ms_per_step=ns / steps / 1e6)
 
     def modules(self) -> list[ModuleCost]:

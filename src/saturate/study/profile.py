@@ -27,7 +27,7 @@ import saturate
 from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
-from saturate.records.analysis import Analysis, Finding, Integrity, Profile
+from saturate.records.analysis import Analysis, Finding, Integrity, Problem, Profile
 from saturate.records.facts import Facts
 from saturate.report import words
 from saturate.study import baseline, loadercost, nsight
@@ -114,10 +114,18 @@ def _applicable(study: Study, facts: Facts) -> frozenset[str]:
 
 def nothing(request: Request, reason: str) -> Profile:
     """The record where nothing could be seen."""
-    unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[]), verdict="unknown", findings=[],
+    unmeasured = Problem(id="nothing-measured", message=reason, blocks=["steps"])
+    unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[unmeasured]), verdict="unknown", findings=[],
                       unknown={"verdict": reason})
     again = shlex.join(["saturate", "profile", *request.options(), "--", *request.argv])
-    return Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=again)
+    empty = Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=again)
+    memory = msgspec.structs.replace(empty.memory, unknown=dict.fromkeys(_missing(empty.memory), reason))
+    return msgspec.structs.replace(empty, memory=memory, unknown={**dict.fromkeys(_missing(empty), reason), **empty.unknown})
+
+
+def _missing(record: msgspec.Struct) -> list[str]:
+    """The fields that hold nothing, and need a reason for it."""
+    return [name for name, value in msgspec.structs.asdict(record).items() if value is None]
 
 
 # -- watching ----------------------------------------------------------------------------------------------------------
@@ -230,6 +238,8 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
         seen.telemetry = sampler.seen()
     if synthetic:
         _without_loader(study, live, seen)
+    else:
+        seen.notes["loader_cost"] = "measured with --synthetic-input only"
     study.say(f"recording {few} steps")
     began = time.monotonic()
     seen.record = trial.look("record", skip, few, folder=str(trial.spec.folder), step_ms=live.step_ms, recorder=recorder)

@@ -154,7 +154,7 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWor
                        NO_STEP_REMEDY)
     steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
-        why = "a measurement needs a few dozen" if steps < MANY_STEPS else "these were over before enough of them were measured"
+        why = f"a measurement takes {MANY_STEPS} or more" if steps < MANY_STEPS else "these were over before enough of them were measured"
         return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {why}")
     if injectable:
         return _ignores_us(injectable)
