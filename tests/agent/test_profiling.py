@@ -359,6 +359,24 @@ while True:
     assert by_name(seen)["Sequential"]["flops"] == 2 * 8 * 16 * 32       # head and body are called by themselves
 
 
+def test_a_module_with_a_product_that_nobody_can_count_has_no_count(start, script):
+    trial = start(str(script("""
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.pair = nn.Bilinear(8, 8, 8); self.head = nn.Linear(8, 4)
+    def forward(self, x): return self.head(self.pair(x, x))
+model = Net(); opt = torch.optim.SGD(model.parameters(), 0.01); x = torch.randn(16, 8)
+while True:
+    opt.zero_grad(); model(x).sum().backward(); opt.step()
+""")))
+    trial.wait_ready()
+    seen = trial.look("modules", 1, 2)
+    rows = {row["name"]: row["flops"] for row in seen["modules"]}
+    assert rows == {"Net": None, "pair": None, "head": 2 * 16 * 8 * 4}
+    assert "aten::_trilinear" in seen["flops_unknown"] and seen["flops_left_out"] == ["aten::_trilinear"]
+
+
 def test_what_is_kept_for_the_backward_pass(plain):
     """ReLU keeps its output, which the next layer keeps as its input; the first layer its own input; the loss two."""
     seen, rows = plain["modules"], by_name(plain["modules"])

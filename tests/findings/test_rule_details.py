@@ -98,6 +98,12 @@ def test_elementwise_chains_give_way_only_to_launches_that_really_cost():
     assert levels == ["high", "medium"]
 
 
+def test_elementwise_chains_promise_what_their_evidence_says():
+    """The softmax of attention and the optimizer are in neither."""
+    answer = found("elementwise-chains", base(elementwise=0.6, optimizer=0.05, attention_eager=0.5, operators=(SOFTMAX,)))
+    assert lost(answer) == pytest.approx(answer.evidence[0].value) == pytest.approx(0.6 - 0.05 - SOFTMAX.share)
+
+
 def test_all_communication_is_waiting_where_peers_say_so():
     seen = case("exposed-communication").fires
     for wait, overlap, share in ((1.0, None, None), (0.99, None, 0.2), (0.4, 0.5, 0.2), (0.7, 0.5, 0.12)):

@@ -114,7 +114,7 @@ CASES = [
     Case(
         "elementwise-chains",
         base(elementwise=0.45, optimizer=0.1),
-        lost=0.45,
+        lost=0.35,
         edges=(("elementwise", 0.3001, 0.2999),),
         missing=("elementwise",),
         quiet={

@@ -44,6 +44,13 @@ def test_it_says_what_a_reader_looks_for_on_one_screen():
     assert "communication" not in text  # 0 % of the step
 
 
+def test_operators_that_count_as_nothing_are_named():
+    one = msgspec.structs.replace(analyses.profile(), hfu=None, mfu_achievable=None, flops_left_out=["aten::_fft_r2c"])
+    assert "not counted: aten::_fft_r2c" in " ".join(plain(one).split())
+    two = msgspec.structs.replace(one, flops_left_out=["aten::_fft_r2c", "me::scan"])
+    assert "aten::_fft_r2c and 1 other" in " ".join(plain(two, 120).split())
+
+
 def test_most_profiles_take_a_dozen_lines():
     usual = msgspec.structs.replace(analyses.profile(), graph_breaks=[], off_device=[], mfu=None, hfu=None, mfu_achievable=None)
     assert len(plain(usual).split("\n")) <= 14

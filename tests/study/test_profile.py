@@ -8,12 +8,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tune_kit import TRAINING, Folder
 
 from saturate.errors import EnvironmentProblem
-from saturate.records.analysis import Analysis, Profile
+from saturate.records.analysis import Analysis, Operator, Profile, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
 from saturate.study import memory
@@ -97,6 +98,31 @@ def test_more_than_the_device_can_do_is_an_error():
 def test_unknown_operations_give_no_rates():
     made = record(facts=facts(flops_per_step=None))
     assert set(made.rates().values()) == {None} and "compiled" in made.unknown["flops_per_step"]
+
+
+def test_operations_that_no_formula_counts_are_unknown_and_never_zero():
+    why = "aten::_trilinear could not be counted: no formula is known"
+    for made in (record(modules={"flops": 0, "flops_unknown": why}),
+                 record(facts=facts(flops_per_step=None, flops_unknown=why))):
+        assert set(made.rates().values()) == {None} and made.unknown["flops_per_step"] == why
+        assert made.coverage(ANALYSIS) is None and made.unknown["flops_coverage"]
+
+
+def operator(name: str, time_ns: int, **changes: object) -> Operator:
+    return Operator(name=name, shapes="", dtypes="", calls=1, kernels=[], time_ns=time_ns, flops=None, bytes=None, **changes)
+
+
+ANALYSIS = SimpleNamespace(devices=[SimpleNamespace(roofline=Roofline(coverage=None, operators=[
+    operator("aten::mm", 60), operator("aten::linalg_inv_ex", 30),
+    operator("kernel", 10, unknown={"flops": "no operator was recorded around its launch"})]))])
+
+
+def test_coverage_is_that_of_the_count():
+    """Not of the roofline, which knows other operators."""
+    made = record(modules={"flops": 10**9, "flops_unknown": "", "flops_left_out": ["aten::linalg_inv_ex"]})
+    assert made.coverage(ANALYSIS) == pytest.approx(0.6) and made.left_out == ["aten::linalg_inv_ex"]
+    assert record(modules={"flops": 10**9}).coverage(ANALYSIS) == pytest.approx(0.9)
+    assert record(modules={"flops": 10**9}).coverage(SimpleNamespace(devices=[])) is None
 
 
 @pytest.mark.parametrize(("changes", "name"), [

@@ -143,6 +143,27 @@ def test_convolutions_and_their_gradients(name):
     assert one[1] == 4 * (n_out + n_in + n_weights + out[1])
 
 
+def test_what_a_cpu_calls_for_small_convolutions():
+    """`aten::_convolution` hands 1x1 convolutions of one thread to these."""
+    case = PLAIN | {"shape": (8, 64, 32, 32), "channels": 32, "kernel": 1}
+    want, weights, out = convolution(**case)
+    numbers = {"kernel_size": "[1, 1]", "stride": "[1, 1]", "padding": "[0, 0]"}
+    for name in ("_slow_conv2d_forward", "thnn_conv2d"):
+        assert cost(f"aten::{name}", self=case["shape"], weight=weights, bias=(32,), **numbers)[0] == want
+    given_ = {"grad_output": out, "self": case["shape"], "weight": weights, **numbers}
+    assert cost("aten::_slow_conv2d_backward", **given_, output_mask="[True, True, False]")[0] == 2 * want
+    assert cost("aten::_slow_conv2d_backward", **given_, output_mask="[False, True, True]")[0] == want
+
+
+def test_other_convolutions_without_a_library():
+    want, weights, _ = convolution(**(PLAIN | CASES["3d"]))
+    numbers = {"kernel_size": "[3, 3, 3]", "stride": "[1, 1, 1]", "padding": "[1, 1, 1]"}
+    assert cost("aten::slow_conv3d_forward", self=CASES["3d"]["shape"], weight=weights, **numbers)[0] == want
+    want, weights, _ = convolution(**(PLAIN | CASES["transposed"]))
+    numbers = {"kernel_size": "[4, 4]", "stride": "[2, 2]", "padding": "[1, 1]", "output_padding": "[0, 0]", "dilation": "[1, 1]"}
+    assert cost("aten::slow_conv_transpose2d", self=CASES["transposed"]["shape"], weight=weights, **numbers)[0] == want
+
+
 def test_convolutions_of_2021_without_recorded_numbers():
     """Strides were not recorded then: the forward pass is not modelled, the gradient of the input is."""
     old = Signature(((), (32, 256, 14, 14), (256, 1024, 1, 1)), ("GenericList", F32, F32))
@@ -207,7 +228,10 @@ def test_recurrent_nets():
                      weight3=(128,))
     found = flops.cost("aten::mkldnn_rnn_layer", layer)
     assert found is not None and found.flops == 2 * 7 * 3 * (128 * 16 + 128 * 32)
+    layer = {"input": (7, 3, 16), "weight1": (128, 16), "weight2": (128, 32), "weight3": (128,), "weight4": (128,)}
+    assert cost("aten::mkldnn_rnn_layer_backward", **layer)[0] == 2 * found.flops
     weights = [(128, 16), (128, 32), (128,), (128,)]
+    assert cost("aten::_cudnn_rnn", hint="float32", input=(21, 16), weight=weights)[0] == found.flops, "packed"
     assert cost("aten::_cudnn_rnn", hint="float32", input=(7, 3, 16), weight=weights)[0] == found.flops
     assert cost("aten::_cudnn_rnn_backward", hint="float32", input=(7, 3, 16), weight=weights)[0] == 2 * found.flops
 

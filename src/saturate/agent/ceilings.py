@@ -205,26 +205,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def flop_counter(torch: Any) -> Any:
-    """A dispatch mode that adds up the floating-point operations of matrix products, convolutions and attention
-    (`torch.utils.flop_counter`'s formulas), forward and backward. Other operators count nothing."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    class Counter(TorchDispatchMode):
-        flops = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            out = function(*args, **kwargs)
-            formula = flop_registry.get(function._overloadpacket)
-            if formula is not None:
-                self.flops += int(formula(*args, **kwargs, out_val=out))
-            return out
-
-    return Counter()
-
-
 def _main(arguments: list[str]) -> None:
     # The folder of this file would come first in the search for modules, and its neighbours have plain names.
     sys.path.pop(0)

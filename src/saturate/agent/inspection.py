@@ -104,15 +104,24 @@ class Inspection:
     def _count_flops(self, torch: Any) -> None:
         if self.session.plan["mode"] != "trial" or self.session.plan["techniques"]:
             return          # only the baseline is asked, and never where numerics are compared
-        from saturate.agent import ceilings
+        from saturate.agent import flopcount
 
-        self._counter = ceilings.flop_counter(torch)
+        self._counter = flopcount.flop_counter(torch)
         self._counter.__enter__()
         self._undo.append(lambda: self._counter.__exit__(None, None, None))
 
     @property
     def flops(self) -> int | None:
-        return self._counter.flops if self._counter is not None else None
+        return None if self._counter is None or self._counter.unknown else self._counter.flops
+
+    @property
+    def flops_unknown(self) -> str:
+        """Why `flops` is None, where they were counted."""
+        return self._counter.unknown if self._counter is not None else ""
+
+    @property
+    def flops_left_out(self) -> tuple[str, ...]:
+        return tuple(sorted(self._counter.left_out)) if self._counter is not None else ()
 
     def _watch_zero_grad(self, torch: Any) -> None:
         for owner in (torch.optim.Optimizer, torch.nn.Module):

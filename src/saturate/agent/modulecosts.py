@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from saturate.agent import ceilings, kinds, memorylines
+from saturate.agent import flopcount, kinds, memorylines
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
@@ -25,6 +25,7 @@ class ModuleCosts(Window):
         self.total: dict[int, float] = {}           # milliseconds, all calls
         self.inside: dict[int, float] = {}          # of them, in named modules below
         self.flops: dict[int, int] = {}
+        self.uncounted: set[int] = set()            # modules with a product that no formula counts
         self.bytes: dict[int, int] = {}
         self.recomputed = 0
         self.saved: dict[Any, int] = {}             # storages kept for the backward pass
@@ -49,7 +50,7 @@ class ModuleCosts(Window):
         if self.left != 1 - self.steps:
             return
         self._unhook()
-        self._counter = ceilings.flop_counter(self.torch)
+        self._counter = flopcount.flop_counter(self.torch)
         self._counter.__enter__()
         self.on_undo(self._stop_counting)
         self._hook(self._counting_begins, self._counting_ends)
@@ -65,9 +66,11 @@ class ModuleCosts(Window):
         self.result.update(
             modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
                       "self_ms": (self.total[identity] - self.inside.get(identity, 0.0)) / steps,
-                      "flops": self.flops.get(identity), "memory_bytes": self.bytes.get(identity)}
+                      "flops": None if identity in self.uncounted else self.flops.get(identity),
+                      "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
-            flops=self._counter.flops, recomputed_flops=self.recomputed, parameter_bytes=known,
+            flops=self._counter.flops, flops_unknown=self._counter.unknown,
+            flops_left_out=sorted(self._counter.left_out), recomputed_flops=self.recomputed, parameter_bytes=known,
             saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
         )
 
@@ -138,14 +141,16 @@ class ModuleCosts(Window):
 
     def _counting_begins(self, module: Any, inputs: Any) -> None:
         if id(module) in self.names:
-            self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward])
+            self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward, self._counter.missed])
 
     def _counting_ends(self, module: Any, inputs: Any, output: Any) -> None:
         if id(module) not in self.names:
             return
         while self._open:
-            identity, flops, allocated, again = self._open.pop()
+            identity, flops, allocated, again, missed = self._open.pop()
             added = self._counter.flops - flops
+            if self._counter.missed > missed:
+                self.uncounted.add(identity)
             if not again:
                 self.flops[identity] = self.flops.get(identity, 0) + added
                 self.bytes[identity] = self.bytes.get(identity, 0) + self._allocated() - allocated

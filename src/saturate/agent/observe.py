@@ -198,6 +198,8 @@ def facts(session: Any) -> dict[str, Any]:
         threads=torch.get_num_threads(),
         sdpa_calls=inspection.sdpa_calls,
         flops_per_step=inspection.flops,
+        flops_unknown=inspection.flops_unknown,
+        flops_left_out=inspection.flops_left_out,
         zero_grad_set_to_none=inspection.set_to_none,
         gc_enabled=gc.isenabled(),
         gc_objects=len(gc.get_objects()),

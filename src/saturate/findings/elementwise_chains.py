@@ -67,8 +67,7 @@ def detect(seen: Observations) -> Finding | None:
             of_step("elementwise and reduction operators", share, LEAST),
             *number("of them in the optimizer", seen.optimizer, "of the step"),
         ],
-        # The optimizer's part was taken off whole, and some of it may not be elementwise.
-        seen.elementwise,
+        share,
         direct=seen.optimizer is not None,
     )
 

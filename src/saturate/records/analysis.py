@@ -255,7 +255,9 @@ class Profile(Analysis, frozen=True, kw_only=True):
     hfu: float | None = None
     mfu_achievable: float | None = None         # the same against the measured ceiling
     flops_per_step: int | None = None
-    flops_coverage: float | None = None         # share of operator time in operators whose FLOPs are counted
+    flops_coverage: float | None = None         # share of operator time that the count covers: without that of `flops_left_out`
+                                                # and of kernels that no operator launched
+    flops_left_out: list[str] = []              # operators that no formula is known for: counted as 0
     memory: Memory = Memory()
     syncs: list[Sync] = []
     input_lines: list[Sync] = []                # the slowest code below the dataset, same shape

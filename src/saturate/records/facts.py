@@ -104,7 +104,9 @@ class Facts:
     checkpointed: bool = False          # the script recomputes activations itself (torch.utils.checkpoint)
     gradients_read: bool | None = None  # it reads gradients besides backward, step and zero_grad (clips them, for one)
     threads: int = 1                    # torch intra-op threads
-    flops_per_step: int | None = None   # of matrix products, convolutions and attention, forward and backward
+    flops_per_step: int | None = None   # of matrix products, convolutions, attention and recurrent nets, forward and backward
+    flops_unknown: str = ""             # which of them no formula counts; then the number is None
+    flops_left_out: tuple[str, ...] = ()  # operators that may do other arithmetic: counted as 0
     sdpa_calls: int = 0                 # scaled_dot_product_attention calls in one step
     zero_grad_set_to_none: bool | None = None  # None: the script never called zero_grad
     gc_enabled: bool = True

@@ -366,6 +366,8 @@ def _profile_top(profile: Profile, room: int, paint: Callable[..., str], blocks:
     ]
     if flops and profile.flops_coverage is not None:
         flops.append(f"FLOPs known for {say.share(profile.flops_coverage)} of operator time")
+    if flops and profile.flops_left_out:
+        flops.append(say.left_out(profile))
     rows += labelled("flops", flow(flops, room))
     memory = profile.memory
     kinds = [f"{name} {say.size(getattr(memory, key))}" for key, name in say.MEMORY.items() if getattr(memory, key)]

@@ -305,6 +305,12 @@ def unknowns(analysis: Analysis, told: frozenset[str] = frozenset()) -> list[tup
     return [(", ".join(names), reason) for reason, names in reasons.items()]
 
 
+def left_out(profile: Profile) -> str:
+    """Operators whose arithmetic a profile counts as 0, because no formula is known."""
+    first, *others = profile.flops_left_out
+    return f"not counted: {first}" + (f" and {words.count(len(others), 'other')}" if others else "")
+
+
 def no_findings(analysis: Analysis) -> str:
     """Why there are none, where that is known."""
     device = focus(analysis)

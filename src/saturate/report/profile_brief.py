@@ -69,6 +69,8 @@ def _flops(profile: Profile) -> str:
         told.append(f"{say.share(profile.mfu_achievable)} of the measured ceiling")
     if told and profile.flops_coverage is not None:
         told.append(f"known for {say.share(profile.flops_coverage)} of the time")
+    if told and profile.flops_left_out:
+        told.append(say.left_out(profile))
     return ", ".join(told)
 
 

@@ -29,6 +29,7 @@ from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
 from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
+from saturate.trace.operators import NO_OPERATOR, REPLAYED
 from saturate.trace.read import read
 
 #: Fewer looks at a process say nothing about its state.
@@ -53,7 +54,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
     record = Record(request, seen, shorten, _faster(seen.step_ms, profiled_ms))
-    rates = record.rates()          # it also finds out what is unknown
+    rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
     integrity = analysis.integrity
     if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
         problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
@@ -71,7 +72,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         recorded_steps=view.count,
         **rates,
         flops_per_step=record.flops,
-        flops_coverage=analysis.devices[0].roofline.coverage if analysis.devices else None,
+        flops_coverage=coverage,
+        flops_left_out=record.left_out,
         memory=record.memory(),
         syncs=record.syncs(),
         input_lines=record.input_lines(),
@@ -107,12 +109,16 @@ class Record:
         self.facts = seen.facts
         self.shorten = shorten
         self.unknown: dict[str, str] = {}
-        counted = seen.modules.get("flops")
+        facts, counted = seen.facts, seen.modules
+        if "flops" not in counted:
+            counted = {"flops": facts.flops_per_step, "flops_unknown": facts.flops_unknown, "flops_left_out": facts.flops_left_out}
+        unknown = counted.get("flops_unknown", "")
         #: Executed operations of a step, recomputed ones included; None: not counted.
-        self.executed = counted if counted is not None else seen.facts.flops_per_step
-        self.flops = None if self.executed is None else self.executed - seen.modules.get("recomputed_flops", 0)
+        self.executed = None if unknown else counted["flops"]
+        self.flops = None if self.executed is None else self.executed - counted.get("recomputed_flops", 0)
+        self.left_out = list(counted.get("flops_left_out", ()))
         if self.flops is None:
-            self.unknown["flops_per_step"] = "operations of compiled code cannot be counted from outside"
+            self.unknown["flops_per_step"] = unknown or "operations of compiled code cannot be counted from outside"
 
     def rates(self) -> dict[str, float | None]:
         """MFU, HFU and MFU against the measured rate (Chowdhery et al. 2022, PaLM, appendix B)."""
@@ -142,6 +148,17 @@ class Record:
                 self.unknown[name] = f"{value:.2f} is more than the device can do: the count or the rate is wrong"
                 found[name] = None
         return found
+
+    def coverage(self, analysis: Analysis) -> float | None:
+        """Share of operator time that the count covers: what was left out and what no operator launched was not counted."""
+        operators = analysis.devices[0].roofline.operators if analysis.devices else []
+        total = sum(one.time_ns for one in operators)
+        if self.flops is None or not total:
+            self.unknown["flops_coverage"] = "no operations were counted" if self.flops is None else "no operator was recorded"
+            return None
+        unseen = sum(one.time_ns for one in operators
+                     if one.name in self.left_out or one.unknown.get("flops") in (NO_OPERATOR, REPLAYED))
+        return 1 - unseen / total
 
     def memory(self) -> Memory:
         return memory.breakdown(self.seen, self.shorten)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from saturate.trace.columns import Signature
+if TYPE_CHECKING:        # the agent reads with this module too, where numpy may be missing
+    from saturate.trace.columns import Signature
 
 #: How the profiler spells the formats of tensors (C++ names) -> (torch's name, bytes per element).
 DTYPES: dict[str, tuple[str, int]] = {

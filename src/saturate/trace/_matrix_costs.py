@@ -119,27 +119,28 @@ def _rnn(factor: int) -> Formula:
 
     def formula(args: Arguments) -> Cost:
         inputs = args.tensor(0)
-        time, batch, _ = _rank(inputs, 3)
-        weights = [Tensor(tensor.dims, inputs.dtype) for tensor in args.list(1)]
-        matrices = sum(weight.numel for weight in weights if len(weight.dims) == 2)
-        return _cost("matrix", factor * 2 * time * batch * matrices, inputs.dtype, inputs, *weights)
+        return _recurrent(factor, inputs, [Tensor(tensor.dims, inputs.dtype) for tensor in args.list(1)])
 
     return formula
 
 
-def _mkldnn_rnn(args: Arguments) -> Cost:
-    """One layer and direction: (inputs [T, B, K], w_ih, w_hh, b_ih, b_hh, ...)."""
-    inputs = args.tensor(0)
-    time, batch, _ = _rank(inputs, 3)
-    weights = args.tensors(5)[1:]
+def _mkldnn_rnn(factor: int) -> Formula:
+    """oneDNN's, one layer and direction: (inputs [T, B, K], w_ih, w_hh, b_ih, b_hh, ...)."""
+    return lambda args: _recurrent(factor, args.tensor(0), args.tensors(5)[1:])
+
+
+def _recurrent(factor: int, inputs: Tensor, weights: list[Tensor]) -> Cost:
+    """`factor`: 1 forward; 2 backward, where libraries always compute the gradients of inputs and of weights. Sequences of
+    several lengths come packed, [all their elements, K]."""
+    _check(len(inputs.dims) in (2, 3))
     matrices = sum(weight.numel for weight in weights if len(weight.dims) == 2)
-    return _cost("matrix", 2 * time * batch * matrices, inputs.dtype, inputs, *weights)
+    return _cost("matrix", factor * 2 * prod(inputs.dims[:-1]) * matrices, inputs.dtype, inputs, *weights)
 
 
-def _convolution(weight: int = 1, bias: int | None = 2, stride: int = 3, padding: int = 4, dilation: int = 5,
-                 transposed: int | bool = False, output_padding: int | None = None, groups: int = 6) -> Formula:
+def _convolution(weight: int = 1, bias: int | None = 2, stride: int = 3, padding: int = 4, dilation: int | None = 5,
+                 transposed: int | bool = False, output_padding: int | None = None, groups: int | None = 6) -> Formula:
     """A forward convolution. The parameters are positions of arguments: each implementation has an order of its
-    own."""
+    own. None: it has no such argument."""
 
     def formula(args: Arguments) -> Cost:
         inputs, weights = args.tensor(0), args.tensor(weight)
@@ -147,14 +148,14 @@ def _convolution(weight: int = 1, bias: int | None = 2, stride: int = 3, padding
         _check(spatial > 0 and len(inputs.dims) in (spatial + 1, spatial + 2))
         kernel = weights.dims[2:]
         strides, pads = args.integers(stride, spatial), args.integers(padding, spatial)
-        dilations = args.integers(dilation, spatial)
+        dilations = args.integers(dilation, spatial) if dilation is not None else (1,) * spatial
         backwards = transposed if isinstance(transposed, bool) else args.boolean(transposed)
         _check(min(strides) > 0)
         if backwards:
             extra = args.integers(output_padding, spatial) if output_padding is not None else (0,) * spatial
             sizes = tuple((i - 1) * s - 2 * p + d * (k - 1) + e + 1 for i, s, p, d, k, e in
                           zip(inputs.dims[-spatial:], strides, pads, dilations, kernel, extra))
-            channels = weights.dims[1] * args.integer(groups)
+            channels = weights.dims[1] * (args.integer(groups) if groups is not None else 1)
             macs = inputs.numel * prod(weights.dims[1:])
         else:
             sizes = tuple((i + 2 * p - d * (k - 1) - 1) // s + 1 for i, s, p, d, k in
@@ -172,9 +173,19 @@ def _convolution(weight: int = 1, bias: int | None = 2, stride: int = 3, padding
 def _convolution_backward(args: Arguments) -> Cost:
     """(grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
     output_mask): the gradients that the mask asks for."""
+    return _gradients(args, mask=10, transposed=args.boolean(7))
+
+
+def _slow_convolution_backward(args: Arguments) -> Cost:
+    """(grad_output, input, weight, kernel_size, stride, padding, output_mask)."""
+    return _gradients(args, mask=6)
+
+
+def _gradients(args: Arguments, mask: int, transposed: bool = False) -> Cost:
+    """`mask`: position of the list that tells which gradients are wanted."""
     grad, inputs, weights = args.tensor(0), args.tensor(1), args.tensor(2)
-    to_inputs, to_weights, to_bias = (args.booleans(10) + [False] * 3)[:3]
-    one = 2 * (inputs.numel if args.boolean(7) else grad.numel) * prod(weights.dims[1:])
+    to_inputs, to_weights, to_bias = (args.booleans(mask) + [False] * 3)[:3]
+    one = 2 * (inputs.numel if transposed else grad.numel) * prod(weights.dims[1:])
     moved = [grad]
     moved += [weights, inputs] if to_inputs else []
     moved += [inputs, weights] if to_weights else []
@@ -238,6 +249,8 @@ _WITH_BIAS = _convolution(padding=3, stride=4, dilation=5, groups=6)            
 _ANY = _convolution(transposed=6, output_padding=7, groups=8)
 _FUSED = _convolution(bias=2, stride=3, padding=4, dilation=5, groups=6)
 _DEPTHWISE = _convolution(bias=3, stride=4, padding=5, dilation=6)          # (input, weight, size, bias, s, p, d)
+_SLOW = _convolution(bias=3, stride=4, padding=5, dilation=None)            # (input, weight, size, bias, s, p)
+_SLOW_TRANSPOSED = _convolution(bias=3, stride=4, padding=5, output_padding=6, dilation=7, groups=None, transposed=True)
 
 FORMULAS: dict[str, Formula] = {
     "aten::mm": _mm, "aten::bmm": _mm, "aten::_int_mm": _int_mm, "aten::_scaled_mm": _scaled_mm,
@@ -246,7 +259,8 @@ FORMULAS: dict[str, Formula] = {
     "aten::mv": _mv, "aten::addmv": _addmv, "aten::addmv_": _addmv, "aten::dot": _dot, "aten::vdot": _dot,
     "aten::matmul": _matmul, "aten::linear": _linear(), "aten::mkldnn_linear": _linear(),
     "mkldnn::_linear_pointwise": _linear(), "mkl::_mkl_linear": _linear(weight=2, bias=3),
-    "aten::_cudnn_rnn": _rnn(1), "aten::_cudnn_rnn_backward": _rnn(2), "aten::mkldnn_rnn_layer": _mkldnn_rnn,
+    "aten::_cudnn_rnn": _rnn(1), "aten::_cudnn_rnn_backward": _rnn(2),
+    "aten::mkldnn_rnn_layer": _mkldnn_rnn(1), "aten::mkldnn_rnn_layer_backward": _mkldnn_rnn(2),
 
     "aten::conv1d": _PLAIN, "aten::conv2d": _PLAIN, "aten::conv3d": _PLAIN,
     "aten::conv_transpose1d": _convolution(transposed=True, output_padding=5, groups=6, dilation=7),
@@ -264,6 +278,10 @@ FORMULAS: dict[str, Formula] = {
     "mkldnn::_convolution_pointwise": _WITH_BIAS,
     "aten::_conv_depthwise2d": _DEPTHWISE, "aten::conv_depthwise3d": _DEPTHWISE,
     "aten::slow_conv_dilated2d": _DEPTHWISE, "aten::slow_conv_dilated3d": _DEPTHWISE,
+    "aten::_slow_conv2d_forward": _SLOW, "aten::thnn_conv2d": _SLOW,
+    "aten::slow_conv3d": _SLOW, "aten::slow_conv3d_forward": _SLOW,
+    "aten::slow_conv_transpose2d": _SLOW_TRANSPOSED, "aten::slow_conv_transpose3d": _SLOW_TRANSPOSED,
+    "aten::_slow_conv2d_backward": _slow_convolution_backward,
     "aten::convolution_backward": _convolution_backward,
     "aten::cudnn_convolution_backward_input": _convolution_backward_input,
     "aten::cudnn_convolution_backward_weight": _convolution_backward_weight,
