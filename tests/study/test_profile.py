@@ -396,3 +396,24 @@ def test_a_script_that_ends_soon_is_looked_at_again_more_briefly(tmp_path):
     found = json.loads(ended.stdout)
     assert "looking again" in ended.stderr, ended.stderr
     assert ended.returncode == 0 and found["step_ms"] is not None and found["split"], ended.stderr
+
+
+def test_where_nothing_was_measured_every_missing_field_has_its_reason():
+    found = nothing(request(), "the script ended after 3 training steps")
+    for part in (found, found.memory):
+        missing = {name for name in part.__struct_fields__ if getattr(part, name) is None}
+        assert missing and missing <= part.unknown.keys()
+    assert found.unknown["step_ms"] == found.unknown["verdict"] == "the script ended after 3 training steps"
+    assert not found.integrity.ok and found.integrity.problems
+
+
+def test_techniques_that_do_not_apply_are_not_named():
+    def answers(answer):
+        def eligible(seen):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return SimpleNamespace(eligible=eligible)
+
+    registry = {"yes": answers(True), "no": answers(False), "broken": answers(ValueError("of a third party"))}
+    assert study_profile._applicable(SimpleNamespace(registry=registry), facts()) == {"yes", "broken"}
