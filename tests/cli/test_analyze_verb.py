@@ -322,6 +322,26 @@ def test_the_same_problem_of_many_files_is_told_once(capsys, tmp_path):
     assert all(str(files[0]) not in each["message"] for each in json.loads(out)["integrity"]["problems"])
 
 
+@pytest.mark.parametrize("broken", ['"300"', "NaN", "1e400"])
+def test_a_trace_whose_kernels_were_lost_has_no_verdict(capsys, trace, broken):
+    """It looks like one of a CPU that waits; nothing of it says that no device was at work."""
+    path = trace(wait=200)
+    path.write_text(path.read_text().replace('"dur": 300', f'"dur": {broken}'))
+    _, out, _ = run(capsys, path, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    (device,) = found.devices
+    assert (found.verdict, device.verdict, device.kernels, found.findings) == ("unknown", "unknown", None, [])
+    assert "could not be read" in device.unknown["verdict"] and not found.integrity.ok
+    _, text, _ = run(capsys, path)
+    assert text.startswith("No verdict: ") and "no accelerator" not in text and "CPU" not in text
+
+
+def test_a_verdict_and_a_reason_for_none_exclude_each_other():
+    device = Device(id=-1, name="cpu", unknown={"verdict": "cannot be told apart", "gaps": "none"})
+    assert _analysis.judged(device, "unknown").unknown["verdict"]
+    assert _analysis.judged(device, "host-bound").unknown == {"gaps": "none"}
+
+
 def test_a_file_named_twice_is_read_once(capsys, trace):
     path = trace()
     _, out, _ = run(capsys, path, path, "--json")

@@ -159,10 +159,7 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         for device, each in zip(part.analysis.devices, part.seen, strict=True)
     ]
     known = frozenset(techniques.load())
-    devices = [
-        msgspec.structs.replace(device, verdict=rules.verdict(each))
-        for device, each in zip(whole.devices, seen, strict=True)
-    ]
+    devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
     integrity = Integrity(ok=whole.integrity.ok and not unread, problems=problems)
     return msgspec.structs.replace(
@@ -174,6 +171,14 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         stragglers=compared.stragglers,
         unknown=unknown,
     )
+
+
+def judged(device: Device, limit: Limit) -> Device:
+    """The device with its verdict; a reason for having none goes with the "unknown" that it explains."""
+    if limit == "unknown":
+        return msgspec.structs.replace(device, verdict=limit)
+    unknown = {field: reason for field, reason in device.unknown.items() if field != "verdict"}
+    return msgspec.structs.replace(device, verdict=limit, unknown=unknown)
 
 
 def problems_of(parts: Sequence[Reduced]) -> list[Problem]:

@@ -83,6 +83,9 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
             f"an accelerator of a kind that is not read was at work: {', '.join(others)}; the CPU's operators alone do "
             "not tell what limits it"))]
+    if any("busy" in READING.get(id, ()) for id, _ in trace.problems):      # none was read, which does not say that there was none
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            "no event of an accelerator could be read, and events were lost: whether one was at work is not known"))]
     if devices(trace):
         return [Problem(id="no-accelerator", blocks=[], message=(
             "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
