@@ -249,6 +249,20 @@ def test_before_and_after(capsys, trace, tmp_path):
     assert "input wait, exposed" in page.read_text(encoding="utf-8")
 
 
+def test_a_finding_is_not_gone_where_the_new_trace_cannot_tell(capsys, trace, tmp_path):
+    old, lost, silent = trace("old.json"), trace("lost.json"), trace("silent.json")
+    lost.write_text(lost.read_text().replace('"dur": 300', '"dur": "300"'))
+    silent.write_text(silent.read_text().replace("enumerate(DataLoader)#", "my own loader "))  # no loader events
+    unmarked = tmp_path / "unmarked.json"
+    unmarked.write_text(old.read_text().replace("ProfilerStep#", "my step "))
+    for new in (lost, silent, unmarked):
+        _, out, _ = run(capsys, "--against", old, new, "--json")
+        found = msgspec.json.decode(out, type=Comparison)
+        assert not found.findings_gone and "input-bound" in {each.id for each in found.not_judged_by_new}, new
+        _, out, _ = run(capsys, "--against", new, old, "--json")
+        assert "input-bound" in {each.id for each in msgspec.json.decode(out, type=Comparison).not_judged_by_old}, new
+
+
 @pytest.mark.parametrize("width", ["60", "120"])
 def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)

@@ -93,7 +93,7 @@ def analysed(files: Sequence[Path], progress: Progress, **look: Any) -> Shown:
 
 def compared(old: Path, new: Path, progress: Progress, **look: Any) -> Shown:
     """The same of a comparison."""
-    record = compare(analysis_of([old], progress), analysis_of([new], progress))
+    record = compare(analysis_of([old], progress), analysis_of([new], progress), rules.judges)
     return record, analysis_compare.summary(record, **look), lambda: analysis_html.render_comparison(record)
 
 
