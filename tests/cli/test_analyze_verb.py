@@ -216,6 +216,16 @@ def test_two_ranks_tell_waiting_from_transfer(capsys, trace):
     assert "1 of 2 devices in 2 traces" in text and re.search(r"^peers +rank 1 +late 0\.320 ms", text, re.M)
 
 
+def test_one_rank_given_twice_is_a_problem_that_blocks_what_compares_ranks(capsys, trace):
+    files = [trace(name, rank=0, wait=200, collective=100) for name in ("a.json", "b.json")]
+    _, out, _ = run(capsys, *files, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    assert not found.integrity.ok and not found.stragglers and "two files are of rank 0" in found.unknown["stragglers"]
+    assert [problem.blocks for problem in found.integrity.problems if problem.id == "not-one-run"] == [["ranks"]]
+    _, text, _ = run(capsys, *files)
+    assert re.search(r"^problem +two files are of rank 0", text, re.M)
+
+
 def test_ranks_on_hosts_are_told_from_their_own_spans(capsys, tmp_path):
     files = []
     for rank, late in enumerate((0, 300)):

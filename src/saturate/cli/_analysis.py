@@ -24,7 +24,7 @@ from saturate.report import analysis as terminal
 from saturate.report import analysis_compare, analysis_html, words
 from saturate.techniques import _registry as techniques
 from saturate.trace import ranks
-from saturate.trace.analyze import analyze_one, combine
+from saturate.trace.analyze import analyze_one, combine, not_one_run
 from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
 from saturate.trace.observe import observations
@@ -44,6 +44,7 @@ class Reduced:
     analysis: Analysis
     seen: list[Observations]  # one for each device
     collectives: list[ranks.Seen]
+    member: ranks.Member
 
 
 class Progress:
@@ -132,7 +133,7 @@ def reduced(trace: Trace, measured: Sequence[Ceilings] = (), lighter: bool = Fal
             replace(each, operators=tuple(sorted(each.operators, key=lambda o: -o.share)[:OPERATORS]))
             for each in seen
         ]
-    return Reduced(analysis, seen, ranks.observe(trace))
+    return Reduced(analysis, seen, ranks.observe(trace), ranks.member(trace))
 
 
 def _lighter(device: Device) -> Device:
@@ -147,11 +148,12 @@ def _lighter(device: Device) -> Device:
 
 def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analysis:
     """The analysis of all ranks, with findings."""
-    compared = ranks.across([each for part in parts for each in part.collectives])
+    compared = ranks.compared([part.member for part in parts], [each for part in parts for each in part.collectives])
     whole = combine([part.analysis for part in parts])
     unknown, problems = dict(whole.unknown), [*unread, *problems_of(parts)]
     if len(parts) > 1 and compared.unknown:
         unknown["stragglers"] = compared.unknown
+    problems += not_one_run(compared)
     problems += [Problem(id="ranks", message=note, blocks=[]) for note in compared.notes if compared.stragglers]
     seen = [
         with_peers(each, device, compared.stragglers)
@@ -161,7 +163,7 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
     known = frozenset(techniques.load())
     devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
-    integrity = Integrity(ok=whole.integrity.ok and not unread, problems=problems)
+    integrity = Integrity(ok=not any(problem.blocks for problem in problems), problems=problems)
     return msgspec.structs.replace(
         whole,
         devices=devices,

@@ -41,15 +41,24 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
 
     One trace after the other is looked at and let go, so an iterator keeps no more than one in memory.
     """
-    parts, seen = [], []
+    parts, seen, members = [], [], []
     for trace in traces:
         parts.append(analyze_one(trace, ceilings))
         seen += ranks.observe(trace)
-    together = ranks.across(seen)
+        members.append(ranks.member(trace))
+    together = ranks.compared(members, seen)
     whole = combine(parts, stragglers=together.stragglers)
+    mixed = not_one_run(together)
+    if mixed:
+        whole = msgspec.structs.replace(whole, integrity=integrity.verdict(whole.integrity.problems + mixed))
     if together.stragglers:
         return whole
     return msgspec.structs.replace(whole, unknown=whole.unknown | {"stragglers": together.unknown})
+
+
+def not_one_run(compared: ranks.Ranks) -> list[Problem]:
+    """What is wrong where files cannot be compared as the ranks of one run: each by itself still tells of itself."""
+    return [Problem(id="not-one-run", message=compared.unknown, blocks=["ranks"])] if compared.mixed else []
 
 
 def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Analysis:
