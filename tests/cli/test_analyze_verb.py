@@ -193,9 +193,21 @@ def test_a_page_that_cannot_be_written_leaves_nothing(trace, tmp_path, monkeypat
 def test_trim_writes_a_smaller_trace_of_the_same_kind(capsys, trace, tmp_path):
     out_path = tmp_path / "small.json.gz"
     code, _, err = run(capsys, trace(steps=9), "--trim", out_path, "--steps", "2")
-    assert code == 0 and f"wrote {out_path} (2 steps, " in err
+    assert code == 0 and f"wrote {out_path} (2 of 9 steps, 10 of 45 events; " in err
     _, out, _ = run(capsys, out_path, "--json")
     assert json.loads(out)["devices"][0]["steps"] == 2
+
+
+@pytest.mark.parametrize("small,said", [(1 << 20, "4.0 of 4.0"), (0, "3.3 of 4.0")])
+def test_trim_says_what_it_cut(capsys, trace, tmp_path, monkeypatch, small, said):
+    from saturate.trace import trim
+
+    monkeypatch.setattr(trim, "SMALL_BYTES", small)
+    source = trace(wait=200)
+    source.write_text(source.read_text().replace("ProfilerStep#", "my step "))
+    _, _, err = run(capsys, source, "--trim", tmp_path / "out.json")
+    whole = "its whole length" if small else f"{said} ms"
+    assert f"(no steps are marked: {whole}, " in err and " of 20 events; " in err
 
 
 def test_two_ranks_tell_waiting_from_transfer(capsys, trace):

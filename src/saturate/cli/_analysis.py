@@ -29,6 +29,7 @@ from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
 from saturate.trace.observe import observations
 from saturate.trace.read import read
+from saturate.trace.trim import Trimmed
 
 #: With more files than that, a device keeps its `OPERATORS` operators of most recoverable time and no single steps,
 #: and a file its `OPERATORS` longest labels.
@@ -96,6 +97,16 @@ def compared(old: Path, new: Path, progress: Progress, **look: Any) -> Shown:
     """The same of a comparison."""
     record = compare(analysis_of([old], progress), analysis_of([new], progress), rules.judges)
     return record, analysis_compare.summary(record, **look), lambda: analysis_html.render_comparison(record)
+
+
+def kept(done: Trimmed) -> str:
+    """What of a trace was written, and of how much."""
+    events = f"{done.events:,} of {done.of_events:,} events"
+    if done.steps:
+        return f"{len(done.steps):,} of {words.count(done.of_steps, 'step')}, {events}"
+    if done.window_ns == done.of_ns:
+        return f"no steps are marked: its whole length, {events}"
+    return f"no steps are marked: {done.window_ns / 1e6:,.1f} of {done.of_ns / 1e6:,.1f} ms, {events}"
 
 
 def analysis_of(files: Sequence[Path], progress: Progress) -> Analysis:
