@@ -255,6 +255,16 @@ def test_ranks_on_hosts_are_told_from_their_own_spans(capsys, tmp_path):
     assert late == {0: 0, 1: 4 * 300_000}
 
 
+def test_one_step_gives_findings_of_low_confidence_and_none_gives_none(capsys, trace):
+    source = trace(steps=1)
+    _, out, _ = run(capsys, source, "--json")
+    found = msgspec.json.decode(out, type=Analysis).findings
+    assert found and {finding.confidence for finding in found} == {"low"}
+    source.write_text(source.read_text().replace("ProfilerStep#", "my step "))
+    _, out, _ = run(capsys, source, "--json")
+    assert not msgspec.json.decode(out, type=Analysis).findings
+
+
 def test_one_rank_says_that_waiting_is_included(capsys, trace):
     _, out, _ = run(capsys, trace(rank=0, wait=200, collective=100))
     assert "includes waiting for peers" in out

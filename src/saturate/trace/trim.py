@@ -1,9 +1,9 @@
 """Cut a few steps out of a Kineto trace: a small file in the same format, for Perfetto, a bug report or a test.
 
-Without steps the whole of a small trace is kept, and of a large one the stretch that is most like it. What is kept: every event that overlaps the chosen steps; the calls that launched the device events among them;
-flows with both ends in what is kept; the names of processes and threads; and of the top level the facts that a
-reader needs. Nothing else of the top level is: `metadata` and the like carry environment variables, host names and
-command lines.
+Without steps the whole of a small trace is kept, and of a large one the stretch that is most like it. What is kept:
+every event that overlaps the chosen steps; the calls that launched the device events among them; flows with both ends
+in what is kept; the names of processes and threads; and of the top level the facts that a reader needs. Nothing else of
+the top level is: `metadata` and the like carry environment variables, host names and command lines.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
     """Write `steps` steps from the middle of the trace in `path` to `out`, compressed where its name ends in .gz.
 
     Without steps: all of a small trace, else 100 ms of the device's activity, or of the host's where there is none,
-    with the same kinds of events and as busy as the whole, as nearly as there is one. Raises TraceError where `path` is no Kineto trace or has no events, UsageError where `out` is the input, a folder, or
-    `steps` is none, EnvironmentProblem where it cannot be written; then `out` is what it was before.
+    with the same kinds of events and as busy as the whole, as nearly as there is one. Raises TraceError where `path` is
+    no Kineto trace or has no events, UsageError where `out` is the input, a folder, or `steps` is none,
+    EnvironmentProblem where it cannot be written; then `out` is what it was before.
     """
     path, out = Path(path), Path(out)
     if steps < 1:
