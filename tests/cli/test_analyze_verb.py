@@ -193,9 +193,21 @@ def test_a_page_that_cannot_be_written_leaves_nothing(trace, tmp_path, monkeypat
 def test_trim_writes_a_smaller_trace_of_the_same_kind(capsys, trace, tmp_path):
     out_path = tmp_path / "small.json.gz"
     code, _, err = run(capsys, trace(steps=9), "--trim", out_path, "--steps", "2")
-    assert code == 0 and f"wrote {out_path} (2 steps, " in err
+    assert code == 0 and f"wrote {out_path} (2 of 9 steps, 10 of 45 events; " in err
     _, out, _ = run(capsys, out_path, "--json")
     assert json.loads(out)["devices"][0]["steps"] == 2
+
+
+@pytest.mark.parametrize("small,said", [(1 << 20, "4.0 of 4.0"), (0, "3.3 of 4.0")])
+def test_trim_says_what_it_cut(capsys, trace, tmp_path, monkeypatch, small, said):
+    from saturate.trace import trim
+
+    monkeypatch.setattr(trim, "SMALL_BYTES", small)
+    source = trace(wait=200)
+    source.write_text(source.read_text().replace("ProfilerStep#", "my step "))
+    _, _, err = run(capsys, source, "--trim", tmp_path / "out.json")
+    whole = "its whole length" if small else f"{said} ms"
+    assert f"(no steps are marked: {whole}, " in err and " of 20 events; " in err
 
 
 def test_two_ranks_tell_waiting_from_transfer(capsys, trace):
@@ -216,6 +228,16 @@ def test_two_ranks_tell_waiting_from_transfer(capsys, trace):
     assert "1 of 2 devices in 2 traces" in text and re.search(r"^peers +rank 1 +late 0\.320 ms", text, re.M)
 
 
+def test_one_rank_given_twice_is_a_problem_that_blocks_what_compares_ranks(capsys, trace):
+    files = [trace(name, rank=0, wait=200, collective=100) for name in ("a.json", "b.json")]
+    _, out, _ = run(capsys, *files, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    assert not found.integrity.ok and not found.stragglers and "two files are of rank 0" in found.unknown["stragglers"]
+    assert [problem.blocks for problem in found.integrity.problems if problem.id == "not-one-run"] == [["ranks"]]
+    _, text, _ = run(capsys, *files)
+    assert re.search(r"^problem +two files are of rank 0", text, re.M)
+
+
 def test_ranks_on_hosts_are_told_from_their_own_spans(capsys, tmp_path):
     files = []
     for rank, late in enumerate((0, 300)):
@@ -233,6 +255,16 @@ def test_ranks_on_hosts_are_told_from_their_own_spans(capsys, tmp_path):
     assert late == {0: 0, 1: 4 * 300_000}
 
 
+def test_one_step_gives_findings_of_low_confidence_and_none_gives_none(capsys, trace):
+    source = trace(steps=1)
+    _, out, _ = run(capsys, source, "--json")
+    found = msgspec.json.decode(out, type=Analysis).findings
+    assert found and {finding.confidence for finding in found} == {"low"}
+    source.write_text(source.read_text().replace("ProfilerStep#", "my step "))
+    _, out, _ = run(capsys, source, "--json")
+    assert not msgspec.json.decode(out, type=Analysis).findings
+
+
 def test_one_rank_says_that_waiting_is_included(capsys, trace):
     _, out, _ = run(capsys, trace(rank=0, wait=200, collective=100))
     assert "includes waiting for peers" in out
@@ -247,6 +279,20 @@ def test_before_and_after(capsys, trace, tmp_path):
     assert found.old_verdict == "input-bound" and [each.id for each in found.findings_gone]
     assert "decides" in err and "input wait, exposed" in err
     assert "input wait, exposed" in page.read_text(encoding="utf-8")
+
+
+def test_a_finding_is_not_gone_where_the_new_trace_cannot_tell(capsys, trace, tmp_path):
+    old, lost, silent = trace("old.json"), trace("lost.json"), trace("silent.json")
+    lost.write_text(lost.read_text().replace('"dur": 300', '"dur": "300"'))
+    silent.write_text(silent.read_text().replace("enumerate(DataLoader)#", "my own loader "))  # no loader events
+    unmarked = tmp_path / "unmarked.json"
+    unmarked.write_text(old.read_text().replace("ProfilerStep#", "my step "))
+    for new in (lost, silent, unmarked):
+        _, out, _ = run(capsys, "--against", old, new, "--json")
+        found = msgspec.json.decode(out, type=Comparison)
+        assert not found.findings_gone and "input-bound" in {each.id for each in found.not_judged_by_new}, new
+        _, out, _ = run(capsys, "--against", new, old, "--json")
+        assert "input-bound" in {each.id for each in msgspec.json.decode(out, type=Comparison).not_judged_by_old}, new
 
 
 @pytest.mark.parametrize("width", ["60", "120"])
@@ -320,6 +366,26 @@ def test_the_same_problem_of_many_files_is_told_once(capsys, tmp_path):
     assert len(messages) == 1 and messages[0].startswith(f"{files[0]} and 2 others: ")
     _, out, _ = run(capsys, files[0], "--json")
     assert all(str(files[0]) not in each["message"] for each in json.loads(out)["integrity"]["problems"])
+
+
+@pytest.mark.parametrize("broken", ['"300"', "NaN", "1e400"])
+def test_a_trace_whose_kernels_were_lost_has_no_verdict(capsys, trace, broken):
+    """It looks like one of a CPU that waits; nothing of it says that no device was at work."""
+    path = trace(wait=200)
+    path.write_text(path.read_text().replace('"dur": 300', f'"dur": {broken}'))
+    _, out, _ = run(capsys, path, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    (device,) = found.devices
+    assert (found.verdict, device.verdict, device.kernels, found.findings) == ("unknown", "unknown", None, [])
+    assert "could not be read" in device.unknown["verdict"] and not found.integrity.ok
+    _, text, _ = run(capsys, path)
+    assert text.startswith("No verdict: ") and "no accelerator" not in text and "CPU" not in text
+
+
+def test_a_verdict_and_a_reason_for_none_exclude_each_other():
+    device = Device(id=-1, name="cpu", unknown={"verdict": "cannot be told apart", "gaps": "none"})
+    assert _analysis.judged(device, "unknown").unknown["verdict"]
+    assert _analysis.judged(device, "host-bound").unknown == {"gaps": "none"}
 
 
 def test_a_file_named_twice_is_read_once(capsys, trace):

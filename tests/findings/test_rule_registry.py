@@ -6,12 +6,14 @@ import importlib.metadata
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from rule_cases import base, on_cpu
 from test_rule_kit import HONEST
 
 from saturate.errors import RuleError
 from saturate.findings import _registry
+from saturate.records.analysis import Analysis, Device, Integrity, Problem
 from saturate.records.observations import Observations
 
 BUILT_IN = [
@@ -152,3 +154,20 @@ print(*(name for name in foreign if not name.startswith(("_", "sitecustomize")))
 """
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= {"msgspec", "typing_extensions"}
+
+
+def test_silence_is_an_answer_only_of_a_rule_that_could_speak():
+    """On every device of the analysis; a rule that is not installed here is taken to need everything."""
+    device = Device(id=0, name="", steps=2)
+
+    def analysis(*devices, blocks=()):
+        problems = [Problem(id="x", message="x", blocks=list(blocks))]
+        return Analysis(devices=list(devices), integrity=Integrity(ok=not blocks, problems=problems), verdict="unknown", findings=[])
+
+    judges = _registry.judges
+    assert judges("input-bound", analysis(device)) and judges("elsewhere", analysis(device))
+    for silent in (analysis(), analysis(device, Device(id=1, name="")), analysis(device, blocks=["busy"]),
+                   analysis(msgspec.structs.replace(device, unknown={"data_wait": "no loader"}))):  # fmt: skip
+        assert not judges("input-bound", silent)
+    assert judges("input-bound", analysis(device, blocks=["roofline"]))
+    assert not judges("elsewhere", analysis(device, blocks=["roofline"]))

@@ -83,6 +83,14 @@ def test_the_verdict_of_the_trace_stands_on_an_accelerator():
     assert verdict(base(steps=0, input_wait=0.9)) == "unknown"
 
 
+@pytest.mark.parametrize("conclusion", ["busy", "gaps"])
+def test_what_the_trace_cannot_carry_is_not_concluded_from_the_rest(conclusion):
+    blocked = {"integrity_blocks": frozenset({conclusion})}
+    assert verdict(base(input_wait=0.9, **blocked)) == "unknown"
+    assert verdict(on_cpu(busy=0.5, overhead=0.4, **blocked)) == "unknown"
+    assert verdict(on_cpu(busy=0.5, overhead=0.4, integrity_blocks=frozenset({"occupancy"}))) == "host-bound"
+
+
 def test_on_a_cpu_reads_and_overhead_are_waits():
     reads = (SyncSeen("train.py:9", "Tensor.item", 100.0, 30.0),)
     assert verdict(on_cpu(busy=0.9, syncs=reads, overhead=0.1)) == "sync-bound"

@@ -107,6 +107,17 @@ def test_what_a_comparison_says():
     assert text.endswith("next       saturate tune -- python train.py")
 
 
+def test_findings_that_the_other_trace_cannot_judge():
+    record = comparison(findings_gone=[], not_judged_by_new=[analyses.INPUT], not_judged_by_old=[analyses.ODD, analyses.INPUT])
+    text = plain(record)
+    assert re.search(r"^old alone  at most 2\.04x: The loader computes too slowly$", text, re.M) and "gone  " not in text
+    assert "1 finding of the old trace alone: whether it is gone cannot be told" in text
+    assert "2 findings of the new trace alone: whether they are new cannot be told" in text
+    page = render_comparison(record)
+    assert "0 gone, 0 new, 1 still there, 1 of the old trace alone, 2 of the new trace alone" in page
+    assert "Of the old trace alone" in page and "whether it is gone" in page
+
+
 @pytest.mark.parametrize(
     ("old", "new", "title"),
     [

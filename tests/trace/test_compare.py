@@ -91,6 +91,22 @@ def test_a_faster_step() -> None:
     assert [(one.id, one.bound) for one in found.findings_kept] == [("launch-bound", 1.05)]
 
 
+def test_what_one_trace_cannot_judge_is_neither_gone_nor_new() -> None:
+    lost = Integrity(ok=False, problems=[Problem(id="lost-records", message="records were lost", blocks=["busy"])])
+    old, new = analysis(findings=[finding("a"), finding("b"), finding("c")]), analysis(integrity=lost, findings=[finding("c")])
+
+    def judges(id: str, analysis: Analysis) -> bool:
+        return analysis.integrity.ok or id != "a"
+
+    def ids(findings: list[Finding]) -> str:
+        return "".join(one.id for one in findings)
+
+    there, back = compare(old, new, judges), compare(new, old, judges)
+    assert (ids(there.findings_gone), ids(there.not_judged_by_new), ids(there.findings_kept)) == ("b", "a", "c")
+    assert (ids(back.findings_new), ids(back.not_judged_by_old), ids(back.findings_kept)) == ("b", "a", "c")
+    assert there.not_judged_by_old == there.findings_new == back.findings_gone == back.not_judged_by_new == []
+
+
 def test_other_numbers_of_steps_are_compared_per_step() -> None:
     longer = device(steps=5, **{field: getattr(device(), field) * 5 // 2 for field in (
         "step_ns", "compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")},

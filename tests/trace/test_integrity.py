@@ -196,6 +196,40 @@ def test_an_accelerator_that_is_not_read_is_not_taken_for_none() -> None:
     assert "no-accelerator" in found(replace(made.trace(), left_out={"python_function": 3}), CPU)
 
 
+@pytest.mark.parametrize("problem", ["lost-records", "truncated", "out-of-range"])
+def test_an_accelerator_whose_events_were_lost_is_not_taken_for_none(problem: str) -> None:
+    made = Recording()
+    made.step(0, 100)
+    made.operator("aten::mm", 5, 50)
+    seen = found(made.trace(problems=[(problem, "9,096 events could not be read")]), CPU)
+    assert "no-accelerator" not in seen and "busy" in seen["unknown-accelerator"].blocks
+    assert "no-accelerator" in found(made.trace(problems=[("odd-name", "a name is no UTF-8")]), CPU)
+
+
+def test_calls_of_one_correlation_have_launched_nobody_knows_what() -> None:
+    def shared(kernels: int) -> Trace:
+        made = Recording(V100)
+        made.step(0, 100_000)
+        for number in range(100):
+            at = 1000 * number
+            id = 7_000 if number < kernels else number + 1
+            made.call("cudaLaunchKernel", at + 1, at + 5, correlation=id)
+            made.kernel("k", at + 20, at + 900, correlation=id)
+        return made.trace()
+
+    assert found(shared(1)) == {} == found(shared(5))
+    seen = found(shared(6))
+    assert set(seen) == {"unmatched-kernels"} and seen["unmatched-kernels"].blocks == ["gaps", "roofline"]
+    assert "only 94 of 100" in seen["unmatched-kernels"].message and "6 calls share" in seen["unmatched-kernels"].message
+    assert set(found(shared(100))) == {"unmatched-kernels"}, "and no launch is called lost"
+
+
+def test_lost_calls_leave_busy_time_alone() -> None:
+    trace = recorded()
+    trace.problems.append(("lost-calls", "50 of 100 CUDA calls have no time"))
+    assert found(trace)["lost-calls"].blocks == ["gaps", "roofline"]
+
+
 def test_work_outside_the_steps_is_said() -> None:
     made = Recording(V100)
     made.step(0, 100)

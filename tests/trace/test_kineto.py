@@ -437,8 +437,19 @@ def test_wrong_events_are_left_out_and_said(reading, change, problem, reason):
 @pytest.mark.parametrize("wrong,lost", [(2, False), (3, True)])
 def test_many_wrong_events_mean_lost_records(reading, wrong, lost):
     """Above one in a hundred, nothing follows from the rest."""
-    bad = [{**kernel("bad", 5, 5, 1), "dur": -1}] * wrong
+    bad = [{**operator("bad", 5, 5, 1), "dur": -1}] * wrong
     assert ("lost-records" in problems(reading(document([*training(28), *bad])))) == lost
+
+
+@pytest.mark.parametrize("wrong,lost", [(1, False), (2, True)])
+def test_device_events_are_counted_against_their_like(reading, wrong, lost):
+    """Few among all events may be many of the device's, and busy time is made of those."""
+    many = [operator("aten::relu", 10 * at, 5, 1000 + at) for at in range(5000)]
+    bad = [{**kernel("bad", 5, 5, 1), "dur": "5"}] * wrong
+    trace = reading(document([*training(100), *many, *bad]))
+    assert ("lost-records" in problems(trace)) == lost
+    if lost:
+        assert f"{wrong} device events could not be read, {len(trace.gpu.start)} could" in dict(trace.problems)["lost-records"]
 
 
 def test_only_labels(reading):

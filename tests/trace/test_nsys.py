@@ -232,6 +232,21 @@ def test_impossible_times_are_left_out(tmp_path: Path, value: object) -> None:
     assert trace.left_out == {"CUPTI_ACTIVITY_KIND_KERNEL: no time, or an impossible one": 2}
 
 
+@pytest.mark.parametrize(("table", "wrong", "problem"), [
+    ("CUPTI_ACTIVITY_KIND_KERNEL", 1, "malformed-events"), ("CUPTI_ACTIVITY_KIND_KERNEL", 2, "lost-records"),
+    ("CUPTI_ACTIVITY_KIND_RUNTIME", 1, "malformed-events"), ("CUPTI_ACTIVITY_KIND_RUNTIME", 2, "lost-calls")])
+def test_rows_without_a_time_are_said_to_be_lost(tmp_path: Path, table: str, wrong: int, problem: str) -> None:
+    """Above one in a hundred, busy time, or who launched what, is a guess."""
+    export = Export(tmp_path / "a.sqlite")
+    for number in range(100):
+        export.kernel("k", 1000 + 100 * number, 1050 + 100 * number)
+    for row in export.tables[table][:wrong]:
+        row["start"] = "abc"
+    trace = nsys.read(export.write())
+    assert [id for id, _ in trace.problems] == [problem]
+    assert trace.problems[0][1].startswith(f"{wrong} of 100 ")
+
+
 def test_a_kernel_that_ends_before_it_starts_is_kept_for_the_integrity_check(tmp_path: Path) -> None:
     made = Export(tmp_path / "a.sqlite")
     made.kernel("k", 200, 100)

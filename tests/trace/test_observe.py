@@ -60,6 +60,20 @@ def test_what_the_trace_cannot_carry_is_none_and_named() -> None:
     assert found.kernels.host_late is None is found.kernels.median_us
 
 
+def test_what_a_lost_device_did_is_not_told_from_the_hosts_operators() -> None:
+    """The optimizer's share of operators is not its share of the step, where a device ran what it launched."""
+    made = steps(Recording())
+    for at in (0, 1_000_000):
+        made.annotation("Optimizer.step#SGD.step", at + 500_000, at + 800_000)
+        made.operator("aten::add_", at + 510_000, at + 790_000)
+    whole, lost = made.trace(), made.trace(problems=[("lost-records", "9,096 events could not be read")])
+    assert seen(whole).optimizer and seen(whole).overhead is not None
+    assert seen(lost).optimizer is None is seen(lost).overhead
+    device = analyze_one(lost).devices[0]
+    assert (device.verdict, device.name, device.kernels) == ("unknown", "", None) and device.unknown["verdict"]
+    assert analyze_one(whole).devices[0].name == "cpu"
+
+
 def test_copies_whose_memory_is_not_named_are_not_counted_as_pinned() -> None:
     """HIP writes "Host -> Device"."""
     made = steps(Recording(V100))

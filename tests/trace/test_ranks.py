@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from nsys_exports import Export
 from traces import Recording
 
 from saturate.trace import nsys, ranks
+from saturate.trace.analyze import analyze
 from saturate.trace.columns import Trace
 
 NAME = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)"
@@ -186,6 +188,45 @@ def test_when_nothing_can_be_said(traces: list[Trace], reason: str) -> None:
     study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
     assert study.stragglers == [] and reason in study.unknown
     assert ranks.stragglers(traces) == []
+
+
+def of_run(source: str, rank: int | None = None, size: int | None = 2, at_s: float = 0.0) -> ranks.Member:
+    first = 1_700_000_000_000_000_000 + round(at_s * 1e9)
+    return ranks.Member(source, rank, size, first, first + 10**9)
+
+
+@pytest.mark.parametrize(("members", "reason"), [
+    ([of_run("a", 0), of_run("b", 1)], ""),
+    ([of_run("a"), of_run("b")], ""),
+    ([of_run("a", 0), of_run("b", 1, None)], ""),
+    ([of_run("a", 0), of_run("b", 1, at_s=60)], ""),
+    ([of_run("a", 0), of_run("b", 0)], "two files are of rank 0 (a, b)"),
+    ([of_run("a", 0), of_run("b")], "b does not say its rank, and others do"),
+    ([of_run("a", 0), of_run("b", 1, 16)], "a is of a run of 2 ranks and b of one of 16"),
+    ([of_run("a", 1, at_s=62), of_run("b", 0)], "a was recorded 61 s after b"),
+    ([ranks.Member("a", 0, 2, 5, 9), ranks.Member("b", 1, 2, 10**15, 10**15)], ""),     # clocks of their own
+])
+def test_files_that_cannot_be_one_run(members: list[ranks.Member], reason: str) -> None:
+    assert ranks.not_one_run(members) == reason
+    assert ranks.compared(members, []).mixed == bool(reason)
+
+
+def test_what_cannot_be_compared_is_a_problem_of_the_files() -> None:
+    """And only of what compares them: each file still tells of its own device."""
+    def problems(*traces: Trace) -> list[tuple[str, list[str]]]:
+        found = analyze(traces)
+        assert all(device.busy_of_step is not None for device in found.devices)
+        assert found.integrity.ok == (not any(problem.blocks for problem in found.integrity.problems))
+        return [(problem.id, problem.blocks) for problem in found.integrity.problems]
+
+    assert problems(*pair({2: 700})) == []
+    assert problems(recorded(0, {0: {}}), replace(recorded(0, {0: {}}), source="again.json")) == [("not-one-run", ["ranks"])]
+    other = recorded(1, {0: {}, 1: {}}, arguments={"Collective name": "broadcast"})
+    assert problems(recorded(0, {0: {}}), other) == [("not-one-run", ["ranks"])], "nothing of it could be matched"
+    silent = Recording(rank=1, world_size=2)
+    silent.step(0, 100)
+    silent.kernel("k", 10, 20, launched=5)
+    assert problems(recorded(0, {0: {}}), silent.trace()) == [("not-one-run", ["ranks"])]
 
 
 def test_files_without_ranks_are_numbered_in_their_order() -> None:

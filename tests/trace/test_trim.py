@@ -15,6 +15,7 @@ from kineto_text import Number, document, event, flow, kernel, operator, trainin
 from saturate.errors import EnvironmentProblem, SaturateError, TraceError, UsageError
 from saturate.trace import _json_stream
 from saturate.trace import trim as trimming
+from saturate.trace.analyze import analyze
 from saturate.trace.read import read
 from saturate.trace.trim import trim
 
@@ -74,12 +75,51 @@ def test_it_says_the_same_about_its_steps(tmp_path):
     assert np.isin(part.gpu.correlation, part.calls.correlation).all()
 
 
-def test_without_steps(trimmed):
+@pytest.fixture
+def large(monkeypatch):
+    """Every trace counts as a large one, of which a stretch is kept."""
+    monkeypatch.setattr(trimming, "SMALL_BYTES", 0)
+
+
+def test_without_steps_a_small_trace_is_kept_whole(tmp_path):
+    events = [kernel("first", 5, 10, 1), kernel("late", 900_000, 10, 2), operator("last", 950_000, 5, 3)]
+    done = trim(write(tmp_path / "in.json", document(events)), tmp_path / "out.json")
+    assert (done.steps, done.of_steps, done.window_ns == done.of_ns, done.events, done.of_events) == ([], 0, True, 3, 3)
+
+
+def test_without_steps_the_stretch_that_is_like_the_whole(tmp_path, large):
+    """Not the first 100 ms, in which the program only starts, nor one without the calls that launched the work."""
+    begin = [kernel("begin", 0, 10, 1), operator("begin", 0, 5, 1)]
+    work = [event for at in range(400_000, 700_000, 1000) for event in (
+        kernel("work", at + 100, 500, at), made.call("cudaLaunchKernel", at + 50, 5, at, at), operator("aten::mm", at + 40, 30, at))]
+    done = trim(write(tmp_path / "in.json", document(begin + work)), tmp_path / "out.json")
+    part = read(tmp_path / "out.json")
+    assert (done.window_ns, done.of_ns) == (100_000_000, 699_600_001) and done.events < done.of_events == 902
+    assert len(part.gpu.start) == len(part.calls.start) >= 49 and "begin" not in part.names
+
+
+def test_steps_in_which_nothing_ran_are_not_the_ones(trimmed):
+    """The middle one of these five is empty: the one before it has a kernel that began earlier."""
+    empty = [e for e in training(5) if not 1800 < e.get("ts", 0) < 3000 or e["name"].startswith("Profiler")]
+    content = trimmed(document(empty), 1)
+    assert [n for n in names(content) if n.startswith("Profiler")] == ["ProfilerStep#1"]
+
+
+def test_where_nothing_ran_in_any_step_the_nearest_of_it_is_kept(tmp_path):
+    """Operators behind the only step: without one, the result would be a trace of nothing."""
+    events = [made.step(0, 0, 1000), event("user_annotation", "gloo:all_reduce", 10, 900),
+              operator("aten::empty", 5000, 5, 1), operator("aten::empty", 9000, 5, 2)]
+    done = trim(write(tmp_path / "in.json", document(events)), tmp_path / "out.json")
+    part = read(tmp_path / "out.json")
+    assert done.steps == ["ProfilerStep#0"] and len(part.operators.start) == 1 and len(part.annotations.start) == 2
+
+
+def test_without_steps(trimmed, large):
     far = [kernel("first", 500_000, 10, 1), kernel("inside", Number("599999.999"), 10, 2), kernel("behind", 600_000, 10, 3)]
     assert names(trimmed(document([*far, operator("early", 0, 5, 1)]))) == ["first", "inside"]
 
 
-def test_without_a_device(trimmed):
+def test_without_a_device(trimmed, large):
     assert names(trimmed(document([operator("first", 0, 5, 1), operator("later", 100_000, 5, 2)]))) == ["first"]
 
 
@@ -203,6 +243,14 @@ def test_real_traces(shared_traces, tmp_path, name):
     assert len(done.steps) == len([n for n in part.names if n.startswith("ProfilerStep#")]) == (0 if "sglang" in name else min(3, _steps(whole)))
     assert {made.dumps(p[0]) for p in part.problems} <= {made.dumps(p[0]) for p in whole.problems}
     assert np.isin(part.gpu.correlation, part.calls.correlation).mean() >= np.isin(whole.gpu.correlation, whole.calls.correlation).mean()
+
+
+@pytest.mark.parametrize("name", ["cpu_only", "sglang_decode_hipgraph", "torch_compile_triton", "owlv2_h100"])
+def test_what_is_kept_of_a_real_trace_has_its_verdict(shared_traces, tmp_path, name):
+    source, out = shared_traces / f"{name}.json.gz", tmp_path / "small.json.gz"
+    trim(source, out)
+    whole, part = analyze([read(source)]), analyze([read(out)])
+    assert whole.verdict == part.verdict and {p.id for p in part.integrity.problems} <= {p.id for p in whole.integrity.problems}
 
 
 def _steps(trace) -> int:

@@ -24,11 +24,12 @@ from saturate.report import analysis as terminal
 from saturate.report import analysis_compare, analysis_html, words
 from saturate.techniques import _registry as techniques
 from saturate.trace import ranks
-from saturate.trace.analyze import analyze_one, combine
+from saturate.trace.analyze import analyze_one, combine, not_one_run
 from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
 from saturate.trace.observe import observations
 from saturate.trace.read import read
+from saturate.trace.trim import Trimmed
 
 #: With more files than that, a device keeps its `OPERATORS` operators of most recoverable time and no single steps,
 #: and a file its `OPERATORS` longest labels.
@@ -44,6 +45,7 @@ class Reduced:
     analysis: Analysis
     seen: list[Observations]  # one for each device
     collectives: list[ranks.Seen]
+    member: ranks.Member
 
 
 class Progress:
@@ -93,8 +95,18 @@ def analysed(files: Sequence[Path], progress: Progress, **look: Any) -> Shown:
 
 def compared(old: Path, new: Path, progress: Progress, **look: Any) -> Shown:
     """The same of a comparison."""
-    record = compare(analysis_of([old], progress), analysis_of([new], progress))
+    record = compare(analysis_of([old], progress), analysis_of([new], progress), rules.judges)
     return record, analysis_compare.summary(record, **look), lambda: analysis_html.render_comparison(record)
+
+
+def kept(done: Trimmed) -> str:
+    """What of a trace was written, and of how much."""
+    events = f"{done.events:,} of {done.of_events:,} events"
+    if done.steps:
+        return f"{len(done.steps):,} of {words.count(done.of_steps, 'step')}, {events}"
+    if done.window_ns == done.of_ns:
+        return f"no steps are marked: its whole length, {events}"
+    return f"no steps are marked: {done.window_ns / 1e6:,.1f} of {done.of_ns / 1e6:,.1f} ms, {events}"
 
 
 def analysis_of(files: Sequence[Path], progress: Progress) -> Analysis:
@@ -132,7 +144,7 @@ def reduced(trace: Trace, measured: Sequence[Ceilings] = (), lighter: bool = Fal
             replace(each, operators=tuple(sorted(each.operators, key=lambda o: -o.share)[:OPERATORS]))
             for each in seen
         ]
-    return Reduced(analysis, seen, ranks.observe(trace))
+    return Reduced(analysis, seen, ranks.observe(trace), ranks.member(trace))
 
 
 def _lighter(device: Device) -> Device:
@@ -147,11 +159,12 @@ def _lighter(device: Device) -> Device:
 
 def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analysis:
     """The analysis of all ranks, with findings."""
-    compared = ranks.across([each for part in parts for each in part.collectives])
+    compared = ranks.compared([part.member for part in parts], [each for part in parts for each in part.collectives])
     whole = combine([part.analysis for part in parts])
     unknown, problems = dict(whole.unknown), [*unread, *problems_of(parts)]
     if len(parts) > 1 and compared.unknown:
         unknown["stragglers"] = compared.unknown
+    problems += not_one_run(compared)
     problems += [Problem(id="ranks", message=note, blocks=[]) for note in compared.notes if compared.stragglers]
     seen = [
         with_peers(each, device, compared.stragglers)
@@ -159,12 +172,9 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         for device, each in zip(part.analysis.devices, part.seen, strict=True)
     ]
     known = frozenset(techniques.load())
-    devices = [
-        msgspec.structs.replace(device, verdict=rules.verdict(each))
-        for device, each in zip(whole.devices, seen, strict=True)
-    ]
+    devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
-    integrity = Integrity(ok=whole.integrity.ok and not unread, problems=problems)
+    integrity = Integrity(ok=not any(problem.blocks for problem in problems), problems=problems)
     return msgspec.structs.replace(
         whole,
         devices=devices,
@@ -174,6 +184,14 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         stragglers=compared.stragglers,
         unknown=unknown,
     )
+
+
+def judged(device: Device, limit: Limit) -> Device:
+    """The device with its verdict; a reason for having none goes with the "unknown" that it explains."""
+    if limit == "unknown":
+        return msgspec.structs.replace(device, verdict=limit)
+    unknown = {field: reason for field, reason in device.unknown.items() if field != "verdict"}
+    return msgspec.structs.replace(device, verdict=limit, unknown=unknown)
 
 
 def problems_of(parts: Sequence[Reduced]) -> list[Problem]:

@@ -59,14 +59,12 @@ def execute(arguments: argparse.Namespace) -> int:
         _write(arguments.html, page())
         print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.trim:
-        from saturate.report.words import count
         from saturate.trace.trim import trim
 
-        steps = trim(files[0], arguments.trim, arguments.steps).steps
-        kept = count(len(steps), "step") if steps else "no steps"
+        done = trim(files[0], arguments.trim, arguments.steps)
+        size = arguments.trim.stat().st_size
         print(
-            f"wrote {arguments.trim} ({kept}, {arguments.trim.stat().st_size:,} bytes), which opens in Perfetto",
-            file=sys.stderr,
+            f"wrote {arguments.trim} ({analysis.kept(done)}; {size:,} bytes), which opens in Perfetto", file=sys.stderr
         )
     return 0
 

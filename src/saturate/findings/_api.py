@@ -36,6 +36,7 @@ class Rule:
     techniques: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()     # conclusions of the trace, of `_registry.CONCLUSIONS`
     since: str = "0.2"
+    fields: frozenset[str] = frozenset()    # of `records.analysis.Device`: says nothing where one of them is not known
 
 
 class RuleModule(Protocol):

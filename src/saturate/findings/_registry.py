@@ -16,8 +16,8 @@ from types import ModuleType
 from saturate import plugins
 from saturate.errors import RuleError
 from saturate.findings import _verdict
-from saturate.findings._api import HEADINGS, Rule
-from saturate.records.analysis import Finding
+from saturate.findings._api import HEADINGS, STEPS_TO_CONCLUDE, Rule
+from saturate.records.analysis import Analysis, Finding
 from saturate.records.observations import Observations
 
 GROUP = "saturate.findings"
@@ -39,6 +39,20 @@ def detect(seen: Observations, known_techniques: frozenset[str]) -> list[Finding
     found = [finding for module in load().values() if (finding := _ask(module, seen)) is not None]
     found = [finding for finding in found if finding.id != ALONE] or found
     return [_with_techniques(finding, known_techniques) for finding in sorted(found, key=_rank)]
+
+
+def judges(id: str, analysis: Analysis) -> bool:
+    """Whether a rule could have found something on every device of an analysis, so that its silence is an answer.
+
+    A rule that is not installed here is taken to need everything.
+    """
+    module = load().get(id)
+    needs, fields = (module.RULE.needs, module.RULE.fields) if module else (CONCLUSIONS, frozenset())
+    blocked = {conclusion for problem in analysis.integrity.problems for conclusion in problem.blocks}
+    known = all(
+        device.steps >= STEPS_TO_CONCLUDE and not fields & device.unknown.keys() for device in analysis.devices
+    )
+    return bool(analysis.devices) and known and not needs & blocked
 
 
 def _ask(module: ModuleType, seen: Observations) -> Finding | None:

@@ -17,6 +17,8 @@ COVERAGE = 0.60
 MAJORITY = 0.50
 #: A smaller wait limits nothing.
 LEAST_WAIT = 0.05
+#: Conclusions of the trace that a verdict rests on: the largest loss is not known where one of the losses is not.
+RESTS_ON = frozenset({"busy", "gaps"})
 
 
 def verdict(seen: Observations) -> Limit:
@@ -24,8 +26,11 @@ def verdict(seen: Observations) -> Limit:
 
     A working device is limited by memory or by arithmetic, whichever class of operators has the most time. Otherwise
     the largest wait names the limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside operators and the loader stands for a late host, and the
-    time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first.
+    time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first. What the trace
+    cannot carry is not concluded from the rest either: a device whose records were lost looks like none at all.
     """
+    if seen.integrity_blocks & RESTS_ON:
+        return "unknown"
     of_trace: Limit = seen.limit if seen.limit in get_args(Limit) else "unknown"  # type: ignore[assignment]
     if seen.steps < STEPS_TO_CONCLUDE or (seen.device != "cpu" and of_trace != "unknown"):
         return of_trace

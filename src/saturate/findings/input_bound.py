@@ -43,6 +43,7 @@ RULE = Rule(
     title="waiting for input",
     techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
+    fields=frozenset({"data_wait"}),
 )
 
 

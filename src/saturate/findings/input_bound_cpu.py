@@ -47,6 +47,7 @@ RULE = Rule(
     title="making a batch takes too much CPU",
     techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
+    fields=frozenset({"data_wait"}),
 )
 
 

@@ -44,6 +44,7 @@ RULE = Rule(
     title="making a batch waits for storage",
     techniques=("loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
+    fields=frozenset({"data_wait"}),
 )
 
 

@@ -42,6 +42,7 @@ RULE = Rule(
     title="too few loader workers",
     techniques=("loader-workers",),
     needs=frozenset({"steps", "busy"}),
+    fields=frozenset({"data_wait"}),
 )
 
 

@@ -114,7 +114,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     rank: int | None = None
     source: str = ""                # file it came from
-    kernels: int = 0
+    kernels: int | None = 0         # None: some were lost, so that their number is not known
     steps: int = 0
     span_ns: int | None = None
     step_ns: int | None = None      # union of the steps

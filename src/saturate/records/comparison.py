@@ -75,4 +75,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     findings_gone: list[Finding]
     findings_new: list[Finding]
     findings_kept: list[Finding]    # as the new analysis states them
+    not_judged_by_new: list[Finding] = []   # of the old analysis; the new trace does not carry what they rest on
+    not_judged_by_old: list[Finding] = []   # of the new one, likewise
     notes: list[str] = []           # what limits the comparison: other devices, other numbers of steps, no steps

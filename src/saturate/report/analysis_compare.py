@@ -76,9 +76,24 @@ def verdicts(record: Comparison) -> str:
     return f"{old}, before and after" if old == new else f"{old} -> {new}"
 
 
+def not_judged(record: Comparison) -> list[tuple[str, list[Finding], str]]:
+    """(side, findings of it alone, why they are neither gone nor new), for each side that has any."""
+    sides = (
+        ("old", record.not_judged_by_new, "gone", "new"),
+        ("new", record.not_judged_by_old, "new", "old"),
+    )
+    return [
+        (which, found, f"{words.count(len(found), 'finding')} of the {which} trace alone: whether "
+         f"{'it is' if len(found) == 1 else 'they are'} {fate} cannot be told, as the {other} trace does not carry what "
+         f"{'it rests' if len(found) == 1 else 'they rest'} on")
+        for which, found, fate, other in sides
+        if found
+    ]  # fmt: skip
+
+
 def next_command(record: Comparison) -> str:
     """What to type next."""
-    left = [*record.findings_new, *record.findings_kept]
+    left = [*record.findings_new, *record.findings_kept, *record.not_judged_by_old]
     techniques = list(dict.fromkeys(name for finding in left for name in finding.techniques))
     only = ["--only", ",".join(techniques)] if techniques else []
     return words.shell(["saturate", "tune", *only, "--", "python", "train.py"])
@@ -102,8 +117,11 @@ def summary(record: Comparison, *, width: int, color: bool, blocks: bool = True)
         ("gone", record.findings_gone),
         ("new", record.findings_new),
         ("still", record.findings_kept),
+        *((f"{which} alone", found) for which, found, _ in not_judged(record)),
     ):
         rows += labelled(label, [fit(f"{say.bound(each)}: {each.title}", room) for each in findings])
+    for _, _, why in not_judged(record):
+        rows += labelled("note", wrap(why, room, 2))
     for note in record.notes[:NOTES]:
         rows += labelled("note", wrap(note, room, 2))
     if len(record.notes) > NOTES:
@@ -186,6 +204,7 @@ def sections(record: Comparison) -> Iterator[tuple[str, str, Markup]]:
             ("Gone", record.findings_gone),
             ("New", record.findings_new),
             ("Still there", record.findings_kept),
+            *((f"Of the {which} trace alone", found) for which, found, _ in not_judged(record)),
         )
         if found
     ]
@@ -195,7 +214,7 @@ def sections(record: Comparison) -> Iterator[tuple[str, str, Markup]]:
         "Findings",
         section("findings", "Findings", "" if body else "Neither analysis has findings.", *body),
     )
-    notes = [tag("li", note) for note in record.notes]
+    notes = [tag("li", note) for note in [*(why for _, _, why in not_judged(record)), *record.notes]]
     yield (
         "method",
         "Method",
@@ -301,7 +320,8 @@ def header(record: Comparison) -> Markup:
         (
             "Findings",
             f"{len(record.findings_gone)} gone, {len(record.findings_new)} new, "
-            f"{len(record.findings_kept)} still there",
+            f"{len(record.findings_kept)} still there"
+            + "".join(f", {len(found)} of the {which} trace alone" for which, found, _ in not_judged(record)),
         )
     )
     lede = detail(record).replace("->", "\u2192")

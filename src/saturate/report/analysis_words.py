@@ -178,7 +178,7 @@ def focus(analysis: Analysis) -> Device | None:
 
 def named(device: Device) -> str:
     """What the device is called."""
-    if device.id < 0:
+    if device.id < 0 and (device.name or device.kernels is not None):
         return "CPU"
     return words.one_line(device.name) or "unnamed device"
 

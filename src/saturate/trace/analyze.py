@@ -30,7 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "communication": {"communication_ns": None, "communication_overlap": None, "exposed_communication_ns": None},
     "gaps": {"gaps": Gaps(input=None, host_late=None, sync=None, already_launched=None, unattributed=None),
              "gap_ns": {}, "edge_ns": {}},
-    "kernels": {"short_kernels": None, "median_kernel_ns": None, "median_launch_delay_ns": None},
+    "kernels": {"kernels": None, "short_kernels": None, "median_kernel_ns": None, "median_launch_delay_ns": None},
     "occupancy": {"occupancy": Occupancy(sm_fill=None, sm_fill_of_step=None, tail=None, occupancy=None)},
     "roofline": {"roofline": Roofline(coverage=None, operators=[])},
 }
@@ -41,15 +41,24 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
 
     One trace after the other is looked at and let go, so an iterator keeps no more than one in memory.
     """
-    parts, seen = [], []
+    parts, seen, members = [], [], []
     for trace in traces:
         parts.append(analyze_one(trace, ceilings))
         seen += ranks.observe(trace)
-    together = ranks.across(seen)
+        members.append(ranks.member(trace))
+    together = ranks.compared(members, seen)
     whole = combine(parts, stragglers=together.stragglers)
+    mixed = not_one_run(together)
+    if mixed:
+        whole = msgspec.structs.replace(whole, integrity=integrity.verdict(whole.integrity.problems + mixed))
     if together.stragglers:
         return whole
     return msgspec.structs.replace(whole, unknown=whole.unknown | {"stragglers": together.unknown})
+
+
+def not_one_run(compared: ranks.Ranks) -> list[Problem]:
+    """What is wrong where files cannot be compared as the ranks of one run: each by itself still tells of itself."""
+    return [Problem(id="not-one-run", message=compared.unknown, blocks=["ranks"])] if compared.mixed else []
 
 
 def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Analysis:
@@ -115,7 +124,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
     limit, why = _verdict(seen, roof, blocked)
     idle_in_span = sum(seen.gap_ns.values())
     device = Device(
-        id=seen.device, name=info.name if info else "cpu" if seen.device == CPU else "", rank=trace.rank,
+        id=seen.device, name=info.name if info else _host_name(seen), rank=trace.rank,
         source=trace.source, steps=here.count, span_ns=span.window_ns, step_ns=parts.window_ns,
         busy_of_span=_share(span.busy_ns, span.window_ns), busy_of_step=_share(parts.busy_ns, parts.window_ns),
         compute_ns=parts.compute_ns, exposed_communication_ns=parts.exposed_communication_ns,
@@ -144,6 +153,12 @@ ON_A_CPU = {
     "gaps": "a CPU has no queue of launched work whose gaps could be explained",
     "occupancy": "the share of an accelerator's threads; a CPU has none",
 }
+
+
+def _host_name(seen: View) -> str:
+    """What to call a device that the trace does not describe; the host's operators only where they are all there was."""
+    alone = not any(problem.id == "unknown-accelerator" for problem in seen.problems)
+    return "cpu" if seen.device == CPU and alone else ""
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -15,8 +15,12 @@ WORTH_A_LINE = 0.002
 MOST_OPERATORS = 30
 
 
-def compare(old: Analysis, new: Analysis) -> Comparison:
-    """Old against new; ratios are old / new. Devices are paired by rank and id, findings by id."""
+def compare(old: Analysis, new: Analysis, judges: Callable[[str, Analysis], bool] = lambda id, analysis: True) -> Comparison:
+    """Old against new; ratios are old / new. Devices are paired by rank and id, findings by id.
+
+    `judges`: whether an analysis could have had a finding of this id. Where it could not, a finding of the other one
+    is neither gone nor new.
+    """
     pairs, notes = _pairs(old.devices, new.devices)
     for before, after in pairs:
         notes += _limits(before, after)
@@ -29,9 +33,11 @@ def compare(old: Analysis, new: Analysis) -> Comparison:
     return Comparison(
         old=old.sources, new=new.sources, devices=[_device(before, after) for before, after in pairs],
         old_verdict=old.verdict, new_verdict=new.verdict,
-        findings_gone=only(old.findings, lambda id: id not in after_ids),
-        findings_new=only(new.findings, lambda id: id not in before_ids),
+        findings_gone=only(old.findings, lambda id: id not in after_ids and judges(id, new)),
+        findings_new=only(new.findings, lambda id: id not in before_ids and judges(id, old)),
         findings_kept=only(new.findings, lambda id: id in before_ids),
+        not_judged_by_new=only(old.findings, lambda id: id not in after_ids and not judges(id, new)),
+        not_judged_by_old=only(new.findings, lambda id: id not in before_ids and not judges(id, old)),
         notes=list(dict.fromkeys(notes)),
     )
 

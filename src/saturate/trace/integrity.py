@@ -19,7 +19,7 @@ from saturate.records.analysis import Integrity, Problem
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, Trace
 from saturate.trace.intervals import covered, intersect, length, subtract
-from saturate.trace.launches import GRAPH_LAUNCH, by_thread, named, spans, valid
+from saturate.trace.launches import GRAPH_LAUNCH, ambiguous, by_thread, named, spans, valid
 from saturate.trace.windows import CPU, Window, devices
 
 CONCLUSIONS = ("steps", "busy", "gaps", "kernels", "communication", "occupancy", "roofline")
@@ -44,7 +44,8 @@ OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffe
 OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
 
 #: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
-READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "out-of-range": OF_THE_DEVICE}
+READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "out-of-range": OF_THE_DEVICE,
+           "lost-calls": ["gaps", "roofline"]}
 
 
 def problems(trace: Trace, launches: Column) -> list[Problem]:
@@ -83,6 +84,9 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
             f"an accelerator of a kind that is not read was at work: {', '.join(others)}; the CPU's operators alone do "
             "not tell what limits it"))]
+    if any("busy" in READING.get(id, ()) for id, _ in trace.problems):      # none was read, which does not say that there was none
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            "no event of an accelerator could be read, and events were lost: whether one was at work is not known"))]
     if devices(trace):
         return [Problem(id="no-accelerator", blocks=[], message=(
             "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
@@ -139,10 +143,15 @@ def _unmatched(trace: Trace, launches: Column) -> list[Problem]:
     matched = len(kernels) - len(lost)
     if len(lost) - early > (1 - MATCHED_AT_LEAST) * len(kernels):
         return [Problem(id="unmatched-kernels", blocks=["gaps", "roofline"], message=(
-            f"only {matched} of {len(kernels)} kernels have a recorded launch"))]
+            f"only {matched} of {len(kernels)} kernels have a recorded launch" + _sharing(trace)))]
     return [Problem(id="launched-before-recording", blocks=[], message=(
         f"{early} of {len(kernels)} kernels were launched before the recording began: the gaps before them are "
         "unattributed and their operators unknown"))]
+
+
+def _sharing(trace: Trace) -> str:
+    count = int(ambiguous(trace.calls).sum())
+    return f" of their own: {count} calls share correlation ids with calls before or after them" if count else ""
 
 
 def _before_recording(trace: Trace, rows: Column) -> Column:
@@ -158,8 +167,9 @@ def _before_recording(trace: Trace, rows: Column) -> Column:
 
 def _lost(trace: Trace, launches: Column) -> list[Problem]:
     """Launches without a kernel: the profiler dropped records, so the device looks idler than it was."""
-    launching = np.flatnonzero(named(trace, trace.calls.name, LAUNCH) & ~_captured(trace))
-    graphs = np.flatnonzero(named(trace, trace.calls.name, GRAPH_LAUNCH))
+    own = ~ambiguous(trace.calls)       # whether the others' kernels arrived cannot be told
+    launching = np.flatnonzero(named(trace, trace.calls.name, LAUNCH) & ~_captured(trace) & own)
+    graphs = np.flatnonzero(named(trace, trace.calls.name, GRAPH_LAUNCH) & own)
     arrived = np.zeros(len(trace.calls.start), bool)
     arrived[launches[launches >= 0]] = True
     if not arrived.any():

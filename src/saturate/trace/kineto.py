@@ -63,7 +63,7 @@ _TABLES = {
 }
 _LEARN_FROM = 50  # events of a category, from which on the decoder learns to skip it
 _LEARN_LIMIT = 100  # such categories
-_LOST_AT_MOST = 0.01  # events that could not be read, of those that could, before nothing follows from the rest
+_LOST_AT_MOST = 0.01  # events (and device events) that could not be read, of those that could, before nothing follows
 _PENDING = 4096  # events that came one by one and wait to become columns
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _LOOSE = msgspec.json.Decoder(events.Loose)
@@ -101,6 +101,7 @@ class _Reader:
         self.signatures = Index({b"\0\0\0": 0})
         self.collectives: list[dict[str, Any]] = []
         self.left_out: Counter[str] = Counter()
+        self.lost_of_device = 0  # of what was left out: device events, known by their category
         self.first: dict[str, int] = {}  # what was left out -> offset of the first
         self.repaired: list[int] = []  # offsets of blocks that were not quite JSON
         self.rounded = 0
@@ -220,8 +221,10 @@ class _Reader:
             or not isinstance(loose.name, str)
             or (kind != "memory" and loose.ph != "X")
         ):
+            self.lost_of_device += kind in _GPU_KINDS
             return self._leave_out("malformed", offset)
         if duration < 0:
+            self.lost_of_device += kind in _GPU_KINDS
             return self._leave_out("negative duration", offset)
         loose.pid, loose.tid = label(loose.pid), label(loose.tid)
         loose.args = events.fitted(events.ARGS[kind], bytes(loose.args))
@@ -350,11 +353,11 @@ class _Reader:
             memory=MemoryEvents(time=memory.pop("start", np.empty(0, "i8")), **memory),
             collectives={row: self.collectives[collective[row]] for row in np.flatnonzero(collective >= 0).tolist()},
             left_out=dict(self.left_out),
-            problems=document.problems + self._problems(host, document.damaged),
+            problems=document.problems + self._problems(host, len(gpu.start), document.damaged),
             read_bytes=document.read_bytes,
         )
 
-    def _problems(self, host: dict[str, HostEvents], damaged: int) -> list[tuple[str, str]]:
+    def _problems(self, host: dict[str, HostEvents], of_device: int, damaged: int) -> list[tuple[str, str]]:
         found = []
         for reason, identity, what in (
             ("malformed", "malformed-events", "have no name, no time, or values that no event has"),
@@ -396,6 +399,10 @@ class _Reader:
         lost = damaged + sum(self.left_out[reason] for reason in self.first)
         if lost > _LOST_AT_MOST * self.seen:
             found.append(("lost-records", f"{lost:,} events could not be read, {self.seen:,} could"))
+        elif self.lost_of_device > _LOST_AT_MOST * of_device:  # few among all events, but many of those that matter
+            found.append(
+                ("lost-records", f"{self.lost_of_device:,} device events could not be read, {of_device:,} could")
+            )
         if not self._tables:
             found.append(("no-events", "nothing that torch.profiler records is in this file"))
         return found

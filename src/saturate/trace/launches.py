@@ -30,7 +30,8 @@ def launching_calls(trace: Trace) -> Column:
     """For each row of `gpu` the row of `calls` that launched it, -1 where none is known.
 
     Joined by correlation within the process; by correlation alone where the reader could not tell the process. Of
-    several calls with one correlation (a runtime call and the driver call in it) the first, the outer one, is taken.
+    several calls with one correlation (a runtime call and the driver call in it) the first, the outer one, is taken;
+    of calls that are not in one another, none: which of them launched what cannot be told.
     """
     gpu, calls = trace.gpu, trace.calls
     if not len(calls.start) or not len(gpu.start):
@@ -46,7 +47,28 @@ def launching_calls(trace: Trace) -> Column:
         lost = (gpu.pid < 0) & (call < 0)
         call[lost] = _first(dense[:len(calls.start)], dense[len(calls.start):][lost])
     call[gpu.correlation <= 0] = -1         # 0 is CUPTI's "unknown"
+    shared = ambiguous(calls)
+    if shared.any():
+        call[shared[call] & (call >= 0)] = -1
     return call
+
+
+def ambiguous(calls: HostEvents) -> Column:
+    """Whether each call shares its correlation with another one of its process that is not around it or in it."""
+    shared = np.zeros(len(calls.start), bool)
+    ids = np.sort(calls.correlation)
+    if not (ids[1:] == ids[:-1])[ids[1:] > 0].any():        # as in most traces: the search is for the others
+        return shared
+    rows = np.flatnonzero(calls.correlation > 0)
+    rows = rows[np.lexsort((calls.correlation[rows], calls.pid[rows]))]     # stable: of a group, in order of start
+    ids, pids = calls.correlation[rows], calls.pid[rows]
+    new = np.append(True, (ids[1:] != ids[:-1]) | (pids[1:] != pids[:-1]))
+    group = np.cumsum(new) - 1
+    outer = rows[new][group]
+    apart = (calls.start[rows] >= calls.end[outer]) | (calls.tid[rows] != calls.tid[outer])
+    apart &= rows != outer
+    shared[rows] = np.isin(group, group[apart])
+    return shared
 
 
 def _first(keys: Column, wanted: Column) -> Column:

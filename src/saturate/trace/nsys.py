@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ RECORD = "nsys profile -t cuda,nvtx,osrt -o report COMMAND, then nsys export --t
 #: Of a 64-bit "global" id: 24 bits of thread, above them 24 bits of process, above them the machine.
 THREAD_BITS = 24
 LOW_BITS = (1 << THREAD_BITS) - 1
+
+#: Records without a possible time, of all of their kind, before nothing follows from the rest.
+LOST_AT_MOST = 0.01
 
 #: What nsys says when records of the device were lost, and when it cannot tell.
 LOST = re.compile(r"(?=.*\b(CUDA|CUPTI|kernel|activity)\b).*\b(dropped|lost)\b", re.IGNORECASE | re.DOTALL)
@@ -67,6 +70,7 @@ class _Reader:
         self.names = Names()
         self.threads = Names()
         self.left_out: dict[str, int] = {}
+        self.timeless: dict[str, int] = {}      # table -> rows whose times are none, or impossible
         self.problems: list[tuple[str, str]] = []
         self.nvtx = database.find("NVTX_EVENTS")
         wanted = (*tables.GPU_TABLES, *tables.CALL_TABLES, self.nvtx)
@@ -91,6 +95,8 @@ class _Reader:
         if not len(gpu):
             raise self._nothing("its CUDA tables hold no complete record")
         self._notice()
+        self._notice_timeless(tables.GPU_TABLES, len(gpu), "device events", "lost-records")
+        self._notice_timeless(tables.CALL_TABLES, len(calls), "CUDA calls", "lost-calls")
         device_table, call_table = gpu.sorted(), calls.sorted()
         _complete_processes(device_table, call_table)
         _renumber(self.path, device_table, call_table)
@@ -134,7 +140,9 @@ class _Reader:
         for rows in self.database.select(table, list(wanted.values())):
             block = _sqlite.whole_numbers(rows)
             possible = _possible(block[:, 0]) & _possible(block[:, 1])
-            self._leave_out(f"{table}: no time, or an impossible one", np.count_nonzero(~possible))
+            timeless = np.count_nonzero(~possible)
+            self.timeless[table] = self.timeless.get(table, 0) + timeless
+            self._leave_out(f"{table}: no time, or an impossible one", timeless)
             self._advance(len(rows))
             if possible.any():
                 yield dict(zip(wanted, block[possible].T))
@@ -235,6 +243,14 @@ class _Reader:
         for table, columns in self.database.tables.items():
             if "start" in columns and table not in self.timed:
                 self._leave_out(table, self.database.rows(table))
+
+    def _notice_timeless(self, of: Iterable[str], kept: int, what: str, id: str) -> None:
+        """Rows whose times are no integers were left out; more than a few of them are lost records."""
+        lost = sum(self.timeless.get(table, 0) for table in of)
+        if lost:
+            few = lost <= LOST_AT_MOST * (lost + kept)
+            self.problems.append(("malformed-events" if few else id, (
+                f"{lost:,} of {lost + kept:,} {what} have no time, or an impossible one: left out")))
 
     def _origin(self, start: Column) -> int:
         """Unix time of the file's time 0, ns; 0 where it does not say, or where its times are Unix times already."""

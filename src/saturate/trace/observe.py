@@ -52,7 +52,7 @@ def observations(trace: Trace, device: Device) -> Observations:
     if blocked & {"busy", "gaps"}:
         idle = {}
     operators = device.roofline.operators
-    split = _phases(seen)
+    split = {} if "busy" in blocked else _phases(seen)      # of what ran, and that is not known
     kind = _optimizer_kind(seen)
     return Observations(
         device="cpu" if device.id == CPU else "cuda", device_name=device.name,
@@ -65,7 +65,7 @@ def observations(trace: Trace, device: Device) -> Observations:
         fp32_matmul=_share_or_none(patterns.fp32_matmul_ns(operators) if operators else None, whole),
         attention_eager=_share_or_none(patterns.eager_attention_ns(operators), whole),
         elementwise=_share_or_none(patterns.elementwise_ns(operators), whole),
-        overhead=_overhead(seen), limit=device.verdict, integrity_blocks=frozenset(blocked),
+        overhead=None if "busy" in blocked else _overhead(seen), limit=device.verdict, integrity_blocks=frozenset(blocked),
         loader=LoaderSeen(num_workers=_workers(seen)), copies=_copies(seen, device), syncs=_syncs(seen),
         kernels=_cpu_kernels(seen) if device.id == CPU else _kernels(seen, device, idle.get("host_late")),
         operators=_operators(device, whole), memory=_memory(trace, device, info), compiler=_compiler(seen),

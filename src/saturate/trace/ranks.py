@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +45,10 @@ HOLDS = 0.9
 
 #: Ends of one collective differ by no more than this share of its shortest duration, or by this many ns.
 END_TOLERANCE, END_TOLERANCE_NS = 0.05, 20_000
+
+#: Clocks that count since 1970 are kept in step by the network, far closer than this. What lies further apart was not
+#: recorded together. Other clocks count from a start of their own and tell nothing.
+SINCE_1970_NS, APART_NS = 10**18, 60 * 10**9
 
 _NUMBER = re.compile(r"\d+")
 
@@ -75,18 +79,61 @@ class Seen:
     point_to_point: int = 0
 
 
+class Member(NamedTuple):
+    """What a file says about its place in a run."""
+
+    source: str
+    rank: int | None
+    world_size: int | None
+    first_ns: int = 0               # of its clock since the epoch
+    last_ns: int = 0
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """`stragglers`: the latest first. `unknown` says why there are none; `notes` what was left out or assumed."""
+    """`stragglers`: the latest first. `unknown` says why there are none; `notes` what was left out or assumed.
+    `mixed`: what was given cannot be compared as the ranks of one run, so nothing that compares them follows."""
 
     stragglers: list[Straggler]
     unknown: str = ""
     notes: list[str] = field(default_factory=list)
+    mixed: bool = False
 
 
 def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
     """Each rank across the collectives that all took part in; empty where that cannot be told (`across` says why)."""
     return across([seen for trace in traces for seen in observe(trace)]).stragglers
+
+
+def member(trace: Trace) -> Member:
+    tables = [table for table in (trace.gpu, trace.calls, trace.operators, trace.annotations) if len(table.start)]
+    first = min((int(table.start[0]) for table in tables), default=0)
+    last = max((int(table.end.max()) for table in tables), default=0)
+    return Member(trace.source, trace.rank, trace.world_size, trace.origin_ns + first, trace.origin_ns + last)
+
+
+def not_one_run(files: Sequence[Member]) -> str:
+    """Why files cannot be the ranks of one run; empty where nothing speaks against it."""
+    by_rank: dict[int, Member] = {}
+    for file in files:
+        if file.rank is None:
+            if any(other.rank is not None for other in files):
+                return f"{file.source} does not say its rank, and others do"
+            continue
+        other = by_rank.setdefault(file.rank, file)
+        if other.source != file.source:
+            return f"two files are of rank {file.rank} ({other.source}, {file.source})"
+    sized = [file for file in files if file.world_size is not None]
+    other = next((file for file in sized if file.world_size != sized[0].world_size), None)
+    if other is not None:
+        return (f"{sized[0].source} is of a run of {sized[0].world_size:,} ranks and {other.source} of one of "
+                f"{other.world_size:,}")
+    in_order = sorted(files, key=lambda file: file.first_ns)
+    for earlier, later in zip(in_order, in_order[1:]):
+        apart = later.first_ns - earlier.last_ns
+        if earlier.last_ns > SINCE_1970_NS and apart > APART_NS:
+            return f"{later.source} was recorded {apart / 1e9:,.0f} s after {earlier.source}"
+    return ""
 
 
 # One trace ---------------------------------------------------------------------------------------------------------
@@ -188,11 +235,21 @@ class Matched:
         return Matched(self.ranks, self.start[:, mask], self.end[:, mask])
 
 
+def compared(files: Sequence[Member], seen: list[Seen]) -> Ranks:
+    """`across`, if the files can be the ranks of one run."""
+    mixed = not_one_run(files)
+    if mixed:
+        return Ranks([], f"{mixed}: they are not the ranks of one run", mixed=True)
+    if len(seen) == 1 < len(files):
+        return Ranks([], f"of {len(files):,} traces only {seen[0].source} holds collectives", mixed=True)
+    return across(seen)
+
+
 def across(seen: list[Seen]) -> Ranks:
     """Match the collectives of all ranks and say who was late."""
     ranks, unknown, notes = _numbered(seen)
     if unknown:
-        return Ranks([], unknown, notes)
+        return Ranks([], unknown, notes, mixed=len(seen) > 1)
     point_to_point = sum(rank.point_to_point for rank in seen)
     if point_to_point:
         notes.append(f"{point_to_point:,} sends and receives are not collectives and were left out")
@@ -206,7 +263,7 @@ def across(seen: list[Seen]) -> Ranks:
     matched = certain + [each for each in held if each.start.shape[1]]
     if not matched:
         return Ranks([], f"no collective could be matched across the {len(seen)} ranks: they ran different kinds, "
-                     "not equally often, or parts of the traces are missing", notes)
+                     "not equally often, or parts of the traces are missing", notes, mixed=True)
     left_out = total - sum(each.start.size for each in matched)
     if left_out:
         notes.append(f"{left_out:,} of {total:,} recorded collectives have no counterpart on all ranks of their "

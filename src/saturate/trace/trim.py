@@ -1,9 +1,9 @@
 """Cut a few steps out of a Kineto trace: a small file in the same format, for Perfetto, a bug report or a test.
 
-What is kept: every event that overlaps the chosen steps; the calls that launched the device events among them;
-flows with both ends in what is kept; the names of processes and threads; and of the top level the facts that a
-reader needs. Nothing else of the top level is: `metadata` and the like carry environment variables, host names and
-command lines.
+Without steps the whole of a small trace is kept, and of a large one the stretch that is most like it. What is kept:
+every event that overlaps the chosen steps; the calls that launched the device events among them; flows with both ends
+in what is kept; the names of processes and threads; and of the top level the facts that a reader needs. Nothing else of
+the top level is: `metadata` and the like carry environment variables, host names and command lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,10 +25,15 @@ from saturate.trace import kineto
 from saturate.trace._json_stream import repaired, walk
 from saturate.trace._kineto_events import KINDS, exact_ns
 from saturate.trace._kineto_facts import base_ns
-from saturate.trace.columns import Trace
+from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
+from saturate.trace.intervals import covered, length, union
 
-#: Without steps, this much of the device's activity.
+#: Without steps, this much of the device's activity (or the host's); and nothing is cut off a trace of so few bytes.
 SPAN_NS = 100_000_000
+SMALL_BYTES = 4 << 20
+
+#: Steps that are looked at, from the middle outwards, for some in which anything ran.
+MOST_LOOKED_AT = 100
 
 _STEP = "ProfilerStep#"
 _FIELDS = frozenset(
@@ -65,6 +70,9 @@ class Trimmed:
     steps: list[str]  # names of the steps kept; empty: the trace has none, a stretch of activity was kept
     window_ns: int
     events: int
+    of_steps: int = 0  # that the trace has
+    of_ns: int = 0  # from its first event to its last
+    of_events: int = 0
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -89,9 +97,10 @@ _ARGS = msgspec.json.Decoder(_Args)
 def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
     """Write `steps` steps from the middle of the trace in `path` to `out`, compressed where its name ends in .gz.
 
-    Without steps: the first 100 ms of the device's activity, or of the host's where there is none. Raises
-    TraceError where `path` is no Kineto trace or has no events, UsageError where `out` is the input, a folder, or
-    `steps` is none, EnvironmentProblem where it cannot be written; then `out` is what it was before.
+    Without steps: all of a small trace, else 100 ms of the device's activity, or of the host's where there is none,
+    with the same kinds of events and as busy as the whole, as nearly as there is one. Raises TraceError where `path` is
+    no Kineto trace or has no events, UsageError where `out` is the input, a folder, or `steps` is none,
+    EnvironmentProblem where it cannot be written; then `out` is what it was before.
     """
     path, out = Path(path), Path(out)
     if steps < 1:
@@ -101,7 +110,8 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
             f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file"
         )
     trace, document = kineto.load(path, _FIELDS)
-    names, first, last = _window(trace, steps, path)
+    chosen = _window(trace, steps, path)
+    names, first, last = chosen.steps, chosen.first, chosen.last
     origin = trace.origin_ns - base_ns(document)
     keep = _Keep(names, first + origin, last + origin, _launched(trace, first, last))
     try:
@@ -120,25 +130,90 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
             cause=error.strerror or str(error),
             remedy="free some space there, or write to another folder",
         ) from error
-    return Trimmed(steps=names, window_ns=last - first, events=keep.written)
+    whole = _extent(trace)
+    return Trimmed(steps=names, window_ns=last - first, events=keep.written, of_steps=chosen.of_steps,
+                   of_ns=whole[1] - whole[0], of_events=keep.read)  # fmt: skip
 
 
-def _window(trace: Trace, steps: int, path: Path) -> tuple[list[str], int, int]:
-    """(names of the steps, first nanosecond, the one behind the last)."""
+class _Window(NamedTuple):
+    steps: list[str]
+    first: int
+    last: int  # behind the last nanosecond
+    of_steps: int
+
+
+def _window(trace: Trace, steps: int, path: Path) -> _Window:
+    """Steps from the middle of the trace in which something ran; without steps a stretch that is like the whole."""
     notes = trace.annotations
     of_step = np.array([name.startswith(_STEP) for name in trace.names], bool)
     rows = np.flatnonzero(of_step[notes.name]) if len(notes.name) else np.empty(0, "i8")
     names = list(dict.fromkeys(trace.names[name] for name in notes.name[rows].tolist()))  # by their first start
-    if names:
-        middle = max(0, (len(names) - steps) // 2)
-        chosen = names[middle : middle + steps]
+    if not names:
+        return _Window([], *_stretch(trace, path), 0)
+    last_of_all = max(0, len(names) - steps)
+    windows = []
+    for at in sorted(range(last_of_all + 1), key=lambda at: abs(at - last_of_all // 2))[:MOST_LOOKED_AT]:
+        chosen = names[at : at + steps]
         ids = np.isin(notes.name[rows], [trace.names.index(name) for name in chosen])
-        return chosen, int(notes.start[rows][ids].min()), int(notes.end[rows][ids].max())
-    for table in (trace.gpu, trace.operators, trace.calls, notes):
-        if len(table.start):
-            first = int(table.start[0])
-            return [], first, min(first + SPAN_NS, int(table.end.max()) + 1)
-    raise TraceError(f"{path} holds nothing to keep", cause="it has neither device events nor host events")
+        window = _Window(chosen, int(notes.start[rows][ids].min()), int(notes.end[rows][ids].max()), len(names))
+        if _says_what_ran(trace, window.first, window.last):
+            return window
+        windows.append(window)
+    # No steps hold what the analysis is about: the middle ones, and all around them to where there is some.
+    window, ran = windows[0], _ran(trace)
+    away = np.maximum(np.maximum(window.first - ran.end, ran.start - window.last), 0)
+    nearest = int(np.argmin(away))
+    return window._replace(
+        first=min(window.first, int(ran.start[nearest])), last=max(window.last, int(ran.end[nearest]) + 1)
+    )
+
+
+def _ran(trace: Trace) -> GpuEvents | HostEvents:
+    """What an analysis is about: the device's events, or the operators where there are none."""
+    return trace.gpu if len(trace.gpu.start) else trace.operators
+
+
+def _says_what_ran(trace: Trace, first: int, last: int) -> bool:
+    ran = _ran(trace)
+    return not len(ran.start) or bool(((ran.start < last) & (ran.end > first)).any())
+
+
+def _tables(trace: Trace) -> list[GpuEvents | HostEvents]:
+    return [table for table in (trace.gpu, trace.operators, trace.calls, trace.annotations) if len(table.start)]
+
+
+def _extent(trace: Trace) -> tuple[int, int]:
+    tables = _tables(trace)
+    return min((int(t.start[0]) for t in tables), default=0), max((int(t.end.max()) + 1 for t in tables), default=0)
+
+
+def _stretch(trace: Trace, path: Path) -> tuple[int, int]:
+    """The first nanosecond and the one behind the last: of stretches that begin half a stretch apart, one with as
+    many kinds of events as any; of those the one that is busy for a share of its span most like the whole's."""
+    tables = _tables(trace)
+    if not tables:
+        raise TraceError(f"{path} holds nothing to keep", cause="it has neither device events nor host events")
+    if trace.read_bytes <= SMALL_BYTES:
+        return _extent(trace)
+    ran = tables[0]  # of the device; else operators, calls, labels
+    start, end = int(ran.start[0]), int(ran.end.max()) + 1
+    first = np.arange(start, max(start + 1, end - SPAN_NS // 2), SPAN_NS // 2)
+    last = np.minimum(first + SPAN_NS, end)
+    kinds = sum((_inside(table, first, last) > 0).astype("i8") for table in tables)
+    busy = union(ran.start, ran.end)
+    latest = np.maximum.accumulate(ran.end)
+    begun, before = np.searchsorted(ran.start, first), np.searchsorted(ran.start, last)
+    begins = np.maximum(ran.start[np.minimum(begun, len(ran.start) - 1)], first)
+    ends = np.minimum(latest[np.maximum(before - 1, 0)], last)
+    share = covered(busy, begins, ends) / np.maximum(ends - begins, 1)
+    unlike = np.abs(share - length(busy) / (end - start))
+    best = int(np.lexsort((np.arange(len(first)), unlike, -kinds))[0])
+    return int(first[best]), int(last[best])
+
+
+def _inside(table: GpuEvents | HostEvents, first: Column, last: Column) -> Column:
+    """How many events of a table start in each stretch."""
+    return np.searchsorted(table.start, last) - np.searchsorted(table.start, first)
 
 
 def _launched(trace: Trace, first: int, last: int) -> set[int]:
@@ -169,6 +244,7 @@ class _Keep:
     def __init__(self, steps: list[str], first: int, last: int, correlations: set[int]):
         self.steps, self.first, self.last, self.correlations = frozenset(steps), first, last, correlations
         self.written = 0
+        self.read = 0
         self.flows: dict[tuple[str, str], list[bytes]] = defaultdict(list)
 
     def block(self, array: bytes, offset: int) -> bool:
@@ -180,6 +256,7 @@ class _Keep:
         except _NOT_JSON:
             fixed = repaired(array)
             return fixed != array and self.block(fixed, offset)
+        self.read += len(found)
         for event, raw in zip(found, raws, strict=True):
             if self._belongs(event):
                 self._write(event, bytes(raw))
