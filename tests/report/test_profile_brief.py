@@ -8,7 +8,7 @@ import analyses
 import msgspec
 import pytest
 
-from saturate.records.analysis import Integrity, Problem, Profile
+from saturate.records.analysis import Integrity, LoaderCost, Problem, Profile
 from saturate.report import analysis_words as say
 from saturate.report.cells import cells
 from saturate.report.profile_brief import brief
@@ -42,6 +42,12 @@ def test_it_says_what_a_reader_looks_for_on_one_screen():
     assert lines[0].startswith("Input-bound: ") and lines[-1] == "next       " + analyses.profile().next_command
     assert len(lines) <= 17  # with rows for what few profiles have: FLOPs, graph breaks, tensors left behind
     assert "communication" not in text  # 0 % of the step
+
+
+def test_what_the_loader_costs_is_said_where_it_was_asked_for():
+    cost = LoaderCost(step_ms=60.0, replayed_step_ms=20.0, cost_ms=40.0, share=0.667, share_ci=(0.6, 0.7), rounds=8)
+    text = " ".join(plain(msgspec.structs.replace(analyses.profile(), loader_cost=cost)).split())
+    assert "loader 60.0 ms with the loader" in text and "20.0 ms with one batch replayed" in text and "66.7 % of the step" in text
 
 
 def test_operators_that_count_as_nothing_are_named():

@@ -30,6 +30,8 @@ def brief(profile: Profile, *, width: int, color: bool, blocks: bool = True) -> 
     room = width - LABEL
     rows: Rows = [("step", fit(_step(profile), room))]
     rows += _split(profile, room, paint, blocks)
+    if profile.loader_cost is not None:         # it was asked for
+        rows += labelled("loader", flow(say.loader_cost(profile.loader_cost), room))
     for label, text in (("flops", _flops(profile)), ("memory", _memory(profile, room)),
                         ("syncs", _place(profile.syncs, "line")), ("input code", _place(profile.input_lines, "line")),
                         ("modules", _module(profile)), ("compiler", _compiler(profile)), ("on the CPU", _off_device(profile))):
