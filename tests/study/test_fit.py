@@ -387,3 +387,11 @@ def test_the_value_of_an_argument(argv, value):
     assert knob_value(argv, "--batch-size") == value
     changed = with_knob(argv, "--batch-size", 64)
     assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))
+
+
+@pytest.mark.parametrize(("word", "value"), [("-b16", 16), ("-b=16", 16), ("-bias", None), ("-b16x", None), ("--b16", None)])
+def test_a_letter_with_its_number_behind_it(word, value):
+    argv = ["t.py", word, "--lr", "1"]
+    assert knob_value(argv, "-b") == value
+    assert with_knob(argv, "-b", 64) == ([argv[0], word.replace("16", "64"), *argv[2:]] if value else [*argv, "-b", "64"])
+    assert knob_value(["t.py", "-bs16"], "-bs") is None, "argparse joins after one letter only"
