@@ -24,6 +24,8 @@ from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
 from saturate.trial import meter
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
 
 MIB = 2**20
 
@@ -387,6 +389,19 @@ def test_the_value_of_an_argument(argv, value):
     assert knob_value(argv, "--batch-size") == value
     changed = with_knob(argv, "--batch-size", 64)
     assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))
+
+
+@pytest.mark.parametrize(("late", "note"), [
+    (True, "the budget was too short to measure throughput"),
+    (False, "the script ended while throughput was measured (crashed: killed with SIGSEGV)")])
+def test_why_throughput_was_not_measured_is_told_as_it_was(late, note):
+    """At the deadline we kill it ourselves, which looks like the kernel's kill for memory."""
+    watch = SimpleNamespace(exceeded_bytes=None, late=late)
+    search = Search(bench=SimpleNamespace(meter=watch), memory_bytes=None, target="memory", asked_most=None, accelerated=False, budget_s=1.0,
+                    deadline=1.0, say=print)
+    search.throughput.running = 64
+    ended = TrialEnded(Outcome("out_of_memory_kernel", "killed with SIGKILL") if late else Outcome("crashed", "killed with SIGSEGV"))
+    assert search._lost_measuring(ended, "") is None and search.throughput.note == note
 
 
 @pytest.mark.parametrize(("word", "value"), [("-b16", 16), ("-b=16", 16), ("-bias", None), ("-b16x", None), ("--b16", None)])

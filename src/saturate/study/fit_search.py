@@ -14,7 +14,7 @@ from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.study.fit_process import Process, Window, verdict_of
 from saturate.study.fit_state import UNBOUNDED, Proof, Refused, State
-from saturate.study.fit_throughput import Throughput, sizes_up_to
+from saturate.study.fit_throughput import TOO_SHORT, Throughput, sizes_up_to
 from saturate.trial.process import TrialEnded
 
 MOST_TRIALS = 4
@@ -193,8 +193,12 @@ class Search(State):
     def _lost_measuring(self, ended: TrialEnded, output: str) -> int | None:
         """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all."""
         size = self.throughput.running
-        if verdict_of(ended, self.bench.meter, output)[0] != "out_of_memory" or size is None:
-            self.throughput.note = f"the script ended while throughput was measured ({ended.outcome.reason})"
+        outcome, reason = verdict_of(ended, self.bench.meter, output)
+        if outcome == "out_of_time":        # we ended it ourselves
+            self.throughput.note = TOO_SHORT
+            return None
+        if outcome != "out_of_memory" or size is None:
+            self.throughput.note = f"the script ended while throughput was measured ({reason})"
             return None
         self.throughput = Throughput()
         self._lost(size, "throughput", time.monotonic(), ended, output)
