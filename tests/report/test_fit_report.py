@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from saturate.records.fit import Fit, SizeThroughput, SizeTried
+from saturate.records.fit import Fit, LoaderBatch, SizeThroughput, SizeTried
 from saturate.report import fit, fit_html
 from saturate.report.cells import cells
 
@@ -72,6 +72,12 @@ def test_a_few_steps_are_not_called_a_proof():
     assert text.startswith("a batch of 412 seems to fit") and "proved" not in text and re.search("ran  +5 steps", text)
     assert "Ran for 5 steps" in fit_html.render(CASES["unproved"])
     assert "seems to fit" in fit.title(found(proved_steps=12, predicted_peak_bytes=None)), "measured, never proved"
+
+
+def test_the_title_names_the_batch_of_every_loader():
+    loaders = [LoaderBatch(dataset="A", length=9, script_batch=32, micro_batch=412), LoaderBatch(dataset="B", length=None, script_batch=64, micro_batch=824)]
+    text = fit.summary(found(loaders=loaders), width=100, color=False)
+    assert text.startswith("a batch of 412 (beside it 824) fits 4.00 GiB\n") and "the script uses 32 and 64" in text
 
 
 def test_the_knee_is_shown_where_sizes_must_go():

@@ -19,7 +19,7 @@ from tune_kit import no_traceback_of_ours, untouched
 from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.records.fit import SizeTried
-from saturate.study.fit import _advice
+from saturate.study.fit import _advice, _advice_on_loaders, _loaders, _note_on_loaders
 from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
@@ -389,6 +389,27 @@ def test_the_value_of_an_argument(argv, value):
     assert knob_value(argv, "--batch-size") == value
     changed = with_knob(argv, "--batch-size", 64)
     assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))
+
+
+def two_loaders():
+    search = Search(bench=SimpleNamespace(asking=SimpleNamespace()), memory_bytes=None, target="memory", asked_most=None, accelerated=False,
+                    budget_s=1.0, deadline=1.0, say=print)
+    search._take_loaders([{"description": text, "dataset": text, "length": 2000, "batch_size": size, "queue": 0}
+                          for text, size in (("Labelled", 32), ("Unlabelled", 224))])
+    return search
+
+
+def test_the_batch_of_each_loader_is_named():
+    """A step that reads two loaders has two batches: an answer for one of them says what becomes of the other."""
+    loaders = _loaders(SimpleNamespace(knob=None), two_loaders(), 64)
+    assert [(one.dataset, one.script_batch, one.micro_batch) for one in loaders] == [("Labelled", 32, 64), ("Unlabelled", 224, 448)]
+    assert _advice_on_loaders(loaders) == ["set all its loaders: the loader of Labelled (2,000 samples) 64 instead of 32, "
+                                           "the loader of Unlabelled (2,000 samples) 448 instead of 224"]
+    note = _note_on_loaders(loaders)
+    assert "keep their proportion: sizes are those of the loader of Labelled" in note and "the loader of Unlabelled (2,000 samples) 224" in note
+    nothing = _loaders(SimpleNamespace(knob=None), two_loaders(), None)
+    assert [one.micro_batch for one in nothing] == [None, None] and _advice_on_loaders(nothing) == []
+    assert _loaders(SimpleNamespace(knob="--batch-size"), two_loaders(), 64) == [], "the script's own argument is its own business"
 
 
 @pytest.mark.parametrize(("late", "note"), [

@@ -38,6 +38,15 @@ class SizeThroughput(msgspec.Struct, frozen=True, kw_only=True):
     ci: tuple[float, float]
 
 
+class LoaderBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several loaders that a step reads: its batch in the script, and what it becomes with the answer."""
+
+    dataset: str
+    length: int | None                          # samples; None: not known
+    script_batch: int
+    micro_batch: int | None                     # None: there is no answer
+
+
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """The object that `saturate fit --json` prints. Batches are per process: of one rank, in one micro-step."""
 
@@ -49,6 +58,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     knob: str | None = None                     # the script's own argument that was searched, instead of the DataLoader
     micro_batch: int | None = None              # the answer; None: there is none
     script_batch: int | None = None             # what the script uses by itself
+    loaders: list[LoaderBatch] = []             # where a step reads several: `micro_batch` is the first one's, the others keep their proportion
     world_size: int = 1
     largest_tried: int | None = None
     largest_fitting: int | None = None          # equals micro_batch, unless the target is throughput

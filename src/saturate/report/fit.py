@@ -59,10 +59,11 @@ def title(found: Fit) -> str:
     """The verdict in a few words."""
     limit = f" {show(found.limit_bytes)}" if found.limit_bytes else " the limit"
     if found.verdict == "fits":
+        others = "".join(f" (beside it {one.micro_batch:,})" for one in found.loaders[1:])
         ranks = f" on each of {found.world_size} ranks" if found.world_size > 1 else ""
         if found.target == "throughput" and found.micro_batch != found.largest_fitting:
-            return f"a batch of {found.micro_batch:,}{ranks} is as fast as any that fits{limit}"
-        return f"a batch of {found.micro_batch:,}{ranks} " + ("fits" if proved(found) else "seems to fit") + limit
+            return f"a batch of {found.micro_batch:,}{others}{ranks} is as fast as any that fits{limit}"
+        return f"a batch of {found.micro_batch:,}{others}{ranks} " + ("fits" if proved(found) else "seems to fit") + limit
     return {"nothing_fits": f"nothing fits{limit}", "refused": "cannot search its batch", "inconclusive": "no answer"}[found.verdict]
 
 
@@ -78,7 +79,8 @@ def _facts(found: Fit) -> list[tuple[str, str]]:
     if found.micro_batch is None:
         return lines
     if found.script_batch is not None:
-        lines.append(("by itself", f"the script uses {found.script_batch:,}; largest tried {found.largest_tried:,}, "
+        own = " and ".join(f"{one.script_batch:,}" for one in found.loaders) or f"{found.script_batch:,}"
+        lines.append(("by itself", f"the script uses {own}; largest tried {found.largest_tried:,}, "
                                    f"in {processes(found)} and {found.seconds:.0f} s"))
     lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved" if proved(found) else "ran", proof_words(found))]
     if found.not_seen:

@@ -19,13 +19,13 @@ import msgspec
 import saturate
 from saturate.measure import memory_model
 from saturate.records import sizes
-from saturate.records.fit import Fit
+from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline
 from saturate.study.ending import in_our_words
 from saturate.study.fit_knob import KnobSearch, knob_value, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
 from saturate.study.fit_search import Search
-from saturate.study.fit_state import Refused
+from saturate.study.fit_state import Refused, in_proportion
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
@@ -136,10 +136,11 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
     verdict, reason = _verdict(search, answer, refusal, too_short, interrupted)
     line = _line(search)
     busy, of = search.utilisation()
+    loaders = _loaders(asked, search, answer)
     tried = [one.micro_batch for one in search.tried if one.micro_batch is not None]
     found = Fit(
         command=asked.request.argv, verdict=verdict, reason=reason, target=asked.target, knob=asked.knob,      # type: ignore[arg-type]
-        micro_batch=answer, script_batch=search.own, world_size=search.world_size,
+        micro_batch=answer, script_batch=search.own, loaders=loaders, world_size=search.world_size,
         largest_tried=max(tried, default=None), largest_fitting=search.best if not refusal else None,
         proved_steps=proof.steps if proof else 0, proved_with=proof.seen if proof else [], not_seen=proof.not_seen if proof else [],
         peak_bytes=proof.peak_bytes if proof else None, limit_bytes=search.limit_bytes,
@@ -147,8 +148,8 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         predicted_peak_bytes=proof.predicted_bytes if proof else None, counted=_counted(search), kinds=search.kinds,
         sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
         throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
-        utilisation=busy, utilisation_of=of, advice=_advice(search, answer),
-        notes=[note for note in (*search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
+        utilisation=busy, utilisation_of=of, advice=[*_advice_on_loaders(loaders), *_advice(search, answer)],
+        notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
         report=str(study.report_path),
     )
     return msgspec.structs.replace(found, next_command=_next(asked, found))
@@ -191,6 +192,34 @@ def _counted(search: Search) -> str:
     if search.facts.get("device") == "cuda":
         return COUNTED["cuda"]
     return COUNTED["cpu" if search.exact else "plain"] if search.facts else ""
+
+
+def _loaders(asked: Asked, search: Search, answer: int | None) -> list[LoaderBatch]:
+    """Each of the loaders that a step reads, where there are several. An argument of the script is its own business."""
+    if len(search.feeding) < 2 or asked.knob is not None:
+        return []
+    first = search.feeding[0]["batch_size"]
+    return [LoaderBatch(dataset=one["dataset"], length=one["length"], script_batch=one["batch_size"],
+                        micro_batch=None if answer is None else in_proportion(answer, one["batch_size"] / first)) for one in search.feeding]
+
+
+def _named(one: LoaderBatch) -> str:
+    return f"the loader of {one.dataset}" + (f" ({one.length:,} samples)" if one.length is not None else "")
+
+
+def _note_on_loaders(loaders: list[LoaderBatch]) -> str:
+    if not loaders:
+        return ""
+    others = ", ".join(f"{_named(one)} {one.script_batch:,}" for one in loaders[1:])
+    return f"a step reads {len(loaders)} loaders, which keep their proportion: sizes are those of {_named(loaders[0])}, whose batch in the script " \
+           f"is {loaders[0].script_batch:,}; beside it {others}"
+
+
+def _advice_on_loaders(loaders: list[LoaderBatch]) -> list[str]:
+    """The answer is of one loader; the others were resized with it, and must be by hand, too."""
+    if not loaders or loaders[0].micro_batch in (None, loaders[0].script_batch):
+        return []
+    return ["set all its loaders: " + ", ".join(f"{_named(one)} {one.micro_batch:,} instead of {one.script_batch:,}" for one in loaders)]
 
 
 def _advice(search: Search, answer: int | None) -> list[str]:

@@ -56,6 +56,7 @@ class State:
     own: int | None = None              # the script's own size
     most: int = UNBOUNDED
     loader: dict[str, Any] = field(default_factory=dict)
+    feeding: list[dict[str, Any]] = field(default_factory=list)     # all loaders that a step reads, the one above first
     facts: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     extents: dict[str, Any] = field(default_factory=dict)
@@ -146,6 +147,7 @@ class State:
     def _take_loaders(self, loaders: list[dict[str, Any]]) -> None:
         """Where a step reads several loaders, all keep their proportion to the first."""
         self.loader = loaders[0]
+        self.feeding = [one for one in loaders if one["batch_size"]]
         first = self.loader["batch_size"]
         self.bench.asking.loaders = [(one["description"], one["batch_size"] / first) for one in loaders if one["batch_size"]]
         self.bench.asking.queue = max(loader["queue"] for loader in loaders)
@@ -208,6 +210,11 @@ class State:
             return None, ""
         quota = machine_facts.cpu_count()
         return min(1.0, self.throughput.busy_cores(knee) / quota), f"{quota:g} cores"
+
+
+def in_proportion(size: int, factor: float) -> int:
+    """The batch of another loader, as `agent.batching` makes it."""
+    return max(1, round(size * factor))
 
 
 def _check_available(wanted: int) -> None:
