@@ -342,7 +342,8 @@ def test_ctrl_c_leaves_nothing_and_tells_the_best_so_far(home):
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and no_traceback_of_ours(stderr), stderr
-    assert '"verdict":"fits"' in stdout and "interrupted: the best so far" in stdout and "best so far: a batch of" in stderr
+    assert '"verdict":"inconclusive"' in stdout and "interrupted before a size was proved" in stdout and '"measured_batch":null' not in stdout
+    assert "measured so far, not proved: a batch of" in stderr
 
 
 @pytest.mark.slow
