@@ -228,6 +228,17 @@ def test_who_feeds_the_training(session):
     assert loaders[0]["batch_size"] == 4 and loaders[0]["length"] == 400 and not loaders[0]["iterable"]
 
 
+def test_of_several_that_feed_it_the_first_read_leads(session):
+    """Descriptions are texts, and a set of texts has another order in every process."""
+    loaders = [DataLoader(Numbers(40 * (number + 1)), 4) for number in range(6)]
+    found, every = session.batching, [iter(one) for one in loaders]
+    for _ in range(3):
+        for batches in every:
+            next(batches)
+        found.fed()
+    assert [one["description"] for one in found.answer("fit")["loaders"]] == [batching.describe(one) for one in loaders]
+
+
 def test_saves_are_counted(session, tmp_path):
     torch.save({"a": 1}, tmp_path / "a.pt")
     assert session.batching.standing()["saves"] == 1 and torch.load(tmp_path / "a.pt") == {"a": 1}

@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from saturate.records.fit import Fit, SizeThroughput, SizeTried
+from saturate.records.fit import Fit, LoaderBatch, SizeThroughput, SizeTried
 from saturate.report import fit, fit_html
 from saturate.report.cells import cells
 
@@ -40,7 +40,9 @@ CASES = {
     "refused": found(verdict="refused", micro_batch=None, reason="its training does not read from a DataLoader", trials=[], throughput=[], knee=None,
                      advice=[]),
     "inconclusive": Fit(command=["python", "t.py"], verdict="inconclusive", reason="interrupted"),
-    "unproved": found(proved_steps=5, proved_with=[], predicted_peak_bytes=None, throughput=[], knee=None, utilisation=None),
+    "unproved": found(verdict="inconclusive", reason="the budget ended before a size was proved", micro_batch=None, measured_batch=406, measured_steps=5,
+                      proved_steps=0, proved_with=[], predicted_peak_bytes=None, throughput=[], knee=None, utilisation=None, advice=[]),
+    "grows": found(growth_bytes_per_step=3.0 * 2**20, lasts_steps=1087, throughput=[], knee=None),
 }
 
 
@@ -69,9 +71,22 @@ def test_the_verdict_comes_first_and_numbers_follow():
 
 def test_a_few_steps_are_not_called_a_proof():
     text = fit.summary(CASES["unproved"], width=100, color=False)
-    assert text.startswith("a batch of 412 seems to fit") and "proved" not in text and re.search("ran  +5 steps", text)
-    assert "Ran for 5 steps" in fit_html.render(CASES["unproved"])
-    assert "seems to fit" in fit.title(found(proved_steps=12, predicted_peak_bytes=None)), "measured, never proved"
+    assert text.startswith("no batch was proved: 406 only ran for 5 steps\n") and "\nproved" not in text and "fits" not in text
+    page = fit_html.render(CASES["unproved"])
+    assert "Measured, not proved" in page and "Proved for" not in page and "No batch was proved" in page
+
+
+def test_memory_that_grows_is_named():
+    text = fit.summary(CASES["grows"], width=100, color=False)
+    assert text.startswith("a batch of 412 fits 4.00 GiB for about 1,087 steps: memory grows\n")
+    assert "by 3.0 MiB with every step: 4.00 GiB last about 1,087 steps" in text
+    assert "emory grows by 3.0 MiB with every step" in fit_html.render(CASES["grows"])
+
+
+def test_the_title_names_the_batch_of_every_loader():
+    loaders = [LoaderBatch(dataset="A", length=9, script_batch=32, micro_batch=412), LoaderBatch(dataset="B", length=None, script_batch=64, micro_batch=824)]
+    text = fit.summary(found(loaders=loaders), width=100, color=False)
+    assert text.startswith("a batch of 412 (beside it 824) fits 4.00 GiB\n") and "the script uses 32 and 64" in text
 
 
 def test_the_knee_is_shown_where_sizes_must_go():

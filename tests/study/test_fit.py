@@ -19,11 +19,13 @@ from tune_kit import no_traceback_of_ours, untouched
 from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.records.fit import SizeTried
-from saturate.study.fit import _advice
+from saturate.study.fit import _advice, _advice_on_loaders, _loaders, _note_on_loaders
 from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
 from saturate.trial import meter
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
 
 MIB = 2**20
 
@@ -340,7 +342,8 @@ def test_ctrl_c_leaves_nothing_and_tells_the_best_so_far(home):
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and no_traceback_of_ours(stderr), stderr
-    assert '"verdict":"fits"' in stdout and "interrupted: the best so far" in stdout and "best so far: a batch of" in stderr
+    assert '"verdict":"inconclusive"' in stdout and "interrupted before a size was proved" in stdout and '"measured_batch":null' not in stdout
+    assert "measured so far, not proved: a batch of" in stderr
 
 
 @pytest.mark.slow
@@ -387,3 +390,45 @@ def test_the_value_of_an_argument(argv, value):
     assert knob_value(argv, "--batch-size") == value
     changed = with_knob(argv, "--batch-size", 64)
     assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))
+
+
+def two_loaders():
+    search = Search(bench=SimpleNamespace(asking=SimpleNamespace()), memory_bytes=None, target="memory", asked_most=None, accelerated=False,
+                    budget_s=1.0, deadline=1.0, say=print)
+    search._take_loaders([{"description": text, "dataset": text, "length": 2000, "batch_size": size, "queue": 0}
+                          for text, size in (("Labelled", 32), ("Unlabelled", 224))])
+    return search
+
+
+def test_the_batch_of_each_loader_is_named():
+    """A step that reads two loaders has two batches: an answer for one of them says what becomes of the other."""
+    loaders = _loaders(SimpleNamespace(knob=None), two_loaders(), 64)
+    assert [(one.dataset, one.script_batch, one.micro_batch) for one in loaders] == [("Labelled", 32, 64), ("Unlabelled", 224, 448)]
+    assert _advice_on_loaders(loaders) == ["set all its loaders: the loader of Labelled (2,000 samples) 64 instead of 32, "
+                                           "the loader of Unlabelled (2,000 samples) 448 instead of 224"]
+    note = _note_on_loaders(loaders)
+    assert "keep their proportion: sizes are those of the loader of Labelled" in note and "the loader of Unlabelled (2,000 samples) 224" in note
+    nothing = _loaders(SimpleNamespace(knob=None), two_loaders(), None)
+    assert [one.micro_batch for one in nothing] == [None, None] and _advice_on_loaders(nothing) == []
+    assert _loaders(SimpleNamespace(knob="--batch-size"), two_loaders(), 64) == [], "the script's own argument is its own business"
+
+
+@pytest.mark.parametrize(("late", "note"), [
+    (True, "the budget was too short to measure throughput"),
+    (False, "the script ended while throughput was measured (crashed: killed with SIGSEGV)")])
+def test_why_throughput_was_not_measured_is_told_as_it_was(late, note):
+    """At the deadline we kill it ourselves, which looks like the kernel's kill for memory."""
+    watch = SimpleNamespace(exceeded_bytes=None, late=late)
+    search = Search(bench=SimpleNamespace(meter=watch), memory_bytes=None, target="memory", asked_most=None, accelerated=False, budget_s=1.0,
+                    deadline=1.0, say=print)
+    search.throughput.running = 64
+    ended = TrialEnded(Outcome("out_of_memory_kernel", "killed with SIGKILL") if late else Outcome("crashed", "killed with SIGSEGV"))
+    assert search._lost_measuring(ended, "") is None and search.throughput.note == note
+
+
+@pytest.mark.parametrize(("word", "value"), [("-b16", 16), ("-b=16", 16), ("-bias", None), ("-b16x", None), ("--b16", None)])
+def test_a_letter_with_its_number_behind_it(word, value):
+    argv = ["t.py", word, "--lr", "1"]
+    assert knob_value(argv, "-b") == value
+    assert with_knob(argv, "-b", 64) == ([argv[0], word.replace("16", "64"), *argv[2:]] if value else [*argv, "-b", "64"])
+    assert knob_value(["t.py", "-bs16"], "-bs") is None, "argparse joins after one letter only"

@@ -154,7 +154,7 @@ class Batching:
         """A backward pass has ended."""
         if self._recent:
             self.feeds += 1
-            for description in set(self._recent):
+            for description in dict.fromkeys(self._recent):     # of several that feed it, the one read first leads: in every process
                 self.credits[description] = self.credits.get(description, 0) + 1
             self._recent.clear()
 

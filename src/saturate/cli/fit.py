@@ -1,8 +1,9 @@
 """Find the largest batch that really trains within a limit of memory, and how throughput grows with the batch.
 
 A few sizes are measured, the largest that should fit is predicted, and exactly that one is proved in a fresh process: for
-50 steps, with the largest samples, an evaluation and a checkpoint. The answer is advice: nothing is changed. The command
-runs at most four times, in a cage, as in `saturate tune`; a process that passes the limit is ended at once.
+50 steps, with the largest samples, an evaluation and a checkpoint. Without such a proof there is no answer (`inconclusive`).
+The answer is advice: nothing is changed. The command runs at most four times, in a cage, as in `saturate tune`; a process
+that passes the limit is ended at once.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def execute(arguments: argparse.Namespace) -> int:
         show(interruption.found)
         if interruption.found.micro_batch is not None:
             print(f"best so far: a batch of {interruption.found.micro_batch}", file=sys.stderr)
+        elif interruption.found.measured_batch is not None:
+            print(f"measured so far, not proved: a batch of {interruption.found.measured_batch}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
         show(nothing(command, "interrupted"))

@@ -9,7 +9,8 @@ import msgspec
 SCHEMA = 1
 
 #: fits: `micro_batch` was proved. nothing_fits: not even a batch of 1. refused: there is nothing to search, `reason` says why.
-#: inconclusive: the budget ended, or the workload did, before a size was proved.
+#: inconclusive: no size was proved, because the budget ended, the workload did, or all sizes that were to be proved failed;
+#: `measured_batch` is then no answer.
 FitVerdict = Literal["fits", "nothing_fits", "refused", "inconclusive"]
 
 #: fits: below the limit by the margin. too_close: it ran, but not below the limit by the margin. allocator_retries: the device
@@ -38,6 +39,15 @@ class SizeThroughput(msgspec.Struct, frozen=True, kw_only=True):
     ci: tuple[float, float]
 
 
+class LoaderBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several loaders that a step reads: its batch in the script, and what it becomes with the answer."""
+
+    dataset: str
+    length: int | None                          # samples; None: not known
+    script_batch: int
+    micro_batch: int | None                     # None: there is no answer
+
+
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """The object that `saturate fit --json` prints. Batches are per process: of one rank, in one micro-step."""
 
@@ -47,11 +57,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     target: Literal["memory", "throughput"] = "memory"
     knob: str | None = None                     # the script's own argument that was searched, instead of the DataLoader
-    micro_batch: int | None = None              # the answer; None: there is none
+    micro_batch: int | None = None              # the answer, which was proved; None: there is none
+    measured_batch: int | None = None           # where nothing was proved: the largest that ran, for `measured_steps`
+    measured_steps: int = 0
     script_batch: int | None = None             # what the script uses by itself
+    loaders: list[LoaderBatch] = []             # where a step reads several: `micro_batch` is the first one's, the others keep their proportion
     world_size: int = 1
     largest_tried: int | None = None
     largest_fitting: int | None = None          # equals micro_batch, unless the target is throughput
+    growth_bytes_per_step: float | None = None  # memory grows from step to step: with this batch (without an answer, the measured one)
+    lasts_steps: int | None = None              # ... and passes the limit after about so many steps
     proved_steps: int = 0
     proved_with: list[str] = []                 # what the proof saw besides steps
     not_seen: list[str] = []                    # what it did not, and why

@@ -59,28 +59,40 @@ def title(found: Fit) -> str:
     """The verdict in a few words."""
     limit = f" {show(found.limit_bytes)}" if found.limit_bytes else " the limit"
     if found.verdict == "fits":
+        others = "".join(f" (beside it {one.micro_batch:,})" for one in found.loaders[1:])
         ranks = f" on each of {found.world_size} ranks" if found.world_size > 1 else ""
         if found.target == "throughput" and found.micro_batch != found.largest_fitting:
-            return f"a batch of {found.micro_batch:,}{ranks} is as fast as any that fits{limit}"
-        return f"a batch of {found.micro_batch:,}{ranks} " + ("fits" if proved(found) else "seems to fit") + limit
+            return f"a batch of {found.micro_batch:,}{others}{ranks} is as fast as any that fits{limit}"
+        return f"a batch of {found.micro_batch:,}{others}{ranks} fits{limit}" + lasting(found)
+    if found.measured_batch is not None:
+        return f"no batch was proved: {found.measured_batch:,} only ran for {found.measured_steps} steps"
     return {"nothing_fits": f"nothing fits{limit}", "refused": "cannot search its batch", "inconclusive": "no answer"}[found.verdict]
 
 
-def proved(found: Fit) -> bool:
-    """Whether the answer ran in a fresh process for more than a few steps. What was measured only was not predicted first."""
-    return found.proved_steps >= 10 and found.predicted_peak_bytes is not None
+def lasting(found: Fit) -> str:
+    return f" for about {found.lasts_steps:,} steps: memory grows" if found.lasts_steps is not None else ""
+
+
+def growth_words(found: Fit) -> str:
+    """Empty where memory does not grow from step to step."""
+    if found.growth_bytes_per_step is None or found.lasts_steps is None or not found.limit_bytes:
+        return ""
+    return f"memory grows by {show(round(found.growth_bytes_per_step))} with every step: {show(found.limit_bytes)} last about {found.lasts_steps:,} steps"
 
 
 def _facts(found: Fit) -> list[tuple[str, str]]:
     lines = []
     if found.reason:
         lines.append(("why", found.reason))
+    if (words_of_growth := growth_words(found)):
+        lines.append(("grows", words_of_growth))
     if found.micro_batch is None:
         return lines
     if found.script_batch is not None:
-        lines.append(("by itself", f"the script uses {found.script_batch:,}; largest tried {found.largest_tried:,}, "
+        own = " and ".join(f"{one.script_batch:,}" for one in found.loaders) or f"{found.script_batch:,}"
+        lines.append(("by itself", f"the script uses {own}; largest tried {found.largest_tried:,}, "
                                    f"in {processes(found)} and {found.seconds:.0f} s"))
-    lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved" if proved(found) else "ran", proof_words(found))]
+    lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved", proof_words(found))]
     if found.not_seen:
         lines.append(("not seen", "; ".join(found.not_seen)))
     return lines

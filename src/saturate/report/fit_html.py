@@ -27,6 +27,7 @@ def render(found: Fit) -> str:
 def _header(found: Fit) -> Markup:
     facts = [("Script's own batch", f"{found.script_batch:,}" if found.script_batch else "unknown"),
              ("Largest that fits", f"{found.largest_fitting:,}" if found.largest_fitting else "none"),
+             *([("Measured, not proved", f"{found.measured_batch:,}")] if found.measured_batch else []),
              ("Knee", f"{found.knee:,}" if found.knee else "not measured"), ("Processes", str(found.trial_count)),
              ("Time", f"{found.seconds:.0f} s")]
     lede = found.reason or (say.peak_words(found) if found.micro_batch is not None else "")
@@ -101,7 +102,9 @@ def _sizes(found: Fit) -> Markup | None:
 
 def _method(found: Fit) -> Markup:
     proof = [say.proof_words(found)] if found.micro_batch is not None else []
-    lines = [*(f"{'Proved' if say.proved(found) else 'Ran'} for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
+    lines = [*(f"Proved for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
+    if (grows := say.growth_words(found)):
+        lines.append(grows)
     if found.margin_bytes:
         lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")
     return tag("section", tag("h2", "Method"),

@@ -18,14 +18,15 @@ import msgspec
 
 import saturate
 from saturate.measure import memory_model
+from saturate.measure.memory_growth import Growth
 from saturate.records import sizes
-from saturate.records.fit import Fit
+from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline
 from saturate.study.ending import in_our_words
 from saturate.study.fit_knob import KnobSearch, knob_value, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
-from saturate.study.fit_search import Search
-from saturate.study.fit_state import Refused
+from saturate.study.fit_search import MOST_TRIALS, Search
+from saturate.study.fit_state import Refused, in_proportion
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
@@ -132,14 +133,18 @@ def _searcher(asked: Asked, study: Study, bench: MeteredBench, workload: Workloa
 
 def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short: str, interrupted: bool) -> Fit:
     answer = None if refusal else _answer(asked, search)
-    proof = search.proof(answer) if answer is not None else None
+    proof = search.proofs[answer] if answer is not None else None
+    measured = search.likely if answer is None and not refusal else None
+    growth = search.growth_of(answer or measured)
     verdict, reason = _verdict(search, answer, refusal, too_short, interrupted)
     line = _line(search)
     busy, of = search.utilisation()
+    loaders = _loaders(asked, search, answer)
     tried = [one.micro_batch for one in search.tried if one.micro_batch is not None]
     found = Fit(
         command=asked.request.argv, verdict=verdict, reason=reason, target=asked.target, knob=asked.knob,      # type: ignore[arg-type]
-        micro_batch=answer, script_batch=search.own, world_size=search.world_size,
+        micro_batch=answer, measured_batch=measured, measured_steps=search.measured[measured].steps if measured else 0,
+        growth_bytes_per_step=growth.step_bytes if growth else None, lasts_steps=_lasts(search, growth), script_batch=search.own, loaders=loaders, world_size=search.world_size,
         largest_tried=max(tried, default=None), largest_fitting=search.best if not refusal else None,
         proved_steps=proof.steps if proof else 0, proved_with=proof.seen if proof else [], not_seen=proof.not_seen if proof else [],
         peak_bytes=proof.peak_bytes if proof else None, limit_bytes=search.limit_bytes,
@@ -147,8 +152,8 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         predicted_peak_bytes=proof.predicted_bytes if proof else None, counted=_counted(search), kinds=search.kinds,
         sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
         throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
-        utilisation=busy, utilisation_of=of, advice=_advice(search, answer),
-        notes=[note for note in (*search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
+        utilisation=busy, utilisation_of=of, advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice(search, answer)],
+        notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
         report=str(study.report_path),
     )
     return msgspec.structs.replace(found, next_command=_next(asked, found))
@@ -167,6 +172,8 @@ def _verdict(search: Search, answer: int | None, refusal: str, too_short: str, i
         return "refused", refusal
     if answer is not None:
         return "fits", "interrupted: the best so far" if interrupted else ""
+    if search.likely is not None:
+        return "inconclusive", _why_not_proved(search, too_short or ("interrupted" if interrupted else ""))
     if too_short or interrupted:
         return "inconclusive", too_short or "interrupted before a size was measured"
     sizes_failed = [one.micro_batch for one in search.tried if one.outcome in ("out_of_memory", "too_close", "allocator_retries")]
@@ -180,8 +187,27 @@ def _verdict(search: Search, answer: int | None, refusal: str, too_short: str, i
     return "inconclusive", reasons[-1] if reasons else "the budget ended before a size was proved"
 
 
+def _why_not_proved(search: Search, ended: str) -> str:
+    """What spoke against the sizes that were to be proved."""
+    assert search.likely is not None
+    ran = f"a batch of {search.likely} was only measured, for {search.measured[search.likely].steps} steps"
+    proving = [one for one in search.tried if one.purpose == "prove"]
+    passed = [str(one.micro_batch) for one in proving if one.outcome in ("out_of_memory", "too_close", "allocator_retries")]
+    if ended:
+        return f"{ended} before a size was proved; {ran}"
+    if proving and proving[-1].outcome == "failed":
+        return f"no size was proved: {proving[-1].reason}; {ran}"
+    if passed and search.trials >= MOST_TRIALS:
+        return f"no size was proved: {', '.join(passed)} did not stay below the limit for a proof; {ran}"
+    return f"the budget ended before a size was proved; {ran}: a longer --budget may prove it"
+
+
+def _lasts(search: Search, growth: Growth | None) -> int | None:
+    return growth.lasts_steps(search.limit_bytes) if growth is not None and search.limit_bytes is not None else None
+
+
 def _line(search: Search) -> tuple[float | None, float | None]:
-    if not search.points:
+    if not search.points or search.growth:      # a size that ran for longer took more: that is not what its samples take
         return None, None
     line = memory_model.line(search.points, search.idle_bytes)
     return line.fixed_bytes, line.sample_bytes
@@ -193,10 +219,46 @@ def _counted(search: Search) -> str:
     return COUNTED["cpu" if search.exact else "plain"] if search.facts else ""
 
 
+def _loaders(asked: Asked, search: Search, answer: int | None) -> list[LoaderBatch]:
+    """Each of the loaders that a step reads, where there are several. An argument of the script is its own business."""
+    if len(search.feeding) < 2 or asked.knob is not None:
+        return []
+    first = search.feeding[0]["batch_size"]
+    return [LoaderBatch(dataset=one["dataset"], length=one["length"], script_batch=one["batch_size"],
+                        micro_batch=None if answer is None else in_proportion(answer, one["batch_size"] / first)) for one in search.feeding]
+
+
+def _named(one: LoaderBatch) -> str:
+    return f"the loader of {one.dataset}" + (f" ({one.length:,} samples)" if one.length is not None else "")
+
+
+def _note_on_loaders(loaders: list[LoaderBatch]) -> str:
+    if not loaders:
+        return ""
+    others = ", ".join(f"{_named(one)} {one.script_batch:,}" for one in loaders[1:])
+    return f"a step reads {len(loaders)} loaders, which keep their proportion: sizes are those of {_named(loaders[0])}, whose batch in the script " \
+           f"is {loaders[0].script_batch:,}; beside it {others}"
+
+
+def _advice_on_loaders(loaders: list[LoaderBatch]) -> list[str]:
+    """The answer is of one loader; the others were resized with it, and must be by hand, too."""
+    if not loaders or loaders[0].micro_batch in (None, loaders[0].script_batch):
+        return []
+    return ["set all its loaders: " + ", ".join(f"{_named(one)} {one.micro_batch:,} instead of {one.script_batch:,}" for one in loaders)]
+
+
 def _advice(search: Search, answer: int | None) -> list[str]:
     if answer is None:
         return []
     return [*_advice_on_time(search, answer), *_advice_on_training(search, answer), *_advice_on_heaps(search, answer)]
+
+
+def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
+    if growth is None:
+        return []
+    return [f"memory grows by {sizes.show(round(growth.step_bytes))} with every step of a batch of {growth.micro_batch}: {sizes.show(search.limit_bytes or 0)} "
+            f"last about {_lasts(search, growth):,} steps, and no batch fits for ever; look for what is kept from step to step (losses or outputs in a "
+            "list, which keep their graphs unless they are detached; caches)"]
 
 
 def _advice_on_time(search: Search, answer: int) -> list[str]:

@@ -18,6 +18,8 @@ def knob_value(argv: list[str], knob: str) -> int | None:
 
     >>> knob_value(["python", "train.py", "--batch-size=32"], "--batch-size")
     32
+    >>> knob_value(["python", "train.py", "-b32"], "-b")
+    32
     """
     found = None
     for index, word in enumerate(argv):
@@ -25,6 +27,8 @@ def knob_value(argv: list[str], knob: str) -> int | None:
             found = argv[index + 1] if index + 1 < len(argv) else ""
         elif word.startswith(knob + "="):
             found = word[len(knob) + 1:]
+        elif _joined(word, knob):
+            found = word[len(knob):]
     if found is None:
         return None
     if not re.fullmatch(r"[1-9]\d*", found):
@@ -46,8 +50,15 @@ def with_knob(argv: list[str], knob: str, value: int) -> list[str]:
             pending = seen = True
         elif word.startswith(knob + "="):
             word, seen = f"{knob}={value}", True
+        elif _joined(word, knob):
+            word, seen = f"{knob}{value}", True
         changed.append(word)
     return changed if seen else [*argv, knob, str(value)]
+
+
+def _joined(word: str, knob: str) -> bool:
+    """Whether it is an argument of one letter with its number behind it. Other letters would be another argument's."""
+    return len(knob) == 2 and re.fullmatch(re.escape(knob) + r"\d+", word) is not None
 
 
 @dataclass

@@ -15,6 +15,9 @@ from saturate.trial.process import Trial, TrialEnded
 #: Outcomes of a trial that mean: this size does not fit.
 _MEMORY = (*OUT_OF_MEMORY, "shared_memory_full")
 
+#: Of steps that go on with the same size, the first after a gate is not timed.
+SAME_SKIP = 1
+
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed")
 
 
@@ -91,9 +94,9 @@ class Process:
         return len(self.trial.gates)
 
     def run(self, size: int | None, steps: int, *, first: bool = False, end: bool = False, fresh: bool = True,
-            settle: bool = False) -> Window:
+            settle: bool = False, same: bool = False) -> Window:
         """`steps` steps of `size` samples (None: the script's own), behind those that the loader's workers have prepared
-        already. `first`: a batch of the largest samples among them. `end`: the epoch ends before they come. `fresh`: the peak
+        already (`same`: they are of this size, too). `first`: a batch of the largest samples among them. `end`: the epoch ends before they come. `fresh`: the peak
         begins anew. `settle`: `idle_bytes` is what is in use, not what allocators keep."""
         asking, trial = self.asking, self.trial
         order: dict[str, Any] = {"size": size, "hold": True, "first": first and bool(asking.largest), "end": end, "fresh": fresh,
@@ -107,7 +110,7 @@ class Process:
         if fresh:
             self._begin_window()
         self._settled = settle
-        skip = self.skip
+        skip = SAME_SKIP if same else self.skip
         pid = trial.supervisor.pid
         cpu, wall = meter.cpu_seconds(pid), time.monotonic()
         trial.run_block(skip, steps, fit=order)

@@ -2,7 +2,7 @@
 
 At most `MOST_TRIALS` processes. The first measures sizes that stay clear of the limit; each of the others begins with a
 proposed size, proves it, goes on from there to a better one if there is room, and measures throughput. The answer is always
-a size that ran.
+a size that was proved: the last process is kept for one that is safe, and without a proof there is no answer.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from saturate.measure import memory_model
+from saturate.measure import memory_growth, memory_model
 from saturate.measure.memory_model import Point
-from saturate.study.fit_process import Process, Window, verdict_of
+from saturate.study.fit_process import SAME_SKIP, Process, Window, verdict_of
 from saturate.study.fit_state import UNBOUNDED, Proof, Refused, State
-from saturate.study.fit_throughput import Throughput, sizes_up_to
+from saturate.study.fit_throughput import TOO_SHORT, Throughput, sizes_up_to
 from saturate.trial.process import TrialEnded
 
 MOST_TRIALS = 4
 
 #: Steps of a proof, where the budget allows; of a measurement; and the longest that a block goes without a look at the clock.
 PROOF_STEPS, PROBE_STEPS, BLOCK_S = 50, 3, 5.0
+
+#: A proof that the budget ended counts from so many steps on; with fewer, its size was only measured.
+LEAST_PROOF_STEPS = 10
+
+#: Where memory grows from step to step, a proposed size lasts this many times the steps of a proof.
+LASTING = 1.3
 
 #: A measurement goes on for up to so many steps, if they take no longer than this.
 MORE_STEPS, MORE_S = 9, 2.0
@@ -32,6 +38,7 @@ MOST_PROOFS = 3
 THROUGHPUT_SHARE, RESERVE = 0.4, 0.25
 
 NOT_PROVED = "anything but a few steps: it was measured, not proved"
+GROWS = "memory grows from step to step: throughput was not measured in what is left"
 
 
 @dataclass
@@ -144,7 +151,7 @@ class Search(State):
             return
         size: int | None = max(1, memory_model.first_proposal(self.points, self.idle_bytes, self.goal_bytes, self.most))
         if self.failed and size is not None and size >= min(self.failed):
-            size = self._propose() or self.best
+            size = self._propose() or self.likely
         while self.trials < MOST_TRIALS and self._time_for_another():
             size = size or self._unfinished()
             if size is None:
@@ -152,17 +159,38 @@ class Search(State):
             size = self._prove_from(size)
 
     def _unfinished(self) -> int | None:
-        """The best size once more: where nothing was proved, or throughput is missing, which is measured behind a proof."""
+        """The best size once more where throughput is missing, which is measured behind a proof; without a proof, the largest
+        that ran."""
+        if not self.proofs:
+            return self.likely
         missing = not self.throughput.rates and not self.throughput.note
-        return self.best if self._in_place() and (missing or not self.proofs) else None
+        return self.best if self._in_place() and missing else None
 
     def _propose(self) -> int | None:
+        last = self.trials + 1 >= MOST_TRIALS
+        lost = any(one.purpose == "prove" and one.outcome == "out_of_memory" for one in self.tried)
+        if not self.proofs and (self.growth or lost or (last and self.failed)):
+            return self._safe(last)
         return memory_model.propose(self.points, self.failed, self.goal_bytes, self.most, self.idle_bytes)
+
+    def _safe(self, last: bool) -> int | None:
+        """A size that no failed proof speaks against. Those tell more than the line through sizes that ran for a few steps: how
+        memory grows with the steps; and where that could not be seen, that the line promises too much. From a proved size on,
+        the same process can go upwards again."""
+        too_close = [point.micro_batch for point in self.points if point.peak_bytes > self.goal_bytes]
+        bad = min([*self.failed, *too_close, *self.growth])
+        if self.growth:
+            size = memory_growth.lasting(list(self.growth.values()), self.idle_bytes or 0.0, self.goal_bytes, LASTING * PROOF_STEPS)
+        else:
+            size = int(bad / (2 if last else memory_model.SEPARATION))
+        size = min(size, bad - 1, self.likely or bad)
+        return size if size >= 1 else None
 
     def _prove_from(self, size: int) -> int | None:
         """Prove sizes in one fresh process. The next size for another one, or None."""
         began, process, measuring = time.monotonic(), None, False
         again: int | None = None
+        self.trail = []
         try:
             process = self._start(f"prove a batch of {size}", size)
             for attempt in range(MOST_PROOFS):
@@ -170,20 +198,24 @@ class Search(State):
                 over = self._prove(process, size, fresh=attempt > 0, began=began)
                 again = self._propose()
                 self.proof_s = time.monotonic() - began
-                if over or again is None or (self.proofs and self.trials >= MOST_TRIALS) or not self._in_place() or not self._time_for_another():
+                grows = size in self.growth         # what it holds already would count for the next size
+                if over or grows or again is None or (self.proofs and self.trials >= MOST_TRIALS) or not self._in_place() or not self._time_for_another():
                     break
                 size, again = again, None
             measuring = True
             if self.trials >= MOST_TRIALS or not self._time_for_another():
                 again = None
-            if not over and again is None and self.proofs:
+            if grows and self.proofs:
+                again, self.throughput.note = None, GROWS
+            elif not over and again is None and self.proofs:
                 self._throughput(process)
         except TrialEnded as ended:
             output = process.trial.output() if process is not None else ended.outcome.reason
             if measuring:
                 return self._lost_measuring(ended, output)
-            if self._lost(size, "prove", began, ended, output) != "out_of_memory":
+            if self._lost(size, "prove", began, ended, output, steps=self.trail[-1][0] if self.trail else 0) != "out_of_memory":
                 return None
+            self._learn_growth(size, PROOF_STEPS, memory_growth.RISES - 1)
             return self._propose()
         finally:
             if process is not None:
@@ -193,8 +225,12 @@ class Search(State):
     def _lost_measuring(self, ended: TrialEnded, output: str) -> int | None:
         """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all."""
         size = self.throughput.running
-        if verdict_of(ended, self.bench.meter, output)[0] != "out_of_memory" or size is None:
-            self.throughput.note = f"the script ended while throughput was measured ({ended.outcome.reason})"
+        outcome, reason = verdict_of(ended, self.bench.meter, output)
+        if outcome == "out_of_time":        # we ended it ourselves
+            self.throughput.note = TOO_SHORT
+            return None
+        if outcome != "out_of_memory" or size is None:
+            self.throughput.note = f"the script ended while throughput was measured ({reason})"
             return None
         self.throughput = Throughput()
         self._lost(size, "throughput", time.monotonic(), ended, output)
@@ -214,13 +250,14 @@ class Search(State):
         script has them. Whether the script has ended meanwhile."""
         predicted = round(memory_model.line(self.points, self.idle_bytes).peak_bytes(size))
         steps = 0 if fresh else process.steps_so_far
-        window, over = None, False
+        window, over, whole, self.trail = None, False, False, []
         try:
             while steps < PROOF_STEPS:
-                block = self._block(steps, window)
-                window = process.run(self._asked_of(size), block, first=window is None, fresh=fresh and window is None)
+                block, same = self._block(steps, window), window is not None
+                window = process.run(self._asked_of(size), block, first=not same, fresh=fresh and not same, same=same)
                 self._saw_block(size, window)
-                steps += block
+                steps += block + (SAME_SKIP if same else 0)
+                self.trail.append((steps, window.peak_bytes))
                 if self._judged(window.peak_bytes, window.retries) != "fits" or self.left_s() < RESERVE * self.budget_s:
                     break
             assert window is not None
@@ -229,12 +266,18 @@ class Search(State):
         except TrialEnded as ended:
             if ended.outcome.kind != "too_short":
                 raise
-            window, over = process.at_its_end(window), True
+            window, over, whole = process.at_its_end(window), True, not fresh
             steps = max(steps, process.steps_at_its_end() if not fresh else 0)
         outcome = self._judged(window.peak_bytes, window.retries)
         self._note(size, outcome, "prove", began, steps, window.peak_bytes)
-        if outcome == "fits":
-            self.proofs[size] = Proof(steps, window.peak_bytes, *self._seen(window, over), predicted_bytes=predicted)
+        if not whole:
+            self._learn_growth(size, PROOF_STEPS)
+        if outcome != "fits":           # whatever it did before
+            self.measured = {one: proof for one, proof in self.measured.items() if one < size}
+        elif whole or steps >= min(LEAST_PROOF_STEPS, PROOF_STEPS):
+            self.proofs[size] = Proof(steps, window.peak_bytes, *self._seen(window, steps, whole), predicted_bytes=predicted, whole=whole)
+        else:
+            self.measured[size] = Proof(steps, window.peak_bytes, [], [NOT_PROVED])
         return over
 
     def _block(self, steps: int, window: Window | None) -> int:
@@ -242,7 +285,7 @@ class Search(State):
         if window is None:
             return PROBE_STEPS
         most = min(int(BLOCK_S / max(window.step_s, 1e-6)), PROOF_STEPS // self.proof_blocks)
-        return max(1, min(PROOF_STEPS - steps, most))
+        return max(1, min(PROOF_STEPS - steps - SAME_SKIP, most))
 
     def _saw_block(self, size: int, window: Window) -> None:
         """A block of a proof has run."""
@@ -252,14 +295,20 @@ class Search(State):
         try:
             return process.run(self._asked_of(size), 2, end=True, fresh=False), False
         except TrialEnded as ended:
-            if ended.outcome.kind == "too_short" or verdict_of(ended, process.meter, process.trial.output())[0] != "failed":
+            outcome = verdict_of(ended, process.meter, process.trial.output())[0]
+            if outcome == "out_of_time":
+                self.notes.append("the budget ended before the epoch of the proof did: neither evaluation nor checkpoint was seen")
+                return window, True
+            if ended.outcome.kind == "too_short" or outcome != "failed":
                 raise
             self.notes.append(f"the script does not bear an epoch that ends early ({ended.outcome.reason}): neither evaluation nor "
                               "checkpoint was seen")
             return window, True
 
-    def _seen(self, window: Window, over: bool) -> tuple[list[str], list[str]]:
-        seen, unseen = ["the script's own end"] if over else [], []
+    def _seen(self, window: Window, steps: int, whole: bool) -> tuple[list[str], list[str]]:
+        seen, unseen = ["the script's own end"] if whole else [], []
+        if steps < PROOF_STEPS and not whole:
+            unseen.append(f"{PROOF_STEPS} steps: the budget held {steps}")
         extents = self.extents
         if extents.get("varies"):
             some = "" if extents["looked_at"] == extents["of"] else f" (of {extents['looked_at']:,} looked at, of {extents['of']:,})"

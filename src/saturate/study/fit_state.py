@@ -11,7 +11,8 @@ import msgspec
 
 from saturate.errors import EnvironmentProblem, UsageError
 from saturate.machine import facts as machine_facts
-from saturate.measure import memory_model
+from saturate.measure import memory_growth, memory_model
+from saturate.measure.memory_growth import Growth
 from saturate.measure.memory_model import Point
 from saturate.records import sizes
 from saturate.records.fit import SizeTried
@@ -32,13 +33,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Proof:
-    """A size that ran below the goal."""
+    """A size that ran below the goal. `whole`: to the script's own end."""
 
     steps: int
     peak_bytes: int
     seen: list[str]
     not_seen: list[str]
     predicted_bytes: int | None = None
+    whole: bool = False
 
 
 @dataclass
@@ -56,6 +58,7 @@ class State:
     own: int | None = None              # the script's own size
     most: int = UNBOUNDED
     loader: dict[str, Any] = field(default_factory=dict)
+    feeding: list[dict[str, Any]] = field(default_factory=list)     # all loaders that a step reads, the one above first
     facts: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     extents: dict[str, Any] = field(default_factory=dict)
@@ -68,10 +71,12 @@ class State:
     tried: list[SizeTried] = field(default_factory=list)
     proofs: dict[int, Proof] = field(default_factory=dict)
     measured: dict[int, Proof] = field(default_factory=dict)        # sizes that ran for a few steps only
+    trail: list[tuple[int, float]] = field(default_factory=list)    # of the latest proof: steps so far, and the peak until then
+    growth: dict[int, Growth] = field(default_factory=dict)         # by size, where the peak rose from step to step
     trials: int = 0
     proof_s: float = 0.0                # what the latest proof took
     throughput: Throughput = field(default_factory=Throughput)
-    proof_blocks: int = 1               # a proof is cut into at least so many
+    proof_blocks: int = 16              # a proof is cut into about so many, to see whether its peak goes on rising
     exact: bool = True                  # memory that processes share was counted once
     notes: list[str] = field(default_factory=list)
 
@@ -93,11 +98,21 @@ class State:
 
     @property
     def best(self) -> int | None:
-        """The largest proved size; as long as there is none, the largest that ran."""
-        return max(self.proofs or self.measured, default=None)
+        """The largest proved size."""
+        return max(self.proofs, default=None)
 
-    def proof(self, size: int) -> Proof | None:
-        return self.proofs.get(size) or self.measured.get(size)
+    @property
+    def likely(self) -> int | None:
+        """The largest size that ran for a few steps. No answer: what a proof finds (memory that grows, a long sample, an
+        evaluation) was not looked for."""
+        return max(self.measured, default=None)
+
+    def growth_of(self, size: int | None) -> Growth | None:
+        """How memory grows from step to step with this size (None: with the smallest size that told); None: as far as anybody
+        saw, it does not, or the script's own end came first."""
+        if not self.growth or (size in self.proofs and self.proofs[size].whole):
+            return None
+        return memory_growth.at(list(self.growth.values()), self.idle_bytes or 0.0, size or min(self.growth))
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -146,6 +161,7 @@ class State:
     def _take_loaders(self, loaders: list[dict[str, Any]]) -> None:
         """Where a step reads several loaders, all keep their proportion to the first."""
         self.loader = loaders[0]
+        self.feeding = [one for one in loaders if one["batch_size"]]
         first = self.loader["batch_size"]
         self.bench.asking.loaders = [(one["description"], one["batch_size"] / first) for one in loaders if one["batch_size"]]
         self.bench.asking.queue = max(loader["queue"] for loader in loaders)
@@ -188,11 +204,23 @@ class State:
         self.proofs = {one: proof for one, proof in self.proofs.items() if one < size}
         self.measured = {one: proof for one, proof in self.measured.items() if one < size}
 
-    def _lost(self, size: int | None, purpose: str, began: float, ended: TrialEnded, output: str) -> str:
+    def _learn_growth(self, size: int, steps: int, rises: int = memory_growth.RISES) -> None:
+        """From the trail of a proof, which was to take `steps`."""
+        assert self.limit_bytes is not None
+        least = memory_growth.LEAST_SHARE * self.limit_bytes / steps
+        found = memory_growth.growth(size, self.trail, rises, least)
+        expected = self.growth_of(size)
+        if found is None and expected is not None and expected.step_bytes > 2 * least and len(self.trail) > memory_growth.RISES == rises:
+            self.growth = {}        # it would have been seen: another size ended for something else
+        if found is not None:
+            self.growth[size] = found
+            self.say(f"  batch {size}: memory grows by {sizes.show(round(found.step_bytes))} a step")
+
+    def _lost(self, size: int | None, purpose: str, began: float, ended: TrialEnded, output: str, steps: int = 0) -> str:
         """Keep how a process ended that was not meant to; the outcome. Raises Refused where only this size breaks it."""
         watch = self.bench.meter
         outcome, reason = verdict_of(ended, watch, output)
-        self._note(size, outcome, purpose, began, peak=watch.exceeded_bytes if watch is not None else None, reason=reason)
+        self._note(size, outcome, purpose, began, steps, peak=watch.exceeded_bytes if watch is not None else None, reason=reason)
         others = any(point.micro_batch != self.own for point in self.points)
         if outcome == "failed" and size is not None and size != self.own and not others:
             raise Refused(f"it does not work with a batch of {size} instead of {self.own or 'its own'}: {ended.outcome.reason}")
@@ -208,6 +236,11 @@ class State:
             return None, ""
         quota = machine_facts.cpu_count()
         return min(1.0, self.throughput.busy_cores(knee) / quota), f"{quota:g} cores"
+
+
+def in_proportion(size: int, factor: float) -> int:
+    """The batch of another loader, as `agent.batching` makes it."""
+    return max(1, round(size * factor))
 
 
 def _check_available(wanted: int) -> None:

@@ -14,6 +14,8 @@ from saturate.study.fit_process import Process, Window
 #: Sizes, rounds, and the time and the steps of one block.
 MOST_SIZES, ROUNDS, LEAST_ROUNDS, BLOCK_S, LEAST_STEPS, MOST_STEPS = 5, 6, 4, 0.3, 2, 50
 
+TOO_SHORT = "the budget was too short to measure throughput"
+
 
 @dataclass
 class Throughput:
@@ -35,7 +37,7 @@ class Throughput:
             round_s += (steps[size] + process.skip) * step_s
         rounds = min(ROUNDS, int((allowed_s - (time.monotonic() - began)) / max(round_s, 1e-6)))
         if rounds < LEAST_ROUNDS:
-            self.note = "the budget was too short to measure throughput"
+            self.note = TOO_SHORT
             return
         say(f"throughput: batches of {', '.join(map(str, sizes))}, {rounds} rounds")
         for number in range(rounds):

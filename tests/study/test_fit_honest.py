@@ -1,0 +1,131 @@
+"""What `saturate fit` calls proved: searches over scripts whose memory grows, breaks late or has no time, without a process."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from saturate.records.fit import Fit
+from saturate.report import fit as words
+from saturate.study import fit_search
+from saturate.study.fit import Asked, _record
+from saturate.study.fit_process import Asking, Window
+from saturate.study.fit_search import Search
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
+
+MIB = 2**20
+LIMIT = 600 * MIB
+
+
+class Script:
+    """A process whose memory is known: 300 MiB, `sample` for each sample, `leak` more for each with every step; and `late` at
+    once for each after 20 steps of a proof. It is killed above the limit, as the meter does it."""
+
+    sample, leak, late, sizes_told, queue = 0.2 * MIB, 0.0, 0.0, 16, 0
+    stops_after: int | None = None      # the budget ends after so many steps of a proof
+
+    def __init__(self, bench, purpose, size=None):
+        self.bench, self.proof = bench, purpose.startswith("prove")
+        self.held, self.steps_so_far, self.world_size, self.peak, self.steps = 0.0, 1, 1, 0.0, 0
+        bench.meter = self.meter = SimpleNamespace(exact=True, exceeded_bytes=None, late=False, limit_bytes=LIMIT)
+        self.trial, self.skip = SimpleNamespace(output=lambda: "", ask=self._ask), 2 + self.queue
+
+    def _ask(self, question):
+        return {"facts": {"device": "cpu", "micro_steps": 1}, "extents": {"largest": [], "varies": False},
+                "fit": {"kinds": {}, "loaders": [{"description": "d", "dataset": "Rows", "collates": True, "batch_size": 16, "length": 20000,
+                                                  "queue": self.queue, "sizes": [16]}]}}[question]
+
+    def run(self, size, steps, *, first=False, end=False, fresh=True, settle=False, same=False):
+        if fresh:
+            self.peak = 0.0
+        for _ in range(steps + (1 if same else self.skip)):
+            self.steps += 1
+            self.held += self.leak * size
+            if self.proof and self.stops_after is not None and self.steps > self.stops_after:
+                self.meter.late = True
+                raise TrialEnded(Outcome("out_of_memory_kernel", "killed with SIGKILL"))
+            self.peak = max(self.peak, 300 * MIB + self.held + size * (self.sample + (self.late if self.proof and self.steps > 20 else 0.0)))
+            if self.peak > LIMIT:
+                self.meter.exceeded_bytes = round(self.peak)
+                raise TrialEnded(Outcome("crashed", "killed with SIGKILL"))
+        return Window(peak_bytes=round(self.peak), idle_bytes=round(300 * MIB + self.held), retries=0, steps=steps, timed=steps,
+                      seconds=steps * 0.001, samples=steps * size, delivered=size, evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
+
+    def finish(self):
+        pass
+
+
+def search(monkeypatch, **changes) -> tuple[Search, Fit]:
+    monkeypatch.setattr(fit_search, "Process", type("Changed", (Script,), changes))
+    bench = SimpleNamespace(asking=Asking(), meter=None, isolation="", workload=SimpleNamespace(environment={}))
+    found = Search(bench=bench, memory_bytes=LIMIT, target="memory", asked_most=None, accelerated=False, budget_s=60.0,
+                   deadline=time.monotonic() + 60.0, say=lambda text: None)
+    found.run()
+    asked = Asked(SimpleNamespace(argv=["python", "t.py"]), LIMIT)
+    return found, _record(asked, SimpleNamespace(started=time.monotonic(), report_path=""), found, "", "", False)
+
+
+def holds(script, size, steps=50):
+    return 300 * MIB + size * (script.get("sample", Script.sample) + script.get("late", 0.0) + steps * script.get("leak", 0.0)) <= LIMIT
+
+
+@pytest.mark.parametrize("queue", [0, 8])
+@pytest.mark.parametrize("leak", [0.002 * MIB, 0.012 * MIB, 0.05 * MIB])
+def test_a_size_that_memory_outgrows_is_no_answer(monkeypatch, leak, queue):
+    """Each step keeps features: what ran for a few steps fails when it is proved. The answer is what lasts for a proof."""
+    found, record = search(monkeypatch, leak=leak, queue=queue)
+    assert record.verdict == "fits" and record.proved_steps >= 50 and record.trial_count <= 4, record
+    assert any(one.micro_batch == record.micro_batch and one.purpose == "prove" and one.outcome == "fits" for one in record.trials)
+    assert holds({"leak": leak}, record.micro_batch) and not holds({"leak": leak}, 5 * record.micro_batch)
+    assert record.growth_bytes_per_step == pytest.approx(leak * record.micro_batch, rel=0.05)
+    assert holds({"leak": leak}, record.micro_batch, 0.9 * record.lasts_steps) and not holds({"leak": leak}, record.micro_batch, 1.2 * record.lasts_steps)
+    assert f"last about {record.lasts_steps:,} steps" in record.advice[0] and "no batch fits for ever" in record.advice[0]
+    text = words.summary(record, width=120, color=False)
+    assert f"steps: memory grows\ngrows       memory grows by {words.show(round(record.growth_bytes_per_step))} with every step" in text
+    assert found.throughput.note == fit_search.GROWS and record.sample_bytes is None
+
+
+def test_the_last_process_proves_a_safe_size(monkeypatch):
+    """No growth to be seen, but all that is near the measured sizes breaks late in a proof: the last trial does not."""
+    _, record = search(monkeypatch, late=0.3 * MIB)
+    assert record.verdict == "fits" and record.proved_steps >= 50 and record.trial_count == 4 and holds({"late": 0.3 * MIB}, record.micro_batch)
+    assert record.growth_bytes_per_step is None and record.lasts_steps is None
+
+
+def test_a_measured_size_that_is_proved_is_a_base_to_go_on_from(monkeypatch):
+    """A line that promises a little too much costs one process, and no more than the gap to what failed."""
+    _, record = search(monkeypatch, late=0.02 * MIB)
+    assert record.verdict == "fits" and record.trial_count <= 4 and holds({"late": 0.02 * MIB}, record.micro_batch)
+    assert not holds({"late": 0.02 * MIB}, round(1.15 * record.micro_batch)), record.trials
+
+
+def test_without_a_proof_there_is_no_answer(monkeypatch):
+    found, record = search(monkeypatch, late=20 * MIB)
+    assert record.verdict == "inconclusive" and record.micro_batch is None and record.proved_steps == 0 and record.trial_count == 4
+    failed = [one.micro_batch for one in record.trials if one.purpose == "prove"]
+    assert len(failed) == 3 and record.measured_batch < min(failed) and record.measured_steps == 12
+    assert f"{', '.join(map(str, failed))} did not stay below the limit for a proof" in record.reason and "only measured" in record.reason
+    text = words.summary(record, width=120, color=False)
+    assert text.startswith(f"no batch was proved: {record.measured_batch} only ran for 12 steps") and "\nproved" not in text
+
+
+def test_a_proof_that_the_budget_ended_after_a_few_steps_is_none(monkeypatch):
+    monkeypatch.setattr(fit_search, "MOST_TRIALS", 2)
+    _, record = search(monkeypatch, stops_after=9)
+    assert record.verdict == "inconclusive" and record.micro_batch is None and "a longer --budget may prove it" in record.reason
+    assert record.measured_batch and record.trials[-1].outcome == "out_of_time" and record.trials[-1].steps == 8
+
+
+def test_a_proof_whose_epoch_did_not_end_in_time_counts_and_says_so(monkeypatch):
+    _, record = search(monkeypatch, stops_after=53)
+    assert record.verdict == "fits" and record.proved_steps >= 50
+    assert any("the budget ended before the epoch of the proof did" in note for note in record.notes)
+
+
+def test_steady_memory_is_proved_as_before(monkeypatch):
+    found, record = search(monkeypatch)
+    assert record.verdict == "fits" and record.trial_count == 2 and record.growth_bytes_per_step is None and record.measured_batch is None
+    assert record.proved_steps == 50 and record.proved_with == ["an evaluation", "a checkpoint"] and found.throughput.rates
