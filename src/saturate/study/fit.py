@@ -144,7 +144,8 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
     found = Fit(
         command=asked.request.argv, verdict=verdict, reason=reason, target=asked.target, knob=asked.knob,      # type: ignore[arg-type]
         micro_batch=answer, measured_batch=measured, measured_steps=search.measured[measured].steps if measured else 0,
-        growth_bytes_per_step=growth.step_bytes if growth else None, lasts_steps=_lasts(search, growth), script_batch=search.own, loaders=loaders, world_size=search.world_size,
+        growth_bytes_per_step=growth.step_bytes if growth else None, lasts_steps=_lasts(search, growth),
+        script_batch=search.own, loaders=loaders, world_size=search.world_size,
         largest_tried=max(tried, default=None), largest_fitting=search.best if not refusal else None,
         proved_steps=proof.steps if proof else 0, proved_with=proof.seen if proof else [], not_seen=proof.not_seen if proof else [],
         peak_bytes=proof.peak_bytes if proof else None, limit_bytes=search.limit_bytes,
@@ -152,8 +153,10 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         predicted_peak_bytes=proof.predicted_bytes if proof else None, counted=_counted(search), kinds=search.kinds,
         sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
         throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
-        utilisation=busy, utilisation_of=of, advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice(search, answer)],
-        notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note], seconds=round(time.monotonic() - study.started, 1),
+        utilisation=busy, utilisation_of=of,
+        advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice(search, answer)],
+        notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note],
+        seconds=round(time.monotonic() - study.started, 1),
         report=str(study.report_path),
     )
     return msgspec.structs.replace(found, next_command=_next(asked, found))
