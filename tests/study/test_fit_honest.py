@@ -64,7 +64,7 @@ def search(monkeypatch, **changes) -> tuple[Search, Fit]:
     found = Search(bench=bench, memory_bytes=LIMIT, target="memory", asked_most=None, accelerated=False, budget_s=60.0,
                    deadline=time.monotonic() + 60.0, say=lambda text: None)
     found.run()
-    asked = Asked(SimpleNamespace(argv=["python", "t.py"]), LIMIT)
+    asked = Asked(SimpleNamespace(argv=["python", "t.py"], budget_s=60.0), LIMIT)
     return found, _record(asked, SimpleNamespace(started=time.monotonic(), report_path=""), found, "", "", False)
 
 
@@ -117,6 +117,7 @@ def test_a_proof_that_the_budget_ended_after_a_few_steps_is_none(monkeypatch):
     _, record = search(monkeypatch, stops_after=9)
     assert record.verdict == "inconclusive" and record.micro_batch is None and "a longer --budget may prove it" in record.reason
     assert record.measured_batch and record.trials[-1].outcome == "out_of_time" and record.trials[-1].steps == 8
+    assert "saturate fit" in record.next_command and "--budget" in record.next_command, record.next_command
 
 
 def test_a_proof_whose_epoch_did_not_end_in_time_counts_and_says_so(monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import time
@@ -298,11 +299,19 @@ def _advice_on_training(search: Search, answer: int) -> list[str]:
     return found
 
 
+#: What may prove a size where the budget did not, as a multiple of it.
+LONGER = 3
+
+
 def _next(asked: Asked, found: Fit) -> str:
     argv = asked.request.argv
+    memory = ["--memory", sizes.show(asked.memory_bytes).replace(" ", "").replace(",", "")] if asked.memory_bytes else []
     if found.verdict == "refused" and asked.knob is None:
-        memory = ["--memory", sizes.show(asked.memory_bytes).replace(" ", "").replace(",", "")] if asked.memory_bytes else []
         return shlex.join(["saturate", "fit", *memory, "--knob=--batch-size", "--", *argv])
+    if found.verdict == "inconclusive" and found.measured_batch is not None and found.trial_count < MOST_TRIALS:
+        knob = [f"--knob={asked.knob}"] if asked.knob is not None else []
+        longer = math.ceil(LONGER * asked.request.budget_s / 60)
+        return shlex.join(["saturate", "fit", *memory, *knob, "--budget", f"{longer}m", "--", *argv])
     if found.micro_batch is not None and asked.knob is not None:
         argv = with_knob(argv, asked.knob, found.micro_batch)
     return shlex.join(["saturate", "tune", "--", *argv])
