@@ -363,6 +363,67 @@ def body(forward, **modules):
     return Custom()
 
 
+def with_room_for_a_share(self, x):
+    """A mixture of experts drops what is more than an expert's share of the batch, but takes four of each batch at least."""
+    room = max(4, len(x) // 4)
+    to_first = self.linear(x)[:, 0] > 0
+    kept = ~to_first | (to_first.cumsum(0) <= room)
+    return x + self.linear(x) * kept[:, None]
+
+
+def beyond_eight(self, x):
+    y = self.linear(x)
+    return y - y.mean(0) if len(x) > 8 else y
+
+
+@pytest.mark.parametrize("forward", [with_room_for_a_share, beyond_eight])
+def test_what_couples_samples_beyond_a_size_only(forward):
+    torch.manual_seed(0)
+    said = refused(body(forward), torch.randn(64, 6))
+    assert "with 64 samples in 2 chunks" in said and "depend on each other" in said
+
+
+@pytest.mark.parametrize("ran, refused", [(8, False), (20, True)])
+def test_a_batch_that_never_ran_whole_is_compared_as_far_as_others_have(ran, refused, capfd):
+    """Eight show nothing of it, and nobody can know; twenty do."""
+    torch.manual_seed(0)
+    quota = Quota(limit=20, phases=("forward",))
+    quota.random.random = lambda: 0.5
+    model = body(beyond_eight_within(quota)).train()
+    dynamic_batch.apply(context_of(model), dynamic_batch.Options())
+    for _ in range(3):
+        model(torch.randn(ran, 6)).sum().backward()
+    if refused:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(torch.randn(24, 6))
+        assert "with 20 samples in 2 chunks" in capfd.readouterr().err
+    else:
+        assert "ChunkedForward" in model(torch.randn(24, 6)).grad_fn.name()
+
+
+def beyond_eight_within(quota):
+    def forward(self, x):
+        quota.visit("forward", 0, len(x))
+        return beyond_eight(self, x)
+
+    return forward
+
+
+def test_a_coupling_that_shows_later_ends_it(capfd):
+    """One batch may agree by chance; 1, 2, 4, 8... batches later it is looked at again."""
+    model = body(lambda self, x: self.linear(x) - (self.linear(x).mean(0) if self.coupled[0] else 0))
+    model.coupled = [False]
+    micro_batch.apply(context_of(model.train()), micro_batch.Options())
+    names = []
+    for batch in range(12):
+        model.coupled[0] = batch > 5
+        output = model(torch.randn(16, 6))
+        output.square().sum().backward()
+        names.append("ChunkedForward" in output.grad_fn.name())
+    assert names[1:8] == [True] * 7 and not any(names[9:])
+    assert "8 batch(es) ran in chunks before that showed" in capfd.readouterr().err
+
+
 def test_batch_norm_is_refused_unless_it_is_frozen():
     model = body(lambda self, x: self.norm(self.linear(x)), norm=torch.nn.BatchNorm1d(6))
     assert "normalizes over the batch" in refused(model, torch.randn(8, 6))

@@ -29,7 +29,9 @@ recognised, are left alone, with the reason on stderr; negatives in a loss outsi
 How it is applied
 -----------------
 Around the forward of the outermost trained modules. The first call of each structure of arguments is watched, then eight of
-its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Python's,
+its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
+batch is cut, and after 1, 2, 4, 8... that were, as many samples as have run at once are compared in the same way: a mixture
+of experts with room for a share of the batch drops nothing of a small one. What only larger batches do, nobody sees. Python's,
 NumPy's and torch's random numbers are drawn again where a chunk is run again. Each change is one line on stderr. Wrapped in
 DistributedDataParallel, each rank decides for itself, and its hooks see each gradient once. `limit_bytes` forecasts for
 less memory than there is. Module hooks and `torch.compile` outside of the model see nothing of it; a model that the script
@@ -111,6 +113,8 @@ def apply(context: Any, options: Options) -> str:
 
 class Insurance:
     """A `_chunk_guard.Policy`. Sizes up to `trusted` have run whole, backward included, and left memory to spare."""
+
+    whole_runs = False
 
     def __init__(self, context: Any, options: Options, say: Callable[[str], None]):
         self.context = context
