@@ -409,6 +409,19 @@ def beyond_eight_within(quota):
     return forward
 
 
+def test_what_a_module_builds_in_its_first_call_is_no_reason_when_it_is_watched_from_there_on():
+    def lazily(self, x):
+        self.kept = self.kept if self.kept is not None else len(x)
+        return self.linear(x)
+
+    model = body(lazily).train()
+    context = context_of(model)
+    context.early = True
+    micro_batch.apply(context, micro_batch.Options())
+    names = ["ChunkedForward" in model(torch.randn(8, 6)).grad_fn.name() for _ in range(3)]
+    assert names == [False, False, True]
+
+
 def test_a_coupling_that_shows_later_ends_it(capfd):
     """One batch may agree by chance; 1, 2, 4, 8... batches later it is looked at again."""
     model = body(lambda self, x: self.linear(x) - (self.linear(x).mean(0) if self.coupled[0] else 0))

@@ -28,8 +28,9 @@ recognised, are left alone, with the reason on stderr; negatives in a loss outsi
 
 How it is applied
 -----------------
-Around the forward of the outermost trained modules. The first call of each structure of arguments is watched, then eight of
-its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
+Around the forward of the outermost trained modules, from the first training forward on where an optimizer was built by then
+(otherwise from the step on that shows what a step is, about the fifth; a run that dies of memory before that says so). The
+first call of each structure of arguments is watched, then eight of its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
 batch is cut, and after 1, 2, 4, 8... that were, as many samples as have run at once are compared in the same way: a mixture
 of experts with room for a share of the batch drops nothing of a small one. What only larger batches do, nobody sees. Python's,
 NumPy's and torch's random numbers are drawn again where a chunk is run again. Each change is one line on stderr. Wrapped in
@@ -66,6 +67,9 @@ TECHNIQUE = Technique(
     touches=(Touch("forward", _chunk_guard.ORDER), Touch("micro-batches")),
 )
 
+
+#: The very first batch may be the one that does not fit.
+EARLY = True
 
 #: After so many batches of trusted sizes, one is guarded all the same: memory may have become scarce meanwhile.
 RECHECK = 256
