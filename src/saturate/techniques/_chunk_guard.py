@@ -18,6 +18,7 @@ from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
 from saturate.techniques._chunk_plan import NotSplittable, Plan
 from saturate.techniques._chunk_proof import SAMPLES, Watch, census, prove
+from saturate.techniques._chunk_rescue import Batch, Rescue
 from saturate.techniques._chunks import Call, Listener, free, out_of_memory, without_frames
 
 #: Outside of everything that changes how a module computes, a compiler included.
@@ -36,25 +37,26 @@ class Policy(Protocol):
 
     whole_runs: bool
 
-    def runs_whole(self, size: int) -> bool:
-        """Whether a batch of this size needs no care. Asked in every step."""
+    def runs_whole(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether a batch of input tensors of these shapes needs no care. Asked in every step."""
 
     def chunks(self, size: int, samples: int) -> int: ...
 
     def smaller(self, size: int, chunks: int, why: str) -> None:
         """A batch of `size` did not fit; `chunks` are tried next, and for later batches."""
 
-    def began(self, size: int, chunks: int) -> Callable[[], None]:
+    def began(self, size: int, chunks: int, shapes: tuple[Any, ...]) -> Callable[[], None]:
         """A batch begins; what is returned is called when its backward has succeeded."""
 
 
 class Guard:
     """One per trained module."""
 
-    def __init__(self, context: Any, module: Any, policy: Policy, say: Callable[[str], None]):
+    def __init__(self, context: Any, module: Any, policy: Policy, say: Callable[[str], None], rescue: Rescue | None = None):
         self.torch = context.torch
         self.policy = policy
         self.say = say
+        self.rescue = rescue                            # None: no batch runs whole
         self.plans: dict[Any, Plan | None] = {}
         self.cut: Counter[Any] = Counter()              # batches that ran in chunks, by structure
         self.compared: set[Any] = set()                 # structures, with the numbers of chunks that were shown to be exact
@@ -72,20 +74,32 @@ class Guard:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
-            size = _trees.numel((*args, *kwargs.values()), tensor)
-            if not self.policy.runs_whole(size):
-                return self._forward(inner, module, args, kwargs, size)
-            try:
-                return inner(module, *args, **kwargs)
-            except Exception as error:
-                if not out_of_memory(error, torch):
-                    raise
-                failure = without_frames(error)
-            return self._after_failure(inner, module, args, kwargs, size, failure)
+            if self.policy.runs_whole(_trees.shapes((*args, *kwargs.values()), tensor)):
+                return self._as_written(inner, module, args, kwargs)
+            return self._forward(inner, module, args, kwargs, _trees.numel((*args, *kwargs.values()), tensor))
 
         return forward
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
+
+    def _as_written(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """The script's own forward and backward, made up for where memory runs out in either."""
+        def again(failure: Exception) -> Any:
+            size = _trees.numel((*args, *kwargs.values()), self.torch.Tensor)
+            return self._after_failure(inner, module, args, kwargs, size, failure)
+
+        try:
+            output = inner(module, *args, **kwargs)
+        except Exception as error:
+            if not out_of_memory(error, self.torch):
+                raise
+            failure = without_frames(error)
+        else:
+            if self.rescue is None:
+                return output
+            inputs = _trees.taken_apart((args, kwargs), self.torch)[1]
+            return self.rescue.follow(output, Batch(self.rescue, module, inputs, again, self.say))
+        return again(failure)
 
     def _forward(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int) -> Any:
         try:
@@ -113,7 +127,7 @@ class Guard:
             try:
                 listener = Listener(
                     lambda failed, now, why: self._smaller(inner, module, skeleton, inputs, plan, key, size, -(-samples // now), why),
-                    self._done(key, samples, chunks, self.policy.began(size, chunks)), self._twice)
+                    self._done(key, samples, chunks, self.policy.began(size, chunks, _trees.shapes(inputs, torch.Tensor))), self._twice)
                 return Call(torch, module, inner, skeleton, plan, samples, chunks, listener).run(inputs)
             except Exception as error:
                 fits_not = out_of_memory(error, torch)
@@ -148,15 +162,9 @@ class Guard:
     def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, size: int,
                     key: Any, watch: Watch) -> Any:
         """The script's own forward, watched; then the proof."""
-        failure = None
-        try:
-            output = inner(module, *args, **kwargs)
-        except Exception as error:
-            if not out_of_memory(error, self.torch):
-                raise
-            failure = without_frames(error)
-        if failure is not None:
-            return self._after_failure(inner, module, args, kwargs, size, failure)
+        output = self._as_written(inner, module, args, kwargs)
+        if key in self.plans:
+            return output               # memory ran out, and it was examined for that
         try:
             problem = census(module, self.torch) or watch.problem()
             self.looks -= 1

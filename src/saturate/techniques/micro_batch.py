@@ -128,7 +128,7 @@ class Always:
         self.context = context
         self.parts = options.chunks
 
-    def runs_whole(self, size: int) -> bool:
+    def runs_whole(self, shapes: tuple[Any, ...]) -> bool:
         return False
 
     def chunks(self, size: int, samples: int) -> int:
@@ -137,7 +137,7 @@ class Always:
     def smaller(self, size: int, chunks: int, why: str) -> None:
         self.parts = max(self.parts, chunks)
 
-    def began(self, size: int, chunks: int) -> Callable[[], None]:
+    def began(self, size: int, chunks: int, shapes: tuple[Any, ...]) -> Callable[[], None]:
         return lambda: self.context.note(TECHNIQUE.id, f"backward by {chunks} chunks")
 
 
