@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import re
+import weakref
 
 import pytest
 
@@ -151,6 +153,99 @@ def train_with(model, before, samples=13, updates=20, options=None):
         return regression(model, updates, dynamic_batch, options, samples)
     finally:
         hook.remove()
+
+
+class Pair(Net):
+    """Two outputs, of which one is computed from the other."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"wide": y.tanh() * 2, "y": y}
+
+
+def of_both(output, target):
+    return functional.mse_loss(output["wide"] + output["y"], target) + output["y"].square().mean()
+
+
+@pytest.mark.parametrize("make, loss", [(Net, None), (Pair, of_both)])
+@pytest.mark.parametrize("accumulate, clear_to_none", [(1, True), (1, False), (3, False)])
+@pytest.mark.parametrize("place", range(4))
+def test_a_backward_of_a_trusted_size_runs_out(make, loss, accumulate, clear_to_none, place, capfd):
+    """In each place: later layers have their gradients by then, on top of what was there before, and earlier ones do not."""
+    plain, tuned = twins(make)
+    settings = {"loss": loss, "accumulate": accumulate, "clear_to_none": clear_to_none, "updates": 12}
+    expected, _ = regression(plain, **settings)
+    quota = tuned.quota[0] = FailsOnce(place, at=8 * accumulate)
+    seen = []
+    tuned.layers[0].weight.register_hook(lambda gradient: seen.append("first"))
+    tuned.head.weight.register_hook(lambda gradient: seen.append("last"))
+    losses, context = regression(tuned, technique=dynamic_batch, **settings)
+    try:
+        assert quota.failures == [("backward", place, 8)] and capfd.readouterr().err.count("ran out of memory") == 1
+        assert losses == pytest.approx(expected, rel=1e-12) and largest_difference(plain, tuned) < 1e-12
+        assert seen.count("first") == seen.count("last") == 12 * accumulate, "a hook saw a gradient more or less than once"
+    finally:
+        context.undo()
+
+
+class FailsOnce(Quota):
+    """In one place, in the backward number `at` of a whole batch that the script's own graph is walked in."""
+
+    def __init__(self, place, at):
+        super().__init__()
+        self.place, self.left = place, at
+
+    def visit(self, phase, place, samples):
+        if phase == "backward" and place == self.place and samples == 8 and self.left > 0:
+            self.left -= 1
+            if self.left == 0:
+                self.failures.append((phase, place, samples))
+                raise self.error()
+
+
+@pytest.mark.parametrize("loss, reason", [
+    (lambda model, x: (model(x) + model(x * 2)).sum(), "several forwards|another way"),
+    (lambda model, x: model(x.requires_grad_()).sum(), "input is differentiated"),
+    (lambda model, x: model(x).sum() + model.layers[0].weight.square().sum(), "another way than through this output"),
+])
+def test_a_backward_that_cannot_be_made_up_for_says_why(loss, reason, capfd):
+    model = Net().train()
+    context = context_of(model)
+    dynamic_batch.apply(context, dynamic_batch.Options())
+    try:
+        for _ in range(3):
+            loss(model, torch.randn(8, 6)).backward()
+        model.quota[0] = FailsOnce(1, at=1)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            loss(model, torch.randn(8, 6)).backward()
+        assert any(re.search(reason, note) for note in caught.value.__notes__), caught.value.__notes__
+        assert re.search(reason, capfd.readouterr().err)
+    finally:
+        context.undo()
+
+
+def test_the_failed_graph_is_released_though_the_script_holds_its_output():
+    """Else there would be no more room for the chunks than for the whole."""
+    from saturate.techniques._chunk_rescue import _release
+
+    saved = torch.randn(8, 6)
+    output = (torch.randn(8, 6, requires_grad=True) * saved).tanh()
+    held = weakref.ref(saved)
+    del saved
+    assert held() is not None
+    _release([output.grad_fn])
+    assert held() is None and output.grad_fn is not None
+
+
+def test_a_shape_is_trusted_by_each_of_its_dimensions():
+    """Eight sequences of four tokens say nothing about four of eight: attention grows with the square of the length."""
+    policy = dynamic_batch.Insurance(context_of(), dynamic_batch.Options(), print)
+    shapes = [(torch.Size(size),) for size in ((8, 4), (4, 8), (8, 3), (2, 4), (8, 5), (8,))]
+    assert not policy.runs_whole(shapes[0])
+    policy.began(32, 1, shapes[0])()
+    assert [policy.runs_whole(shape) for shape in shapes] == [True, False, True, True, False, False]
+    policy.smaller(32, 2, "")
+    assert not policy.runs_whole(shapes[0])
 
 
 def test_float32_deviates_by_association_only():
@@ -361,6 +456,80 @@ def body(forward, **modules):
 
     Custom.forward = forward
     return Custom()
+
+
+def with_room_for_a_share(self, x):
+    """A mixture of experts drops what is more than an expert's share of the batch, but takes four of each batch at least."""
+    room = max(4, len(x) // 4)
+    to_first = self.linear(x)[:, 0] > 0
+    kept = ~to_first | (to_first.cumsum(0) <= room)
+    return x + self.linear(x) * kept[:, None]
+
+
+def beyond_eight(self, x):
+    y = self.linear(x)
+    return y - y.mean(0) if len(x) > 8 else y
+
+
+@pytest.mark.parametrize("forward", [with_room_for_a_share, beyond_eight])
+def test_what_couples_samples_beyond_a_size_only(forward):
+    torch.manual_seed(0)
+    said = refused(body(forward), torch.randn(64, 6))
+    assert "with 64 samples in 2 chunks" in said and "depend on each other" in said
+
+
+@pytest.mark.parametrize("ran, refused", [(8, False), (20, True)])
+def test_a_batch_that_never_ran_whole_is_compared_as_far_as_others_have(ran, refused, capfd):
+    """Eight show nothing of it, and nobody can know; twenty do."""
+    torch.manual_seed(0)
+    quota = Quota(limit=20, phases=("forward",))
+    quota.random.random = lambda: 0.5
+    model = body(beyond_eight_within(quota)).train()
+    dynamic_batch.apply(context_of(model), dynamic_batch.Options())
+    for _ in range(3):
+        model(torch.randn(ran, 6)).sum().backward()
+    if refused:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(torch.randn(24, 6))
+        assert "with 20 samples in 2 chunks" in capfd.readouterr().err
+    else:
+        assert "ChunkedForward" in model(torch.randn(24, 6)).grad_fn.name()
+
+
+def beyond_eight_within(quota):
+    def forward(self, x):
+        quota.visit("forward", 0, len(x))
+        return beyond_eight(self, x)
+
+    return forward
+
+
+def test_what_a_module_builds_in_its_first_call_is_no_reason_when_it_is_watched_from_there_on():
+    def lazily(self, x):
+        self.kept = self.kept if self.kept is not None else len(x)
+        return self.linear(x)
+
+    model = body(lazily).train()
+    context = context_of(model)
+    context.early = True
+    micro_batch.apply(context, micro_batch.Options())
+    names = ["ChunkedForward" in model(torch.randn(8, 6)).grad_fn.name() for _ in range(3)]
+    assert names == [False, False, True]
+
+
+def test_a_coupling_that_shows_later_ends_it(capfd):
+    """One batch may agree by chance; 1, 2, 4, 8... batches later it is looked at again."""
+    model = body(lambda self, x: self.linear(x) - (self.linear(x).mean(0) if self.coupled[0] else 0))
+    model.coupled = [False]
+    micro_batch.apply(context_of(model.train()), micro_batch.Options())
+    names = []
+    for batch in range(12):
+        model.coupled[0] = batch > 5
+        output = model(torch.randn(16, 6))
+        output.square().sum().backward()
+        names.append("ChunkedForward" in output.grad_fn.name())
+    assert names[1:8] == [True] * 7 and not any(names[9:])
+    assert "8 batch(es) ran in chunks before that showed" in capfd.readouterr().err
 
 
 def test_batch_norm_is_refused_unless_it_is_frozen():

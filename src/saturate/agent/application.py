@@ -232,7 +232,18 @@ def _report_end(session: Any) -> None:
     """The script of a `run` has trained, and ended before all techniques had their turn."""
     tried = {entry["id"] for entry, _ in session.applied}
     late = [entry["id"] for entry in session.plan["techniques"] if entry["id"] not in tried]
-    if late and session.counts and os.getpid() == session.pid and observe.rank() == 0:
-        sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: the script ended within the few steps that show what one "
-                         "is\n")
+    short = _died_of_memory(session)
+    if late and (session.counts or short) and os.getpid() == session.pid and observe.rank() == 0:
+        why = "the script ended within the few steps that show what one is"
+        if short:
+            why = ("the script ran out of memory within the first steps; such techniques act once those have shown what a "
+                   "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
+        sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: {why}\n")
         _report_run(session)
+
+
+def _died_of_memory(session: Any) -> bool:
+    from saturate.techniques._chunks import out_of_memory
+
+    error = getattr(sys, "last_value", None)        # what ended the script; it is kept for debuggers
+    return error is not None and out_of_memory(error, session.torch)

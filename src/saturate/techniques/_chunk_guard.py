@@ -1,53 +1,68 @@
 """Between the script and a module's forward: decides for every batch whether it runs whole or in chunks.
 
 A structure of arguments is looked at once (`_chunk_proof`): the script's own forward is watched, and a few of its samples
-prove that chunks give the same. What cannot be proved runs as the script wrote it.
+prove that chunks give the same. Before a batch is cut, and now and then from there on, the same is shown at its own size
+(`_chunk_compare`). What cannot be proved runs as the script wrote it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from saturate.techniques import _trees
 from saturate.techniques._api import NotApplied
+from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
 from saturate.techniques._chunk_plan import NotSplittable, Plan
-from saturate.techniques._chunk_proof import Watch, census, prove
+from saturate.techniques._chunk_proof import SAMPLES, Watch, census, prove
+from saturate.techniques._chunk_rescue import Batch, Rescue
 from saturate.techniques._chunks import Call, Listener, free, out_of_memory, without_frames
 
 #: Outside of everything that changes how a module computes, a compiler included.
 ORDER = 95
+
+#: How often the script's own forward is watched, from its very first call on: what is built lazily changes the module once.
+EARLY_LOOKS = 3
 
 #: Structures of arguments that are looked at; a script with more of them is left alone from there on.
 MOST_STRUCTURES = 16
 
 
 class Policy(Protocol):
-    """Decides how many chunks a batch gets. Sizes are entries of all input tensors."""
+    """Decides how many chunks a batch gets. Sizes are entries of all input tensors. `whole_runs`: batches that are cut would
+    run whole as well, so that they can be compared."""
 
-    def runs_whole(self, size: int) -> bool:
-        """Whether a batch of this size needs no care. Asked in every step."""
+    whole_runs: bool
+
+    def runs_whole(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether a batch of input tensors of these shapes needs no care. Asked in every step."""
 
     def chunks(self, size: int, samples: int) -> int: ...
 
     def smaller(self, size: int, chunks: int, why: str) -> None:
         """A batch of `size` did not fit; `chunks` are tried next, and for later batches."""
 
-    def began(self, size: int, chunks: int) -> Callable[[], None]:
+    def began(self, size: int, chunks: int, shapes: tuple[Any, ...]) -> Callable[[], None]:
         """A batch begins; what is returned is called when its backward has succeeded."""
 
 
 class Guard:
     """One per trained module."""
 
-    def __init__(self, context: Any, module: Any, policy: Policy, say: Callable[[str], None]):
+    def __init__(self, context: Any, module: Any, policy: Policy, say: Callable[[str], None], rescue: Rescue | None = None):
         self.torch = context.torch
         self.policy = policy
         self.say = say
+        self.rescue = rescue                            # None: no batch runs whole
         self.plans: dict[Any, Plan | None] = {}
+        self.cut: Counter[Any] = Counter()              # batches that ran in chunks, by structure
+        self.compared: set[Any] = set()                 # structures, with the numbers of chunks that were shown to be exact
+        self.ran: dict[Any, int] = {}                   # most samples that have run at once, by structure
         self.off = False
+        self.looks = EARLY_LOOKS if context.early else 1
         problem = _refusal(module, self.torch)
         if problem:
             raise NotApplied(problem)
@@ -59,20 +74,32 @@ class Guard:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
-            size = _trees.numel((*args, *kwargs.values()), tensor)
-            if not self.policy.runs_whole(size):
-                return self._forward(inner, module, args, kwargs, size)
-            try:
-                return inner(module, *args, **kwargs)
-            except Exception as error:
-                if not out_of_memory(error, torch):
-                    raise
-                failure = without_frames(error)
-            return self._after_failure(inner, module, args, kwargs, size, failure)
+            if self.policy.runs_whole(_trees.shapes((*args, *kwargs.values()), tensor)):
+                return self._as_written(inner, module, args, kwargs)
+            return self._forward(inner, module, args, kwargs, _trees.numel((*args, *kwargs.values()), tensor))
 
         return forward
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
+
+    def _as_written(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """The script's own forward and backward, made up for where memory runs out in either."""
+        def again(failure: Exception) -> Any:
+            size = _trees.numel((*args, *kwargs.values()), self.torch.Tensor)
+            return self._after_failure(inner, module, args, kwargs, size, failure)
+
+        try:
+            output = inner(module, *args, **kwargs)
+        except Exception as error:
+            if not out_of_memory(error, self.torch):
+                raise
+            failure = without_frames(error)
+        else:
+            if self.rescue is None:
+                return output
+            inputs = _trees.taken_apart((args, kwargs), self.torch)[1]
+            return self.rescue.follow(output, Batch(self.rescue, module, inputs, again, self.say))
+        return again(failure)
 
     def _forward(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int) -> Any:
         try:
@@ -86,26 +113,28 @@ class Guard:
             return inner(module, *args, **kwargs)
         if watch is not None:
             return self._first_look(inner, module, skeleton, inputs, args, kwargs, size, key, watch)
-        if plan is None:
+        if plan is None or not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
             return inner(module, *args, **kwargs)
-        return self._run(inner, module, skeleton, inputs, plan, size, chunks)
+        return self._run(inner, module, skeleton, inputs, plan, key, size, chunks)
 
-    def _run(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, size: int, chunks: int) -> Any:
+    def _run(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int, chunks: int) -> Any:
         """In as many chunks as it takes."""
         torch = self.torch
+        self.cut[key] += chunks > 1
         samples = plan.samples(inputs)
         state = Randomness(torch, devices_of(module, torch))
         while True:
             try:
                 listener = Listener(
-                    lambda failed, now, why: self.policy.smaller(size, -(-samples // now), why),
-                    self.policy.began(size, chunks), self._twice)
+                    lambda failed, now, why: self._smaller(inner, module, skeleton, inputs, plan, key, size, -(-samples // now), why),
+                    self._done(key, samples, chunks, self.policy.began(size, chunks, _trees.shapes(inputs, torch.Tensor))), self._twice)
                 return Call(torch, module, inner, skeleton, plan, samples, chunks, listener).run(inputs)
             except Exception as error:
                 fits_not = out_of_memory(error, torch)
                 if fits_not and chunks >= samples:
                     raise
-                why = str(error) if fits_not or isinstance(error, NotSplittable) else _in_words(error)
+                why = str(error) if isinstance(error, NotSplittable) else _in_words(error)
+                failure = without_frames(error)
             state.restore()
             if not fits_not:            # the script's own error is raised again by its own forward
                 self._give_up(why)
@@ -113,7 +142,7 @@ class Guard:
                 return inner(module, *args, **kwargs)
             free(torch)
             chunks = min(samples, 2 * chunks)
-            self.policy.smaller(size, chunks, why)
+            self._smaller(inner, module, skeleton, inputs, plan, key, size, chunks, failure)
 
     def _after_failure(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int, failure: Exception) -> Any:
         """Memory ran out in a forward that the script ran whole."""
@@ -123,27 +152,24 @@ class Guard:
         if key not in self.plans:
             self._examine(inner, module, skeleton, inputs, key)
         plan = self.plans[key]
-        if plan is None or not _agree_on_two(plan, inputs):
+        if plan is None or not _agree_on_two(plan, inputs) or not self._exact(inner, module, skeleton, inputs, plan, key, 2):
             raise failure
         self.policy.smaller(size, 2, str(failure))
-        return self._run(inner, module, skeleton, inputs, plan, size, 2)
+        return self._run(inner, module, skeleton, inputs, plan, key, size, 2)
 
     # -- whether it can be cut -------------------------------------------------------------------------------------
 
     def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, size: int,
                     key: Any, watch: Watch) -> Any:
         """The script's own forward, watched; then the proof."""
-        failure = None
-        try:
-            output = inner(module, *args, **kwargs)
-        except Exception as error:
-            if not out_of_memory(error, self.torch):
-                raise
-            failure = without_frames(error)
-        if failure is not None:
-            return self._after_failure(inner, module, args, kwargs, size, failure)
+        output = self._as_written(inner, module, args, kwargs)
+        if key in self.plans:
+            return output               # memory ran out, and it was examined for that
         try:
             problem = census(module, self.torch) or watch.problem()
+            self.looks -= 1
+            if problem and self.looks > 0:
+                return output
             if problem:
                 self._refuse(key, problem)
             else:
@@ -164,6 +190,41 @@ class Guard:
         except NotSplittable as reason:
             self._refuse(key, str(reason))
         free(self.torch)
+
+    def _exact(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, chunks: int) -> bool:
+        """Whether so many chunks of this batch give what it gives whole. Looked at for each number of chunks, and after 1, 2,
+        4, 8... batches that were cut: one batch may agree by chance. What has not run whole is compared as far as batches have."""
+        cut = self.cut[key]
+        if chunks < 2 or ((key, chunks) in self.compared and (cut & (cut - 1) or cut < 1)):
+            return True
+        samples = plan.samples(inputs)
+        known = max(self.ran.get(key, 0), min(SAMPLES[0], samples))
+        most = samples if self.policy.whole_runs else min(samples, known)
+        try:
+            seen = compare(module, inner, skeleton, inputs, plan, most, chunks, self.torch)
+        except NotSplittable as reason:
+            self._refuse(key, f"{reason}" + (f"; {cut} batch(es) ran in chunks before that showed" if cut else ""))
+            return False
+        finally:
+            free(self.torch)
+        if seen < most and self.policy.whole_runs and (key, chunks) not in self.compared:
+            self.say(f"in {chunks} chunks was compared with {seen} samples at once: {samples} do not fit twice")
+        self.compared.add((key, chunks))
+        return True
+
+    def _smaller(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int,
+                 chunks: int, failure: Exception) -> None:
+        """A batch did not fit on the way. Raises the failure where chunks are not exact."""
+        if not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
+            raise failure
+        self.policy.smaller(size, chunks, str(failure))
+
+    def _done(self, key: Any, samples: int, chunks: int, then: Callable[[], None]) -> Callable[[], None]:
+        def done() -> None:
+            self.ran[key] = max(self.ran.get(key, 0), -(-samples // chunks))
+            then()
+
+        return done
 
     def _refuse(self, key: Any, reason: str) -> None:
         self.plans[key] = None

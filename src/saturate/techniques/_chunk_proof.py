@@ -8,6 +8,7 @@ compares every output and every gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ _TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 8e-
 _TOLERANCE_TF32 = 1e-2
 #: What is this small beside the largest of all gradients is rounding noise (the bias of a key in attention).
 _NOISE = 1e-3
+
+_OTHER_OUTPUTS = "the outputs of chunks are not those of the whole batch: its samples depend on each other"
 
 #: Hooks of these packages do not look at batches, or look at each alike.
 _KNOWN_HOOKS = ("torch.", "saturate.", "accelerate.", "peft.", "transformers.")
@@ -177,7 +180,7 @@ class Proof:
             choices = self._layouts(runs)
             chosen = next((plan for plan in choices if self._joins(plan, runs, ranges)), None)
             if chosen is None:
-                raise NotSplittable("the outputs of chunks are not those of the whole batch: its samples depend on each other")
+                raise NotSplittable(_OTHER_OUTPUTS)
             self._gradients_agree(chosen, runs, ranges)
         self._repeats(ranges[1])
         return chosen
@@ -259,35 +262,37 @@ class Proof:
     def _gradients_agree(self, plan: Plan, runs: list[Any], ranges: list[Any]) -> None:
         weights = [self._cotangent(output) for output in runs[0][2]]
         whole = self._gradients(runs[0], weights)
-        parts = []
-        for run, (start, stop) in zip(runs[1:], ranges[1:]):
-            part = []
-            for index, (layout, weight) in enumerate(zip(plan.outputs, weights)):
-                if weight is None:
-                    part.append(None)
-                elif layout.kind == "joined":
-                    part.append(gradient_of_part(layout, weight, self.samples, start, stop))
-                elif layout.kind == "same":
-                    part.append(weight if start == 0 else None)
-                else:
-                    part.append(weight * share_of_loss(layout, run[2][index], run[3], self.totals[index], self.torch))
-            parts.append(self._gradients(run, part))
-        count = len(self.inputs)
-        sums = [_sum(a, b) for a, b in zip(*(part[count:] for part in parts))]
-        for position in range(count):
-            if position in plan.split:
-                continue
-            sums.append(_sum(parts[0][position], parts[1][position]))
-            whole.append(whole[position])
-        for position in sorted(plan.split):
-            for part, (start, stop) in zip(parts, ranges[1:]):
-                if whole[position] is not None and part[position] is not None:
-                    sums.append(part[position])
-                    whole.append(whole[position].narrow(plan.dim, start, stop - start))
-        whole = whole[count:]
         self._known_leaves(runs[0])
-        largest = max((float(g.detach().abs().max()) for g in whole if g is not None and g.numel()), default=0.0)
-        for ours, theirs in zip(sums, whole):
+        self._add_up(plan, whole, ((self._gradients_of_part(plan, run, weights, start, stop), start, stop)
+                                   for run, (start, stop) in zip(runs[1:], ranges[1:])))
+
+    def _gradients_of_part(self, plan: Plan, run: Any, weights: list[Any], start: int, stop: int) -> list[Any]:
+        """Those of inputs and parameters, for the cotangents of the whole outputs."""
+        part = []
+        for index, (layout, weight) in enumerate(zip(plan.outputs, weights)):
+            if weight is None:
+                part.append(None)
+            elif layout.kind == "joined":
+                part.append(gradient_of_part(layout, weight, self.samples, start, stop))
+            elif layout.kind == "same":
+                part.append(weight if start == 0 else None)
+            else:
+                part.append(weight * share_of_loss(layout, run[2][index], run[3], self.totals[index], self.torch))
+        return self._gradients(run, part)
+
+    def _add_up(self, plan: Plan, whole: list[Any], parts: Iterable[tuple[list[Any], int, int]]) -> None:
+        """Raise NotSplittable unless the parts' gradients are those of the whole: of cut inputs side by side, others added."""
+        pairs = []
+        sums: list[Any] = [None] * len(whole)
+        for part, start, stop in parts:
+            for position, gradient in enumerate(part):
+                if position not in plan.split:
+                    sums[position] = _sum(sums[position], gradient)
+                elif whole[position] is not None and gradient is not None:
+                    pairs.append((gradient, whole[position].narrow(plan.dim, start, stop - start)))
+        pairs += [(ours, theirs) for position, (ours, theirs) in enumerate(zip(sums, whole)) if position not in plan.split]
+        largest = max((float(g.detach().abs().max()) for _, g in pairs if g is not None and g.numel()), default=0.0)
+        for ours, theirs in pairs:
             if (ours is None) != (theirs is None):
                 raise NotSplittable("which parameters have gradients depends on the batch")
             if ours is not None and not self._agree(ours, theirs, _NOISE * largest):

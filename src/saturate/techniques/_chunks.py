@@ -74,9 +74,9 @@ class Piece:
 @dataclass
 class Listener:
     """Who is told how a call went. `smaller`: the samples that did not fit in a backward, how many should run at
-    once from there on, and what the error said; `done`: a backward has succeeded; `twice`: the script differentiates gradients."""
+    once from there on, and the error (it may raise it: where they must not be cut); `done`: a backward has succeeded; `twice`: the script differentiates gradients."""
 
-    smaller: Callable[[int, int, str], None] = lambda samples, now, why: None
+    smaller: Callable[[int, int, Exception], None] = lambda samples, now, failure: None
     done: Callable[[], None] = lambda: None
     twice: Callable[[], None] = lambda: None
 
@@ -225,10 +225,10 @@ class Call:
         free(self.torch)
         samples = piece.stop - piece.start
         if samples > 1 and not piece.drew:
-            self.listener.smaller(samples, -(-samples // 2), str(failure))
+            self.listener.smaller(samples, -(-samples // 2), failure)
             return [Piece(piece.start + start, piece.start + stop, piece.state) for start, stop in bounds(samples, 2)]
         if self.devices and not piece.offload:
-            self.listener.smaller(samples, -(-samples // 2), str(failure))
+            self.listener.smaller(samples, -(-samples // 2), failure)
             return [Piece(piece.start, piece.stop, piece.state, piece.drew, offload=True)]
         failure.add_note(f"saturate: a backward pass over {samples} sample(s) did not fit, and "
                          + ("it drew random numbers, so its samples cannot be run one by one" if samples > 1

@@ -92,6 +92,19 @@ def numel(values: Any, tensor: type) -> int:
     return count
 
 
+def shapes(values: Any, tensor: type) -> tuple[Any, ...]:
+    """Of all tensors in nested `values`. Cheap: it runs in every step."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, tensor):
+            found.append(value.shape)
+        elif isinstance(value, (list, tuple)):
+            found += shapes(value, tensor)
+        elif isinstance(value, Mapping):
+            found += shapes(value.values(), tensor)
+    return tuple(found)
+
+
 #: What torch keeps on every module, or on its own kinds of module, and maintains itself.
 _TORCH_S_OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
 

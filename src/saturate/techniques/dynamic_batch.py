@@ -14,8 +14,12 @@ a larger model. It is insurance and not a speed-up, so it is not raced: put it i
 When it hurts
 -------------
 A chunked step costs one more forward. A batch larger than all before it is guarded: its gradients are handed over at the
-end of the backward and not during it, so communication does not overlap there. Sizes that have fit with 15 % of the memory
-to spare run as the script wrote them. The optimizer's own memory is not covered, nor is a backward on a CPU that runs out
+end of the backward and not during it, so communication does not overlap there. Shapes that have fit with 15 % of the memory
+to spare, and smaller ones in every dimension, run as the script wrote them; where the backward of one runs out all the same,
+the parameters that have their gradient keep it, and the others get theirs from chunks. Not then, with the reason on stderr:
+where the forward draws random numbers, one backward goes through several forwards, the input is differentiated as well, the
+loss reaches parameters past the model's output that have no gradient yet, a hook acts on gradients once they are there, the
+model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`. The optimizer's own memory is not covered, nor is a backward on a CPU that runs out
 after a forward with dropout: whole-batch random numbers cannot be drawn again by parts (on a GPU, its activations then
 wait in host memory).
 
@@ -28,8 +32,11 @@ recognised, are left alone, with the reason on stderr; negatives in a loss outsi
 
 How it is applied
 -----------------
-Around the forward of the outermost trained modules. The first call of each structure of arguments is watched, then eight of
-its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Python's,
+Around the forward of the outermost trained modules, from the first training forward on where an optimizer was built by then
+(otherwise from the step on that shows what a step is, about the fifth; a run that dies of memory before that says so). The
+first call of each structure of arguments is watched, then eight of its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
+batch is cut, and after 1, 2, 4, 8... that were, as many samples as have run at once are compared in the same way: a mixture
+of experts with room for a share of the batch drops nothing of a small one. What only larger batches do, nobody sees. Python's,
 NumPy's and torch's random numbers are drawn again where a chunk is run again. Each change is one line on stderr. Wrapped in
 DistributedDataParallel, each rank decides for itself, and its hooks see each gradient once. `limit_bytes` forecasts for
 less memory than there is. Module hooks and `torch.compile` outside of the model see nothing of it; a model that the script
@@ -52,7 +59,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _chunk_guard, _common
+from saturate.techniques import _chunk_guard, _chunk_rescue, _common
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 from saturate.techniques._memory_forecast import TRUSTED, Forecast, Memory, memory
 
@@ -65,8 +72,15 @@ TECHNIQUE = Technique(
 )
 
 
+#: The very first batch may be the one that does not fit.
+EARLY = True
+
 #: After so many batches of trusted sizes, one is guarded all the same: memory may have become scarce meanwhile.
 RECHECK = 256
+
+
+#: Shapes that are remembered as trusted; further ones are compared in each step.
+MOST_SHAPES = 512
 
 
 @dataclass(frozen=True)
@@ -101,35 +115,48 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
+    rescue = _chunk_rescue.Rescue(context)
+
     def wrap(module: Any) -> None:
         say = _chunk_guard.speaker(context, TECHNIQUE.id, module)
-        _chunk_guard.Guard(context, module, Insurance(context, options, say), say)
+        _chunk_guard.Guard(context, module, Insurance(context, options, say), say, rescue)
 
     count = _common.wrap_all(context, wrap)
+    rescue.install(context)
     return f"forward of {count} module(s) watched; a batch that does not fit is run in chunks"
 
 
 class Insurance:
-    """A `_chunk_guard.Policy`. Sizes up to `trusted` have run whole, backward included, and left memory to spare."""
+    """A `_chunk_guard.Policy`. Shapes up to those in `trusted` have run whole, backward included, and left memory
+    to spare. Not their number of entries: what a model takes may grow faster along one dimension than along another."""
+
+    whole_runs = False
 
     def __init__(self, context: Any, options: Options, say: Callable[[str], None]):
         self.context = context
         self.options = options
         self.say = say
-        self.trusted = 0
+        self.trusted: dict[tuple[Any, ...], int] = {}       # entries by shapes of the input tensors
         self.most = math.inf            # the largest size that may run at once
         self.forecast = Forecast()
         self.told = 1
         self.until_recheck = RECHECK
 
-    def runs_whole(self, size: int) -> bool:
-        if size > self.trusted:
+    def runs_whole(self, shapes: tuple[Any, ...]) -> bool:
+        if shapes not in self.trusted and not self._within(shapes):
             return False
         self.until_recheck -= 1
         if self.until_recheck > 0:
             return True
         self.until_recheck = RECHECK
         return False
+
+    def _within(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether each dimension is at most that of shapes which ran. What is found is remembered."""
+        larger = next((known for known in self.trusted if _reaches(known, shapes)), None)
+        if larger is not None and len(self.trusted) < MOST_SHAPES:
+            self.trusted[shapes] = self.trusted[larger]
+        return larger is not None
 
     def chunks(self, size: int, samples: int) -> int:
         wanted = max(math.ceil(size / self.most), self.forecast.chunks(size, self._memory()))
@@ -143,31 +170,38 @@ class Insurance:
         if size / chunks >= self.most:
             return                      # known: the other chunks of the same backward fail alike
         self.most = size / chunks
-        self.trusted = min(self.trusted, int(self.most))
+        self.trusted = {shapes: entries for shapes, entries in self.trusted.items() if entries <= self.most}
         self.told = max(self.told, chunks)
         first_line = why.splitlines()[0][:120] if why else "no text"
         self.say(f"ran out of memory; batches of this size run in {chunks} chunks from here on ({first_line})")
 
-    def began(self, size: int, chunks: int) -> Callable[[], None]:
+    def began(self, size: int, chunks: int, shapes: tuple[Any, ...]) -> Callable[[], None]:
         before = self._memory()
 
         def done() -> None:
             after = self._memory()
             if chunks == 1:
                 self.forecast.observe(size, before, after)
-                self._trust(size, after)
+                self._trust(size, shapes, after)
             self.context.note(TECHNIQUE.id, f"batches of up to {size} entries guarded, the latest in {chunks} chunk(s)")
 
         return done
 
-    def _trust(self, size: int, now: Memory) -> None:
+    def _trust(self, size: int, shapes: tuple[Any, ...], now: Memory) -> None:
         if now.capacity is None or now.peak <= TRUSTED * now.capacity:
-            self.trusted = max(self.trusted, size if size <= self.most else 0)
+            if size <= self.most:
+                self.trusted = {known: entries for known, entries in self.trusted.items() if not _reaches(shapes, known)}
+                self.trusted[shapes] = size
         else:
-            self.trusted = 0            # scarce: every batch is guarded from here on
+            self.trusted = {}           # scarce: every batch is guarded from here on
 
     def _memory(self) -> Memory:
         return memory(self.context.torch, self.context.device, self.options.limit_bytes)
+
+
+def _reaches(large: tuple[Any, ...], small: tuple[Any, ...]) -> bool:
+    return len(large) == len(small) and all(
+        len(a) == len(b) and all(x >= y for x, y in zip(a, b)) for a, b in zip(large, small))
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

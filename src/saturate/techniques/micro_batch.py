@@ -26,7 +26,11 @@ entries it is the mean of, padding left out; negatives in a loss outside of the 
 How it is applied
 -----------------
 Around the forward of the outermost trained modules. The first call is watched, then eight of its samples are run whole and
-in two chunks, with random numbers set aside; every output and gradient must agree before anything is cut. Only splitting is
+in two chunks, with random numbers set aside; every output and gradient must agree before anything is cut. Then the first
+batch that would be cut is compared in the same way as a whole, in the very chunks asked for, and again after 1, 2, 4, 8...
+batches: a mixture of experts with room for a share of the batch drops nothing of a small one, and not always of a large
+one. Such a comparison takes what a step of the script's own takes; what does not fit is compared as far as it does, and a
+line on stderr says so. A coupling that shows only in batches between those looked at is not seen. Only splitting is
 offered: merging the script's own accumulation steps is not. From outside of the loop it could only be done by drawing the
 batches of a whole update ahead, running the model on all of them when the script gives it the first, and holding each loss's
 gradient back until the last. The script's own code between loader and model (copies, augmentation, noise) would have to run
@@ -118,11 +122,13 @@ def apply(context: Any, options: Options) -> str:
 class Always:
     """A `_chunk_guard.Policy`: every batch in the same number of chunks; in more where they do not fit."""
 
+    whole_runs = True           # as it did in the steps before this had its turn
+
     def __init__(self, context: Any, options: Options):
         self.context = context
         self.parts = options.chunks
 
-    def runs_whole(self, size: int) -> bool:
+    def runs_whole(self, shapes: tuple[Any, ...]) -> bool:
         return False
 
     def chunks(self, size: int, samples: int) -> int:
@@ -131,7 +137,7 @@ class Always:
     def smaller(self, size: int, chunks: int, why: str) -> None:
         self.parts = max(self.parts, chunks)
 
-    def began(self, size: int, chunks: int) -> Callable[[], None]:
+    def began(self, size: int, chunks: int, shapes: tuple[Any, ...]) -> Callable[[], None]:
         return lambda: self.context.note(TECHNIQUE.id, f"backward by {chunks} chunks")
 
 
