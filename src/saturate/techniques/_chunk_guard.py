@@ -74,15 +74,16 @@ class Guard:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
-            if self.policy.runs_whole(_trees.shapes((*args, *kwargs.values()), tensor)):
-                return self._as_written(inner, module, args, kwargs)
+            inputs = _trees.tensors((*args, *kwargs.values()), tensor)
+            if self.policy.runs_whole(tuple(one.shape for one in inputs)):
+                return self._as_written(inner, module, inputs, args, kwargs)
             return self._forward(inner, module, args, kwargs, _trees.numel((*args, *kwargs.values()), tensor))
 
         return forward
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
 
-    def _as_written(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _as_written(self, inner: Any, module: Any, inputs: list[Any], args: Any, kwargs: Any) -> Any:
         """The script's own forward and backward, made up for where memory runs out in either."""
         def again(failure: Exception) -> Any:
             size = _trees.numel((*args, *kwargs.values()), self.torch.Tensor)
@@ -97,7 +98,6 @@ class Guard:
         else:
             if self.rescue is None:
                 return output
-            inputs = _trees.taken_apart((args, kwargs), self.torch)[1]
             return self.rescue.follow(output, Batch(self.rescue, module, inputs, again, self.say))
         return again(failure)
 
@@ -162,7 +162,7 @@ class Guard:
     def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, size: int,
                     key: Any, watch: Watch) -> Any:
         """The script's own forward, watched; then the proof."""
-        output = self._as_written(inner, module, args, kwargs)
+        output = self._as_written(inner, module, inputs, args, kwargs)
         if key in self.plans:
             return output               # memory ran out, and it was examined for that
         try:

@@ -92,17 +92,22 @@ def numel(values: Any, tensor: type) -> int:
     return count
 
 
-def shapes(values: Any, tensor: type) -> tuple[Any, ...]:
-    """Of all tensors in nested `values`. Cheap: it runs in every step."""
+def tensors(values: Any, tensor: type) -> list[Any]:
+    """All tensors in nested `values`. Cheap: it runs in every step."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, tensor):
-            found.append(value.shape)
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += shapes(value, tensor)
+            found += tensors(value, tensor)
         elif isinstance(value, Mapping):
-            found += shapes(value.values(), tensor)
-    return tuple(found)
+            found += tensors(value.values(), tensor)
+    return found
+
+
+def shapes(values: Any, tensor: type) -> tuple[Any, ...]:
+    """Of all tensors in nested `values`."""
+    return tuple(one.shape for one in tensors(values, tensor))
 
 
 #: What torch keeps on every module, or on its own kinds of module, and maintains itself.
