@@ -258,6 +258,11 @@ def _numerics(module: ModuleType, plain: Any, tuned: Any) -> Iterator[str]:
         yield "its class is exact, but the trained parameters differ from the baseline's"
 
 
+#: What dynamo writes on the parameters of any model that it compiles, also one that the script compiles itself. torch alone loads
+#: it, with weights_only as well.
+_MARKS = {"_dynamo_static_input_type", "guarded", "unguarded", "_rebuild_parameter_with_state"}
+
+
 def _copies(module: ModuleType, plain: Any, tuned: Any) -> Iterator[str]:
     """A deep copy (an EMA model, for one) must run its own weights, and a pickle must not need saturate."""
     import torch
@@ -282,7 +287,7 @@ def _copies(module: ModuleType, plain: Any, tuned: Any) -> Iterator[str]:
             continue
         if label == "pickle":
             # Also what torch.load(weights_only=True) refuses, and what a plain model does not need: a call of `getattr`.
-            needed = sorted(_globals(stored) - _globals(dump(plain.model)))
+            needed = sorted(_globals(stored) - _globals(dump(plain.model)) - _MARKS)
             if needed:
                 yield f"a pickled model needs {', '.join(needed)} to load"
         loaded = pickle.loads(stored) if label == "pickle" else torch.load(io.BytesIO(stored), weights_only=False)
