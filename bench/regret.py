@@ -31,12 +31,12 @@ from _race import Arena, guarded, say, script, time_ratio
 from saturate.measure.race import Limits
 from saturate.records.options import options_from
 from saturate.records.result import StudyRecord, TechniqueOutcome
-from saturate.study.bench import Bench
+from saturate.study.bench import Bench, Pace
 from saturate.study.candidates import Candidate, Set, key
 from saturate.study.racing import Racer, Result
 from saturate.study.search import ADD, SCREEN
 from saturate.study.tune import AA, FINAL
-from saturate.study.verification import Verifier
+from saturate.study.verification import UPDATES, Verifier
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded
 
@@ -99,12 +99,15 @@ class Exhaustive:
 
     def __init__(self, bench: Bench, care: Care):
         self.bench, self.care = bench, care
-        self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench, side_by_side=True)
+        self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench)
 
     def run(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> tuple[Set, int]:
         """The fastest subset that verifies (perhaps none: the baseline), and how many subsets were raced."""
         live = self.bench.live("baseline", ())
         self.bench.step, self.bench.reference_tokens = live.hello["step"], live.hello["step"]["tokens"]
+        # As tune does: these workloads use all cores of a CPU.
+        self.bench.pace = Pace(live.step_ms / 1e3, live.startup_s, crowded=True)
+        self.verifier.side_by_side = not self.bench.pace.loses(UPDATES)
         self.bench.finish_live(live)
         self.racer.learn_noise(self.racer.run("A/A", (), (), self.care.noise, math.inf).pairs)
         if self.verifier.check_baseline() is not None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from parties import WORKLOAD, identity, publish
 
+from saturate.records.facts import Facts, MachineFacts
 from saturate.study import baseline
 from saturate.study import bench as benches
-from saturate.study.bench import Bench, timed_losses
+from saturate.study.bench import Bench, Pace, timed_losses
 from saturate.study.candidates import Candidate
 from saturate.study.store import Store
 from saturate.study.verification import Run, Verifier
@@ -33,6 +34,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SATURATE", "PYTHON", "PYTEST"))}
     store = Store(tmp_path / "run")
     bench = Bench(Workload([sys.executable, "train.py"], work, environment, 120.0), tmp_path / "run", tmp_path, store, 60.0, print)
+    bench.pace = Pace(0.001, 2.0, crowded=False)
     yield bench
     bench.close()
     store.close()
@@ -89,6 +91,33 @@ def test_what_times_its_own_start_starts_alone(bench: Bench) -> None:
     for live in bench.live_pair("a", (), "b", (alone,)):            # type: ignore[arg-type]
         bench.finish_live(live)
     assert done == ["cold a", "start a", "warm a", "cold b", "start b", "warm b"]
+
+
+@pytest.mark.parametrize("pace", [None, Pace(0.7, 9.0, crowded=True)])
+def test_where_two_at_once_lose_they_start_one_by_one(pace: Pace | None, bench: Bench) -> None:
+    """Two trainings on all of two cores took 64 s each to their first gate, side by side; alone it took 9 s."""
+    bench.pace = pace
+    done = watched(bench)
+    for live in bench.live_pair("a", (), "b", ()):
+        bench.finish_live(live)
+    assert done == ["cold a", "start a", "warm a", "cold b", "start b", "warm b"]
+
+
+@pytest.mark.parametrize(("step_s", "startup_s", "crowded", "loses"), [
+    (0.7, 9.0, True, True), (0.7, 9.0, False, False), (0.016, 2.5, True, False), (0.7, 60.0, True, False),
+])
+def test_what_two_at_once_lose_is_weighed_against_a_start(step_s: float, startup_s: float, crowded: bool, loses: bool) -> None:
+    assert Pace(step_s, startup_s, crowded).loses(benches.FIRST_STEPS) is loses
+
+
+@pytest.mark.parametrize(("device", "threads", "ranks", "cores", "crowded"), [
+    ("cpu", 2, 1, 2, True), ("cpu", 1, 1, 2, False), ("cpu", 1, 2, 2, True), ("cpu", 8, 1, 16, False), ("cuda", 8, 1, 8, False),
+])
+def test_processes_are_crowded_where_their_threads_outnumber_the_cores(
+    device: str, threads: int, ranks: int, cores: int, crowded: bool,
+) -> None:
+    facts = Facts(device=device, threads=threads, world_size=ranks, step_ms=10.0, machine=MachineFacts(cpu_count=cores))
+    assert baseline.pace(facts, 2.0) == Pace(0.01, 2.0, crowded)
 
 
 @pytest.mark.parametrize(("a", "b", "side"), [("crashes", "", "a"), ("", "crashes", "b"), ("", "active_raises", "b")])
@@ -218,4 +247,6 @@ def test_two_verification_runs_at_once_need_memory_for_them_and_the_frozen_basel
 ) -> None:
     facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb), device_memory_bytes=device_gb, device_reserved_bytes=1)
     study = SimpleNamespace(facts=facts, baseline={"memory_bytes": 1}, request=SimpleNamespace(limit_bytes=limit))
-    assert baseline.side_by_side(study, mode) is holds          # type: ignore[arg-type]
+    assert baseline.side_by_side(study, mode, Pace(0.01, 9.0, crowded=False)) is holds          # type: ignore[arg-type]
+    for lost in (None, Pace(0.1, 9.0, crowded=True)):
+        assert baseline.side_by_side(study, mode, lost) is False                                # type: ignore[arg-type]

@@ -16,8 +16,9 @@ from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
-from saturate.study.bench import Bench, Live
+from saturate.study.bench import Bench, Live, Pace
 from saturate.study.state import Study
+from saturate.study.verification import UPDATES
 from saturate.trial import meter
 from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import TrialEnded
@@ -59,6 +60,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
         return True
     bench.step = stored["step"]
     bench.reference_events = stored["events"]
+    bench.pace = pace(study.facts, stored["startup_s"])
     if (bench.folder / "caches").is_dir():
         bench.caches = bench.folder / "caches"
     peak = bench.peaks.of(())
@@ -169,11 +171,17 @@ def alternate(study: Study, why: str) -> None:
     study.say(f"fresh runs alternate: {why}")
 
 
-def side_by_side(study: Study, mode: str) -> bool:
-    """Whether two verification runs can be recorded at once, while the baseline that screening races share stands frozen. What
-    they record needs memory too, and under a limit each may need all of it."""
+def pace(facts: Facts, startup_s: float) -> Pace:
+    threads = facts.threads * facts.world_size
+    return Pace(facts.step_ms / 1e3, startup_s, crowded=facts.device == "cpu" and 2 * threads > facts.machine.cpu_count)
+
+
+def side_by_side(study: Study, mode: str, pace: Pace | None) -> bool:
+    """Whether two verification runs are to be recorded at once, while the baseline that screening races share stands frozen.
+    What they record needs memory too, and under a limit each may need all of it."""
     assert study.facts is not None
-    return mode == "concurrent" and study.request.limit_bytes is None and _too_small(study.baseline, study.facts, 4) is None
+    possible = mode == "concurrent" and study.request.limit_bytes is None and _too_small(study.baseline, study.facts, 4) is None
+    return possible and pace is not None and not pace.loses(UPDATES)
 
 
 def _too_small(seen: dict[str, Any], facts: Facts, processes: int) -> str | None:

@@ -29,6 +29,10 @@ from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 #: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
 WARM_UP_SHARE = 0.2
 
+#: How much slower a step is beside another process of its kind where both have all cores (measured: minGPT on two cores), and
+#: about how many steps a process runs before its first gate.
+SPINNING, FIRST_STEPS = 8, 5
+
 #: A first step is waited for at least this long, however small the budget.
 LEAST_PATIENCE_S = 60.0
 
@@ -38,6 +42,20 @@ EARLY_FACTS = "early_facts.json"
 T = TypeVar("T")
 
 _WORDS = {"B": "backward runs", "S": "its optimizer steps", "C": "its closure runs"}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What of the baseline tells whether two processes at once win anything. `crowded`: together they have more threads that
+    compute than there are cores. Then threads that wait for each other spin on the cores that the others need."""
+
+    step_s: float
+    startup_s: float
+    crowded: bool
+
+    def loses(self, steps: int) -> bool:
+        """Whether so many steps of both at once take longer than starting one after the other would."""
+        return self.crowded and SPINNING * steps * self.step_s > self.startup_s
 
 
 @dataclass
@@ -95,6 +113,7 @@ class Bench:
         self.say = say
         self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
         self.reference_events: dict[str, float] | None = None     # per step, of the baseline
+        self.pace: Pace | None = None                   # of the baseline; as long as it is not known, trials start one by one
         self.caches: Path | None = None
         self.intercept: str | None = None               # why overlays cannot be used, once that is known
         self._trains = False                            # whether any trial has come to its first gate
@@ -184,11 +203,12 @@ class Bench:
         return Cold(purpose, trial, techniques, hello)
 
     def live_pair(self, purpose_a: str, a: Set, purpose_b: str, b: Set) -> tuple[Live, Live]:
-        """Two trials, warm and frozen. They start side by side, for nothing of a start is compared, and warm up one by one.
+        """Two trials, warm and frozen. They start side by side where that is sooner, for nothing of a start is compared, and warm
+        up one by one.
 
         Raises TrialEnded of either, whose `side` is "a" or "b"; the other is ended then.
         """
-        alone = any(candidate.module.TECHNIQUE.starts_alone for candidate in (*a, *b))
+        alone = self.pace is None or self.pace.loses(FIRST_STEPS) or any(one.module.TECHNIQUE.starts_alone for one in (*a, *b))
         with contextlib.ExitStack() as otherwise:
             cold: list[Cold] = []
             if not alone:

@@ -177,7 +177,7 @@ def _measure(study: Study, bench: Bench) -> None:
     )
     if not study.starved and not _is_measurable(study, verifier, racer, (), end):
         return
-    verifier.side_by_side = baseline.side_by_side(study, racer.mode)      # the look at the noise may have changed the mode
+    verifier.side_by_side = baseline.side_by_side(study, racer.mode, bench.pace)      # the look at the noise may have changed the mode
     study.search = search
     too_much = "runs out of memory" if study.starved else bench.peaks.too_much(())
     if too_much:
