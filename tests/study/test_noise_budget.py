@@ -100,3 +100,23 @@ def test_the_last_race_goes_on_while_its_interval_is_wide(monkeypatch, pair, end
     said = []
     assert len(tune._final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= max(end, 30.0)
     assert len(said) == max(0, pairs - 3) and all("[-10.0%, +30.0%] is wide" in line for line in said)
+
+
+def step(a=(), b=("fast",), verdict="faster"):
+    record = SimpleNamespace(a=list(a), b=list(b))
+    return SimpleNamespace(label=lambda: b[-1]), SimpleNamespace(record=record, decision=SimpleNamespace(verdict=verdict))
+
+
+FAST, OTHER = SimpleNamespace(label=lambda: "fast"), SimpleNamespace(label=lambda: "other")
+
+
+@pytest.mark.parametrize(("stairs", "before", "kept", "counts"), [
+    ([step()], (), (FAST,), True),
+    ([step(a=["other"], b=["other", "fast"])], (OTHER,), (OTHER, FAST), True),      # on top of what was needed to fit
+    ([step(), step(a=["fast"], b=["fast", "other"])], (), (FAST, OTHER), False),    # nobody raced both against nothing
+    ([step(a=["other"], b=["other", "fast"])], (), (FAST,), False),
+    ([step(verdict="inconclusive")], (), (FAST,), False),
+])
+def test_behind_the_end_of_the_budget_the_race_that_was_won_is_the_last_one(stairs, before, kept, counts):
+    """minGPT's chargpt had a minute more of the same pairs, after five minutes of four."""
+    assert tune._won(stairs, before, kept) is (stairs[0][1] if counts else None)

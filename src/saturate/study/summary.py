@@ -39,7 +39,8 @@ def write(study: Study, record: StudyRecord) -> None:
 def record_of(study: Study) -> StudyRecord:
     result = result_of(study)
     racer, search = study.racer, study.search
-    results = [r for r in (study.aa, *(search.results if search else ()), study.final) if r is not None]
+    raced = [study.aa, *(search.results if search else ()), study.final]      # the last may be one of the others
+    results = list({id(r): r for r in raced if r is not None}.values())
     return StudyRecord(
         result=result,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

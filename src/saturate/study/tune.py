@@ -304,8 +304,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     kept = study.search.kept
     before = study.search.base if study.starved else ()
     study.say("confirm: " + " + ".join(c.label() for c in kept))
+    won = _won(study.search.stairs, before, kept) if time.monotonic() >= end else None
     try:
-        study.final = _final_race(racer, before, kept, end, study.say)
+        study.final = won or _final_race(racer, before, kept, end, study.say)
     except TrialEnded as ended:
         if ended.outcome.kind == "too_short":
             study.notes.append(f"the last race has too few rounds: {ended.outcome.reason}; {ended.outcome.remedy}")
@@ -324,15 +325,27 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if len(kept) == 1:      # its gain in the final set is what the final race measured
         fate = study.search.fates[kept[0].id]
         fate.gain, fate.gain_ci = study.final.gain, study.final.gain_ci
+    if won is not None:
+        pairs = words.count(len(won.pairs), "pair")
+        study.notes.append(f"the budget had ended: the gain is that of the race in which it was found, {pairs} of processes")
     stored = study.store.answer("tuned")
-    if stored is None:
+    if stored is None and won is None:
         live = racer.bench.live("tuned", kept)
         stored = baseline.observe(study, live)
         racer.bench.finish_live(live)
         study.store.set_answer("tuned", stored)
-    study.tuned = stored
+    study.tuned = stored or {}
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
+
+
+def _won(stairs: list[tuple[Candidate, Result]], before: Set, kept: Set) -> Result | None:
+    """The race that the kept set has won against `before`, if there was just that one: another would tell no more than it did."""
+    if len(stairs) != 1 or len(kept) != len(before) + 1:
+        return None
+    result = stairs[0][1]
+    raced = result.record.a == [c.label() for c in before] and result.record.b == [c.label() for c in kept]
+    return result if raced and result.decision.verdict == "faster" else None
 
 
 def _drop(study: Study, kept: tuple[Candidate, ...], fate: str, reason: str) -> None:
