@@ -37,7 +37,8 @@ LONG_ROUND_S = 5.0
 #: A loader that has made all batches but this share keeps up, as far as a race resolves.
 SLACK = 0.02
 
-#: A second process this many times slower than the first is timed over fewer steps: nobody needs to know exactly by how much.
+#: A second process this many times slower or faster than the first is timed over fewer steps: nobody needs to know exactly by
+#: how much, and as many steps of the slower one take that many times as long.
 FAR = 3.0
 
 
@@ -317,11 +318,12 @@ def other_work(a: list[Block], b: list[Block]) -> str | None:
 
 def block_size(first: Live, second: Live, loader_bound: bool = True) -> tuple[int, int]:
     """Steps to skip and to time: the same for both, long enough for the deeper loader queue (`loader_bound`) and the faster
-    step, but for a second process that is far behind."""
+    step, but for a second process that is far behind or far ahead."""
     loaders = [loader for live in (first, second) for loader in live.evidence.loaders if loader.num_workers]
     workers = max((loader.num_workers for loader in loaders), default=0)
     prefetch = max((loader.prefetch_factor or 2 for loader in loaders), default=2)
-    step_ms = second.step_ms if second.step_ms > FAR * first.step_ms else min(first.step_ms, second.step_ms)
+    behind = second.step_ms > FAR * first.step_ms
+    step_ms = second.step_ms if behind else max(min(first.step_ms, second.step_ms), first.step_ms / FAR)
     return stationary.block_steps(step_ms, workers, prefetch, loader_bound=loader_bound)
 
 
