@@ -218,3 +218,23 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
     assert [trial.asked for trial in trials] == [blocks] * 2
     assert len(bench.store.kept) == result.record.rounds >= 4
     assert result.a_ms == pytest.approx(2.0 if blocks == (8, 16) else 1.0, rel=0.05)     # what was forgotten does not count
+
+
+def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():
+    """Its short blocks were no measurement, and there are no others."""
+    class Behind(Process):
+        def run_block(self, skip, steps):
+            found = super().run_block(skip, steps)
+            self.unmade_batches = 4 if self.left < 2 else 0
+            return found
+
+    def warm(purpose, techniques):
+        found = started(purpose, techniques)
+        found.trial.unmade_batches = 0
+        return found
+
+    bench = with_workers(Bench(blocks=[3], process=Behind), [])
+    started, bench.live = bench.live, warm
+    with pytest.raises(TrialEnded) as ended:
+        Racer(bench, 0.02).run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
+    assert ended.value.outcome.kind == "too_short" and len(bench.store.kept) < 2

@@ -211,7 +211,7 @@ class Racer:
                         pair.forget()
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
-                if ended.outcome.kind != "too_short" or turn < 2:
+                if ended.outcome.kind != "too_short" or len(pair.ratios) < LEAST_ROUNDS:
                     raise
             finally:
                 self.bench.finish_live(second)
