@@ -253,7 +253,7 @@ class Search(State):
         steps = 0 if fresh else process.steps_so_far
         window, over, whole, self.trail = None, False, False, []
         try:
-            while steps < PROOF_STEPS:
+            while window is None or steps < PROOF_STEPS:       # a process may have run as many before its first gate
                 block, same = self._block(steps, window), window is not None
                 window = process.run(self._asked_of(size), block, first=not same, fresh=fresh and not same, same=same)
                 self._saw_block(size, window)
