@@ -215,4 +215,4 @@ def test_learns_at_its_default_size(place, name, arguments, drop):
     elif name == "hf_trainer":
         assert float(re.findall(r"validation loss (\S+)", output)[-1]) < math.log(2000) - 1
     else:
-        assert float(re.findall(r"val\w*[ _]accuracy[ │]+([\d.]+)", output)[-1]) > 0.5         # chance: 0.1
+        assert float(re.findall(r"val\w*[ _]accuracy[ │]+([\d.]+)", output)[-1]) > 0.6         # chance: 0.1
