@@ -375,3 +375,57 @@ def test_without_cloudpickle_such_a_class_names_the_extra(tmp_path: Path, monkey
         del sys.modules["loaded_by_path"]
     assert "saturate[inference]" in caught.value.remedy and "Local" in caught.value.cause
     assert Source.write(tmp_path / "source", Pair(), images(2)).model(torch) is not None
+
+
+SCRIPT = '''
+import sys
+from pathlib import Path
+import torch, torch.nn as nn, torch.nn.functional as F
+from saturate.inference.source import Source
+
+SCALE = 3.0
+
+def helper(x):
+    return F.relu(x) * SCALE
+
+class Block(nn.Module):
+    def forward(self, x):
+        return helper(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+    def forward(self, x):
+        return torch.tanh(self.block(x)) + F.silu(x)
+
+if __name__ == "__main__":
+    Source.write(Path(sys.argv[1]), Net().eval(), [(torch.ones(2, 3),)] * 4)
+'''
+
+READER = '''
+import sys
+from pathlib import Path
+import torch
+from saturate.inference.source import Source
+
+SCALE = -1.0                # the reader's own
+
+def around(model):
+    return lambda *inputs: model(*inputs)
+
+source = Source.open(Path(sys.argv[1]))
+model, x = source.model(torch), source.inputs(torch)[0][0]
+with torch.no_grad():
+    answer = torch.compile(around(model), backend="eager", fullgraph=True)(x)
+assert torch.equal(answer, torch.tanh(x * 3) + torch.nn.functional.silu(x)), answer
+'''
+
+
+def test_a_model_of_a_script_can_be_compiled_in_another_process(tmp_path: Path) -> None:
+    """Its functions came by value, and dynamo looks their globals up in the module that these name."""
+    for name, text in (("script.py", SCRIPT), ("reader.py", READER)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        done = subprocess.run([sys.executable, tmp_path / name, tmp_path / "source"], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        assert done.returncode == 0, done.stderr

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import pickle
 import sys
 import weakref
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from saturate.checkpoints import durable
@@ -28,6 +29,9 @@ EXTRA = "pip install 'saturate[inference]'"
 #: Classes that went by value from this process, by module and name. Their instances come back as instances of them:
 #: what another process made of such a class would be another class.
 _SENT: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
+
+#: Of the modules that are made for functions which came by value.
+_NUMBERS = itertools.count(1)
 
 
 class NotImportable(pickle.PicklingError):
@@ -49,6 +53,7 @@ def pickler() -> type[pickle.Pickler]:
             self._registered: list[Any] = []
             self._known: dict[str, bool] = {}
             self._classes: dict[tuple[str, str], set[type]] = {}
+            self._globals: dict[int, _Globals] = {}
             try:
                 super().dump(thing)
             finally:
@@ -71,9 +76,36 @@ def pickler() -> type[pickle.Pickler]:
             reduced = super().reducer_override(thing)
             if isinstance(thing, type) and reduced is not NotImplemented:
                 self._classes.setdefault((thing.__module__, thing.__qualname__), set()).add(thing)
-            return reduced
+            return self._at_home(reduced) if isinstance(thing, FunctionType) and reduced is not NotImplemented else reduced
+
+        def _at_home(self, reduced: Any) -> Any:
+            """What cloudpickle makes a function from, with globals that are those of a module where it is read."""
+            make, arguments, *rest = reduced
+            if len(arguments) < 2 or not isinstance(arguments[1], dict):
+                return reduced                      # another version of cloudpickle makes functions otherwise
+            code, names, *more = arguments          # functions of one module share `names`, which cloudpickle keeps alive
+            return make, (code, self._globals.setdefault(id(names), _Globals(names)), *more), *rest
 
     return ByValue
+
+
+class _Globals:
+    """Becomes the namespace of a new module where it is read, with these names in it."""
+
+    def __init__(self, names: dict[str, Any]):
+        self.names = names
+
+    def __reduce__(self) -> Any:
+        return _namespace, (self.names,)
+
+
+def _namespace(names: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a new module. It has a name of its own: the reader's `__main__` is another one."""
+    origin = str(names.get("__name__", "")).strip("_").replace(".", "_")
+    module = ModuleType(f"saturate_sent_{origin}_{next(_NUMBERS)}")
+    vars(module).update({**names, "__name__": module.__name__})
+    sys.modules[module.__name__] = module
+    return vars(module)
 
 
 def sent_classes() -> frozenset[tuple[str, str]]:
