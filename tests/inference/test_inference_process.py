@@ -267,6 +267,9 @@ def test_a_whole_in_training_mode_is_switched_and_a_part_is_not(whole: bool, tmp
 
 def test_reasons_are_one_line_and_name_the_technique(server: Server) -> None:
     assert server.reason(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
+    assert server.reason(RuntimeError("backend='inductor' raised:\n\nCompileError: no compiler\nmore")) == (
+        "RuntimeError: backend='inductor' raised: CompileError: no compiler")
+    assert server.reason(ValueError("what follows:")) == "ValueError: what follows:"
     assert server.reason(ValueError()) == "ValueError: no message"
     assert server.reason(EnvironmentProblem("it is damaged", cause="a digest")) == "it is damaged: a digest"
     server._doing = "technique"

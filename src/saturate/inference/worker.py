@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import gc
 import importlib
+import itertools
 import os
 import socket
 import sys
@@ -326,9 +327,16 @@ class Server:
         text = str(error)
         if isinstance(error, SaturateError) and error.cause:
             text = f"{error.message}: {error.cause}"
-        line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:300]
+        line = _first_words(text)[:300]
         words = line if isinstance(error, (NotApplied, SaturateError)) else f"{type(error).__name__}: {line}"
         return f"{self._doing}: {words}" if self._doing else words
+
+
+def _first_words(text: str) -> str:
+    """The first line of a message, with the next one where it only announces it ("backend='inductor' raised:")."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = list(itertools.takewhile(lambda line: line.endswith(":"), lines))
+    return " ".join(lines[:len(said) + 1]) or "no message"
 
 
 def _grow_allocator(torch: Any) -> None:
