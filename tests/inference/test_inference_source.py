@@ -19,7 +19,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
 
-from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
 from saturate.inference import batches, guards, identity, pickles  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
@@ -136,14 +136,45 @@ def test_one_tensor_is_one_batch() -> None:
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ([], "holds no batch"), (7, "cannot be read"), ({"x": torch.zeros(1)}, "is a dict"), ([{"x": torch.zeros(1)}], "yields dict"),
-    (["text"], "yields str"), ((1 // 0 for _ in [0]), "ZeroDivisionError"),
+    ([], "holds no batch"), (7, "cannot be iterated over"), (None, "is a NoneType"), ({"x": torch.zeros(1)}, "is a dict"), ([{"x": torch.zeros(1)}], "yields dict"),
+    (["text"], "yields str"),
     ([torch.zeros(2, 3).numpy()], "torch.from_numpy"), (torch.utils.data.TensorDataset(torch.zeros(5, 3)), "DataLoader(dataset"),
 ])
 def test_inputs_that_cannot_be_used_are_named(given: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         batches.take(torch, given)
     assert words in caught.value.card() and caught.value.remedy
+
+
+def broken_loader(end: BaseException) -> Any:
+    yield torch.zeros(2, 3)
+    raise end
+
+
+@pytest.mark.parametrize(("end", "words"), [
+    (ValueError("data gone"), "ValueError: data gone"), (SystemExit(0), "exit code 0"), (GeneratorExit(), "GeneratorExit")])
+def test_a_loader_that_breaks_is_the_user_s_own_failure(end: BaseException, words: str) -> None:
+    with pytest.raises(WorkloadFailed, match="reading `inputs` failed") as caught:
+        batches.take(torch, broken_loader(end))
+    assert words in caught.value.cause and "raise end" in caught.value.evidence and "saturate/inference" not in caught.value.evidence
+
+
+def test_a_process_that_a_loader_forks_does_not_go_on_as_saturate() -> None:
+    """Neither one that goes on nor one that leaves."""
+    def forks() -> Any:
+        started.append(os.fork())
+        if not started[0]:
+            os.close(1), os.close(2)
+            started.append(0)
+        if len(started) > 1 and code:
+            sys.exit(code)
+        yield torch.zeros(2, 3)
+
+    for code in (0, 3):
+        started: list[int] = []
+        taken = batches.take(torch, forks())
+        assert started[0] and len(taken) == 1
+        assert os.waitstatus_to_exitcode(os.waitpid(started[0], 0)[1]) == code
 
 
 def test_targets_among_the_inputs_are_named() -> None:

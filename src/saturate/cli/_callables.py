@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,11 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from saturate.errors import SaturateError, UsageError, WorkloadFailed
+from saturate.errors import UsageError, WorkloadFailed
 from saturate.records.spelling import suggestion
-from saturate.report import tracebacks
-
-_LAST_LINES = 12  # of a traceback
 
 
 def resolve(text: str, option: str) -> Callable[..., Any]:
@@ -55,37 +51,10 @@ def call(function: Callable[..., Any], what: str, *arguments: Any) -> Any:
 def users_code(what: str) -> Iterator[None]:
     """Whatever the user's code raises is WorkloadFailed, with the end of its traceback as evidence. What it prints
     goes to standard error: standard output holds the answer alone."""
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except SaturateError:
-        raise
-    except (Exception, SystemExit) as error:  # it is the user's code: whatever it raises is named and shown
-        lines = tracebacks.of_user(error).rstrip().splitlines()[-_LAST_LINES:]
-        raise WorkloadFailed(
-            f"{what} failed",
-            cause=_last_words(error),
-            evidence="\n".join(["", *(f"    {line}" for line in lines)]),
-            remedy=_remedy(error),
-        ) from error
+    from saturate.inference import users_code as users
 
-
-def _last_words(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it ends the process (exit code {error.code})"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _remedy(error: BaseException) -> str:
-    text = str(error)
-    if re.search(r"CUDA|NVIDIA driver|cuda", text):
-        return "it needs a GPU, and torch finds none that works: build the model on the CPU, or run this where one is"
-    if isinstance(error, ModuleNotFoundError):
-        return f"install what it imports: {error.name}"
-    if isinstance(error, SystemExit):
-        return "put what only the script itself should do under: if __name__ == '__main__':"
-    return "call it by itself in Python: it must work there first"
+    with users.running(what), redirect_stdout(sys.stderr):
+        yield
 
 
 def _module(name: str, option: str) -> ModuleType:

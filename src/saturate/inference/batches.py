@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from saturate.errors import UsageError
+from saturate.inference import users_code
 from saturate.techniques._trees import copied, taken_apart
 
 #: No more than so many batches, and after the first no more than so many bytes, are taken of an iterable.
@@ -26,7 +27,8 @@ _NESTED = (type(None), bool)
 def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
     """The first batches of an iterable, copied to the CPU; an endless one is not exhausted. One tensor is one batch.
 
-    Raises UsageError, which calls the iterable `what`, where it holds nothing or anything else than batches.
+    Raises UsageError, which calls the iterable `what`, where it holds nothing or anything else than batches, and
+    WorkloadFailed where reading it fails.
     """
     batches: list[tuple[Any, ...]] = []
     size_bytes = 0
@@ -55,11 +57,10 @@ def _items(torch: Any, given: Any, what: str) -> Iterable[Any]:
     if isinstance(given, (Mapping, str, bytes)):
         raise UsageError(f"`{what}` is a {type(given).__name__}",
                          remedy=f"{what}=[(first, second, ...)], one tuple for each batch")
-    try:
-        yield from given
-    except Exception as error:  # the user's own loader may raise anything; it is named and raised again
-        raise UsageError(f"`{what}` cannot be read", cause=f"{type(error).__name__}: {error}",
-                         remedy="give an iterable of tuples of positional inputs: a DataLoader, a list") from error
+    if not isinstance(given, Iterable) and not hasattr(type(given), "__getitem__"):
+        raise UsageError(f"`{what}` is a {type(given).__name__}", cause="it cannot be iterated over",
+                         remedy="give an iterable of tuples of positional inputs: a DataLoader, a list")
+    yield from users_code.items(given, f"`{what}`")
 
 
 def _batch(torch: Any, item: Any, what: str) -> tuple[Any, ...]:
