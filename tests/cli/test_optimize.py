@@ -23,6 +23,18 @@ print("imported")
 
 class Model: pass
 def build(): print("building"); return Model()
+def closes(): raise GeneratorExit
+def forks():
+    import os
+    child = os.fork()
+    if child: os.waitpid(child, 0)
+    return Model()
+def forks_and_leaves():
+    import os
+    child = os.fork()
+    if not child: sys.exit(0)
+    os.waitpid(child, 0)
+    return Model()
 def loader(): return [(1,), (2,)]
 def score(run): return [1.0, 0.0]
 def train(): return [(1, 2)], max
@@ -158,7 +170,7 @@ def test_bad_options_are_named(capfd, user, api, words, part):
 ])
 def test_a_name_that_leads_nowhere(capfd, user, api, name, part):
     code, out, err = call(capfd, name, "--inputs", "mypkg.model:loader", "--json")
-    assert (code, out) == (2, "") and part in err, err
+    assert code == 2 and part in err and json.loads(out)["verdict"] == "inconclusive", err
     assert api.asked is None
 
 
@@ -180,6 +192,7 @@ def test_a_file_elsewhere(user, tmp_path_factory):
 @pytest.mark.parametrize("name, parts", [
     ("mypkg.model:gpu", ["RuntimeError: Found no NVIDIA driver", "it needs a GPU", "mypkg.model:gpu() failed", "def gpu()"]),
     ("mypkg.model:leaves", ["it ends the process (exit code 3)", "__main__"]),
+    ("mypkg.model:closes", ["GeneratorExit", "mypkg.model:closes() failed"]),
     ("mypkg.broken:build", ["importing mypkg.broken failed", "No module named 'nothing_of_that_name'", "install what it imports"]),
     ("mypkg.bad:build", ["SyntaxError", "importing mypkg.bad failed"]),
 ])
@@ -192,6 +205,12 @@ def test_users_code_that_fails_is_shown(capfd, user, api, name, parts):
         assert "mypkg/model.py" in err and "_callables.py" not in err, "the user's frames, and no others"
     record = json.loads(out)
     assert record["verdict"] == "inconclusive" and record["best"] is None and "failed" in record["baseline"]["reason"]
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_and_leaves"])
+def test_a_fork_of_the_users_code_is_no_second_search(capfd, user, api, name):
+    code, out, err = call(capfd, f"mypkg.model:{name}", "--inputs", "mypkg.model:loader", "--json")
+    assert code == 0 and json.loads(out)["verdict"] == "faster" and err.count("a step") == 1
 
 
 # -- what it prints ------------------------------------------------------------------------------------------------------
@@ -223,7 +242,8 @@ def test_what_libraries_write_below_python_is_kept_out(capfd, user, api):
     assert json.loads(out) and "from C" in err
 
 
-@pytest.mark.parametrize("error, code", [(WorkloadFailed("the model does not run", cause="shape"), 4), (TooNoisy("too noisy"), 6)])
+@pytest.mark.parametrize("error, code", [(WorkloadFailed("the model does not run", cause="shape"), 4), (TooNoisy("too noisy"), 6),
+                                         (UsageError("the model is no torch.nn.Module"), 2)])
 def test_json_on_every_exit(capfd, user, api, error, code):
     api.answer = lambda: (_ for _ in ()).throw(error)
     got, out, err = call(capfd, *CHECKED, "--json")
@@ -232,9 +252,9 @@ def test_json_on_every_exit(capfd, user, api, error, code):
     assert got == code and out == ""
 
 
-def test_usage_is_no_answer(capfd, user, api):
-    api.answer = lambda: (_ for _ in ()).throw(UsageError("the model is no torch.nn.Module"))
-    assert call(capfd, *CHECKED, "--json")[:2] == (2, "")
+def test_only_what_the_parser_refuses_goes_without_json(capfd, user, api):
+    assert call(capfd, *CHECKED, "--json", "--threads", "0")[:2] == (2, "")
+    assert call(capfd, *WORDS, "--json", "--max-drop", "1%")[0] == 2
 
 
 def interruption(record):

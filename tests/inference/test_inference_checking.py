@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import os
 import random
 import sys
 from dataclasses import dataclass
@@ -52,7 +53,13 @@ def raises(run):
     return {}["accuracy"]
 
 
+def closes(run):
+    run(INPUTS)
+    raise GeneratorExit
+
+
 @pytest.mark.parametrize("check, kind, says", [
+    (closes, "raised", "GeneratorExit"),
     (raises, "raised", r"KeyError: 'accuracy' \(.*test_inference_checking.py:\d+\)"),
     (lambda run: run(INPUTS) and None, "raised", "RuntimeError"),
     (lambda run: run.eval(), "raised", r"a function and no module: it has no 'eval'.*\(.*test_inference_checking.py:\d+\)"),
@@ -87,6 +94,16 @@ def test_a_model_that_fails_is_not_blamed_on_the_check_even_where_it_is_caught()
         assert found.problem is not None and found.problem.kind == "run" and found.scores is None
         with pytest.raises(OSError, match="gone"):
             found.required()
+
+
+def test_a_process_that_a_check_forks_ends_there():
+    def forks(run):
+        child = os.fork()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return right(run)
+
+    assert scored(forks, run).problem is None
 
 
 def test_ctrl_c_is_no_problem_of_the_check():

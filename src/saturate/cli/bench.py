@@ -55,8 +55,6 @@ def execute(arguments: argparse.Namespace) -> int:
                 cause=record.rows[0].artifact.reason,
                 remedy="leave --batch out: then it runs at the size that it was made with",
             )
-    except UsageError:
-        raise
     except (SaturateError, KeyboardInterrupt) as error:
         import msgspec
 
@@ -78,6 +76,7 @@ def bench(
 ) -> BenchRecord:
     """Measure and race. Raises ArtifactDamaged, and EnvironmentProblem where the artifact holds no inputs."""
     from saturate.inference import artifact
+    from saturate.report import words
 
     manifest = artifact.checked(folder)
     manifest_other = artifact.checked(other) if other is not None else None
@@ -91,7 +90,7 @@ def bench(
         fixed = _fixed_threads(stored)
         if threads is not None and fixed is not None and threads != fixed:
             raise UsageError(
-                f"the program of {stored.candidate} runs on {fixed} threads, whatever --threads says",
+                f"the program of {stored.candidate} runs on {words.count(fixed, 'thread')}, whatever --threads says",
                 remedy="leave --threads out, or run saturate optimize with other --threads",
             )
     threads = threads or manifest.made_on.threads

@@ -100,34 +100,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    if (arguments.check is None) != (arguments.max_drop is None):
-        raise UsageError(
-            "--check and --max-drop belong together: one scores, the other says what may be lost",
-            remedy="give both, or neither for a search that does not change the answers",
-        )
-    if len(limits := dict(arguments.limit)) < len(arguments.limit):
-        raise UsageError("a --limit is given twice", remedy="give each name once")
     answer = sys.stdout  # before the user's code gets it
     with _answer_alone():
-        code, record, problem = _searched(arguments, limits)
-    if arguments.json and record is not None:
+        code, record, problem = _searched(arguments)
+    if arguments.json:
         print(encoded(record), file=answer, flush=True)
     if problem is not None:
         raise problem
-    if record is not None:
-        _show(record, sys.stderr if arguments.json else sys.stdout)
+    _show(record, sys.stderr if arguments.json else sys.stdout)
     return code
 
 
-def _searched(
-    arguments: argparse.Namespace, limits: dict[str, float]
-) -> tuple[int, OptimizeRecord | None, BaseException | None]:
-    """Exit code, what to print, and what to raise after it."""
+def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseException | None]:
+    """Exit code, what to print, and what to raise after it. Only what the parser of the options refuses has no record."""
     try:
         with one_signal_interrupts():
-            return 0, _search(arguments, limits), None
-    except UsageError:
-        raise
+            return 0, _search(arguments), None
     except SaturateError as problem:
         return problem.exit_code, nothing(arguments, problem.message, problem.cause), problem
     except KeyboardInterrupt as interruption:
@@ -147,9 +135,16 @@ def _interrupted(record: OptimizeRecord) -> OptimizeRecord:
     )
 
 
-def _search(arguments: argparse.Namespace, limits: dict[str, float]) -> OptimizeRecord:
+def _search(arguments: argparse.Namespace) -> OptimizeRecord:
     from saturate.cli._callables import call, resolve
 
+    if (arguments.check is None) != (arguments.max_drop is None):
+        raise UsageError(
+            "--check and --max-drop belong together: one scores, the other says what may be lost",
+            remedy="give both, or neither for a search that does not change the answers",
+        )
+    if len(limits := dict(arguments.limit)) < len(arguments.limit):
+        raise UsageError("a --limit is given twice", remedy="give each name once")
     named = {
         "model": arguments.model,
         "--inputs": arguments.inputs,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
-from saturate.inference import samples
+from saturate.inference import samples, users_code
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
 from saturate.inference.samples import Overlap, overlap
 from saturate.report import tracebacks
@@ -104,11 +104,11 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
     scores, problem = None, None
     start = time.monotonic()
     try:
-        with contextlib.redirect_stdout(printed):
+        with users_code.forks_end(), contextlib.redirect_stdout(printed):
             returned = check(recorder)
     except SystemExit as error:
         problem = Problem("exited", f"the check ended the program (exit code {error.code})", "return the score instead")
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a problem with a name
+    except (Exception, GeneratorExit) as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a problem with a name
         printed.keep(tracebacks.of_user(error))
         problem = Problem("raised", f"the check raised {_last_line(error)}{_place(error)}",
                           "call it by itself with the model in evaluation mode in place of run: it must work there first")

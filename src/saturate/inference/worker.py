@@ -27,7 +27,7 @@ from typing import Any
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
-from saturate.inference import wire
+from saturate.inference import users_code, wire
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.records.inference import ModelFacts
@@ -70,7 +70,7 @@ def main(descriptor: int) -> None:
 def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         return "ok", getattr(server, f"do_{request}")(*arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a model or technique raises anything; it is a fate
+    except users_code.RAISED as error:  # a model or technique raises anything; it is a fate
         text = traceback.format_exc()
         print(text, flush=True)
         kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
