@@ -265,13 +265,69 @@ def test_one_sample_per_call_and_scalar_answers_have_noise_too():
 
 def test_calibration_that_is_scored_is_found_in_any_batch_and_order():
     used = scored(right, run).samples
-    assert samples.overlap([(INPUTS[5:8],), (INPUTS[torch.tensor([59, 0])],)], used) == samples.Overlap(5, 5)
+    assert samples.overlap([(INPUTS[5:8],), (INPUTS[torch.tensor([59, 0])],)], used) == samples.Overlap(5, 5, 5, 60)
     fresh = [(INPUTS + 9,)]
-    assert samples.overlap(fresh, used) == samples.Overlap(0, 60) and not samples.overlap(fresh, used).refused
+    assert samples.overlap(fresh, used) == samples.Overlap(0, 60, 0, 60) and not samples.overlap(fresh, used).refused
     some = samples.overlap([(INPUTS[:3],), (INPUTS + 9,)], used)
     assert some.refused and "3 of 63" in some.words()
     assert not samples.Overlap(1, 500).refused         # what a data set repeats by itself
     assert not samples.Overlap(0, 0).refused
+
+
+def seen(*calls):
+    found = samples.Seen()
+    for inputs in calls:
+        found.add(inputs)
+    return found
+
+
+def test_a_check_that_is_all_among_many_is_found_too():
+    """A training set is large: one percent of it may be all that the check scores."""
+    many = torch.randn(8000, 16)
+    found = samples.overlap([(batch,) for batch in many.split(64)], seen((many[4000:4040],)))
+    assert (found.shared, found.found, found.check) == (40, 40, 40) and found.refused
+    assert "40 of 40 samples that the check scores are among the training samples" in found.words("training")
+    assert not samples.overlap([(batch,) for batch in many.split(64)], seen((torch.randn(400, 16),), (many[:4],))).refused
+
+
+def padded(seed):
+    """(time, sample, feature), zero at the end of time."""
+    x = torch.randn(20, 8, 16, generator=torch.Generator().manual_seed(seed))
+    x[15:] = 0
+    return (x,)
+
+
+def drawn(seed, *shape):
+    return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(seed))
+
+
+IMAGES, NOISE = torch.randn(2, 16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+SEQUENCES = torch.randn(20, 16, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("calibration, check", [
+    ([padded(1), padded(2)], [padded(3), padded(4)]),
+    ([tuple(x + 1 for x in padded(1))], [tuple(x + 1 for x in padded(2))]),             # padded with another number
+    ([tuple(x[:, :1] for x in padded(1))], [tuple(x[:, :1] for x in padded(2))]),       # one sample
+    ([(drawn(1, 64, 1),)], [(drawn(2, 64, 1),)]),                                       # categories repeat by nature
+    ([(drawn(1, 64, 3),)], [(drawn(2, 64, 3),)]),
+    ([(drawn(seed, 16, 4),) for seed in range(9)], [(drawn(seed, 16, 4),) for seed in range(10, 19)]),
+    ([(IMAGES, torch.ones(16, 32))], [(NOISE, torch.ones(16, 32))]),                    # a mask is no sample
+], ids=lambda calls: f"{len(calls)} calls")
+def test_values_that_repeat_by_nature_are_no_overlap(calibration, check):
+    assert not samples.overlap(calibration, seen(*check)).refused
+
+
+@pytest.mark.parametrize("calibration, check", [
+    ([(SEQUENCES,)], [(SEQUENCES[:, torch.randperm(16)],)]),                            # sequences first, in another order
+    ([(IMAGES,)], [(image,) for image in IMAGES]),                                      # asked for without a batch
+    ([(image,) for image in IMAGES], [(IMAGES,)]),
+    ([(IMAGES, NOISE)], [(IMAGES, NOISE + 1)]),                                         # beside noise that is drawn anew
+    ([(IMAGES,)] * 8, [(IMAGES[:7],), (IMAGES[7:],)]),                                  # the same batch again is no repetition
+    ([(drawn(1, 64, 12),)], [(drawn(1, 64, 12),)]),
+], ids=lambda calls: f"{len(calls)} calls")
+def test_the_same_samples_are_found_however_they_are_asked_for(calibration, check):
+    assert samples.overlap(calibration, seen(*check)).refused
 
 
 def test_padding_does_not_hide_a_sample():

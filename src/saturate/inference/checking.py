@@ -21,7 +21,7 @@ from typing import Any, Literal, TextIO
 
 from saturate.inference import samples, users_code
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
-from saturate.inference.samples import Overlap, overlap
+from saturate.inference.samples import Overlap, Seen, overlap
 from saturate.report import tracebacks
 
 __all__ = ["Check", "CheckFailed", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]
@@ -66,7 +66,7 @@ class Scored:
 
     scores: Scores | None
     problem: Problem | None
-    samples: frozenset[str]             # names of every input sample that the check used
+    samples: Seen                       # every input sample that the check used
     asked: str                          # digest of all inputs, in order
     answers: str                        # digest of all answers, in order: equal where every bit is
     calls: int
@@ -124,7 +124,7 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
     elif problem is None and recorder.calls == 0:
         scores, problem = None, Problem("silent", "the check never called the function that it was given",
                                         "a check gets run, which has the model's signature: answer = run(*inputs)")
-    return Scored(scores, problem, frozenset(recorder.samples), recorder.asked.hex(), recorder.answers.hex(),
+    return Scored(scores, problem, recorder.samples, recorder.asked.hex(), recorder.answers.hex(),
                   recorder.calls, printed.text(), time.monotonic() - start, recorder.failure)
 
 
@@ -231,14 +231,14 @@ class _Recorder:
     def __init__(self, run: Callable[..., Any]):
         self.run = run
         self.calls = 0
-        self.samples: set[str] = set()
+        self.samples = Seen()
         self.asked, self.answers = samples.Digest(), samples.Digest()
         self.failure: Exception | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         self.calls += 1
         given = (*inputs, *named.values())
-        self.samples.update(name for sample in samples.names(given) for name in sample)
+        self.samples.add(given)
         self.asked.feed(given)
         try:
             answer = self.run(*inputs, **named)

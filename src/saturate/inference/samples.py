@@ -1,6 +1,7 @@
 """Which samples went through a model: names for them, to find the same sample again in other batches.
 
-A sample's name is a hash of its values. Calibration data that the check scores as well is found this way.
+A sample's name is a hash of its values. Calibration and training data that the check scores as well is found this way,
+however the calls are cut into samples: nobody says which dimension of an input is the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,27 +18,155 @@ from typing import Any
 #: repeats by itself.
 MOST_SHARED = 0.01
 
+#: ... and from this share of the samples that the check scores. A drop is understated by no more than this share of it.
+MOST_OF_CHECK = 0.05
+
+#: Samples that were there before, within one of the two sets: n of them with values that coincide at random have about
+#: twice as many in common with n others, and chance may double that.
+_BY_NATURE = 4.0
+
+#: A call is cut along its first dimension; along its second one, where sequences come first (time, sample, feature); or
+#: not at all, where it holds one sample without a batch.
+CUTS = ("rows", "columns", "whole")
+
+#: An input beside others names a sample by itself where it is as large as the largest, of fractions, and no mask: so
+#: many numbers, and more than two different ones.
+_FEWEST_ALONE = 16
+
+#: Numbers of a row that are looked at first.
+_FIRST = 256
+
+#: So many samples are remembered to see whether they repeat by nature.
+_MOST_REMEMBERED = 1_000_000
+
 
 @dataclass(frozen=True)
 class Overlap:
-    """Calibration samples that the check uses too."""
+    """Calibration samples that the check uses too, and samples of the check that calibration uses too. `..._again`: the
+    share of each that had been there before, in the same set."""
 
     shared: int
     calibration: int
+    found: int = 0
+    check: int = 0
+    calibration_again: float = 0.0
+    check_again: float = 0.0
 
     @property
     def refused(self) -> bool:
-        return self.shared > MOST_SHARED * self.calibration
+        return self._most_calibration or self._most_of_check
+
+    @property
+    def _most_calibration(self) -> bool:
+        return self.shared > (MOST_SHARED + _BY_NATURE * self.check_again) * self.calibration
+
+    @property
+    def _most_of_check(self) -> bool:
+        return self.found > (MOST_OF_CHECK + _BY_NATURE * self.calibration_again) * self.check
 
     def words(self, what: str = "calibration") -> str:
-        return (f"{self.shared} of {self.calibration} {what} samples are among those that the check scores: what is "
-                "fitted to them looks better than it is")
+        if self._most_of_check and not self._most_calibration:
+            counts = f"{self.found} of {self.check} samples that the check scores are among the {what} samples"
+        else:
+            counts = f"{self.shared} of {self.calibration} {what} samples are among those that the check scores"
+        return f"{counts}: what is fitted to them looks better than it is"
 
 
-def overlap(calibration: Iterable[tuple[Any, ...]], used: frozenset[str]) -> Overlap:
-    """How many samples of the calibration batches are among those `used` (names, as from `names`)."""
-    found = [any(name in used for name in sample) for inputs in calibration for sample in names(inputs)]
-    return Overlap(sum(found), len(found))
+@dataclass
+class _Tally:
+    """The samples of one cut."""
+
+    count: int = 0
+    again: int = 0                      # those that had been there before: values that repeat by nature
+    shared: int = 0                     # those among what is looked for
+    samples: list[tuple[str, ...]] = field(default_factory=list)
+    _met: set[int] = field(default_factory=set)
+
+    def add(self, sample: tuple[str, ...], wanted: frozenset[str] | None) -> None:
+        self.count += 1
+        if not sample:
+            return
+        key = hash(sample[0])
+        self.again += key in self._met
+        if len(self._met) < _MOST_REMEMBERED:
+            self._met.add(key)
+        if wanted is None:
+            self.samples.append(sample)
+        elif not wanted.isdisjoint(sample):
+            self.shared += 1
+            self.samples.append(sample)
+
+    @property
+    def share_again(self) -> float:
+        return self.again / self.count if self.count else 0.0
+
+
+class Seen:
+    """The samples of some calls. A call that was made before adds nothing.
+
+    Equal, and as long, as its samples along the first dimension are. With `wanted` only those are kept that are among
+    these names: of a training set there may be millions.
+    """
+
+    def __init__(self, wanted: frozenset[str] | None = None) -> None:
+        self.cuts = {cut: _Tally() for cut in CUTS}
+        self._wanted = wanted
+        self._calls: set[int] = set()
+
+    def add(self, inputs: tuple[Any, ...]) -> None:
+        found = cuts(inputs)
+        call = hash(tuple(found["rows"]))
+        if call not in self._calls:
+            self._calls.add(call)
+            for cut, samples in found.items():
+                for sample in samples:
+                    self.cuts[cut].add(sample, self._wanted)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(name for tally in self.cuts.values() for sample in tally.samples for name in sample)
+
+    def __len__(self) -> int:
+        return len(set(self.cuts["rows"].samples))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seen) and set(self.cuts["rows"].samples) == set(other.cuts["rows"].samples)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def overlap(calibration: Iterable[tuple[Any, ...]], used: Seen) -> Overlap:
+    """How many samples of the calibration batches are among those of the check, and of the check among them, by the cut
+    that finds most."""
+    given = Seen(used.names())
+    for inputs in calibration:
+        given.add(inputs)
+    return between(given, used)
+
+
+def between(given: Seen, used: Seen) -> Overlap:
+    """The same of samples that were collected: `given` with the names of `used` as what was wanted."""
+    names = given.names()
+    every = []
+    for cut in CUTS:
+        ours, theirs = given.cuts[cut], used.cuts[cut]
+        found = sum(not names.isdisjoint(sample) for sample in theirs.samples)
+        every.append(Overlap(ours.shared, ours.count, found, theirs.count, ours.share_again, theirs.share_again))
+    return next((one for one in every if one.refused), every[0])
+
+
+def cuts(inputs: tuple[Any, ...]) -> dict[str, list[tuple[str, ...]]]:
+    """The names of the samples in a call, for each way to cut it."""
+    arrays = _arrays(inputs)
+    if not arrays:
+        return {"rows": names(inputs)}
+    largest = arrays[0]
+    dimensions = len(largest.shape)
+    columns = largest.shape[1] if dimensions == 3 and len(arrays) == 1 and "float" in str(largest.dtype) else 0
+    return {
+        "rows": names(inputs),
+        "columns": [_names([largest[:, place]]) for place in range(columns)],
+        "whole": [_names(arrays)] if 1 < dimensions < 4 and prod(largest.shape) else [],
+    }
 
 
 def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
@@ -45,14 +174,14 @@ def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     without tensors, each text, or the whole call.
 
     Rows of integers have a second name without what their ends repeat: padding differs with the batch that a text
-    happens to be in.
+    happens to be in. Rows of several tensors have one for each that could be told apart alone: noise may be drawn anew.
+    A row of several dimensions that holds one number only (padding, a black image) has none.
     """
-    found = list(leaves(inputs))
-    arrays = [dense(leaf) for leaf in found if len(getattr(leaf, "shape", ()))]
+    arrays = _arrays(inputs)
     if not arrays:
+        found = list(leaves(inputs))
         texts = [leaf for leaf in found if isinstance(leaf, (str, bytes))] or [found]
         return [(_name(repr(text).encode()),) for text in texts]
-    arrays.sort(key=lambda array: -prod(array.shape))
     if len(arrays) == 1 and len(arrays[0].shape) == 1:      # no batch: its numbers are no samples
         return [(_name(raw(arrays[0])),)]
     batch = arrays[0].shape[0]
@@ -60,15 +189,43 @@ def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     return [_names([array[row] for array in together]) for row in range(batch)]
 
 
+def _arrays(inputs: tuple[Any, ...]) -> list[Any]:
+    """Tensors with a dimension, the largest first."""
+    found = [dense(leaf) for leaf in leaves(inputs) if len(getattr(leaf, "shape", ()))]
+    return sorted(found, key=lambda array: -prod(array.shape))
+
+
 def _names(rows: list[Any]) -> tuple[str, ...]:
+    if len(rows[0].shape) > 1 and all(_different(row) < 2 for row in rows):
+        return ()
     whole = _name(b"".join(map(raw, rows)))
     if len(rows[0].shape) != 1 or "int" not in str(rows[0].dtype):
-        return (whole,)
+        return whole, *([_name(raw(row)) for row in rows if _alone(row, rows[0])] if len(rows) > 1 else [])
     begin, end = _without_padding(rows[0].tolist())
     if end - begin in (0, len(rows[0])):
         return (whole,)
     cut = [row[begin:end] if row.shape == rows[0].shape else row for row in rows]
     return whole, _name(b"".join(map(raw, cut)))
+
+
+def _alone(row: Any, largest: Any) -> bool:
+    return prod(row.shape) == prod(largest.shape) >= _FEWEST_ALONE and "float" in str(row.dtype) and _different(row) > 2
+
+
+def _different(row: Any) -> int:
+    """How many different numbers there are, up to three; most rows tell with their first ones."""
+    values = row.reshape(-1)
+    first = _up_to_three(values[:_FIRST])
+    return first if first == 3 or len(values) <= _FIRST else _up_to_three(values)
+
+
+def _up_to_three(values: Any) -> int:
+    for count in range(3):
+        if not len(values):
+            return count
+        one = values[0]
+        values = values[values != one] if one == one else values[values == values]      # no NaN equals itself
+    return 3
 
 
 def _without_padding(values: list[int]) -> tuple[int, int]:
