@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import optimizations
 import pytest
 
 import saturate
-from saturate.errors import UsageError
-from saturate.inference import api
+from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
+from saturate.inference import api, samples
+from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
 torch = pytest.importorskip("torch")
@@ -21,7 +23,8 @@ torch = pytest.importorskip("torch")
     ({"budget": saturate.Budget(max_drop=0.01)}, "a budget needs a check"), ({"check": 0.5}, "check is not callable"),
     ({"objective": "speed"}, "no objective 'speed'"), ({"limits": {"p95_ms": 3}}, "no limit 'p95_ms'"),
     ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
-    ({"train": [1, 2]}, "`train` is a list")])
+    ({"train": [1, 2]}, "`train` is a list"), ({"train": ([], 3)}, "`train.loss` cannot be called"),
+    ({"train": (3, max)}, "`train.loader` is a int")])
 def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})
@@ -64,3 +67,45 @@ def test_what_keeps_candidates_away_is_said_first() -> None:
     lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
     notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=facts)), None)
     assert [note.partition(":")[0] for note in notes] == ["the model cannot be exported", "the model came in training mode"]
+
+
+VALIDATION = torch.randn(40, 4)
+
+
+def scored_samples() -> samples.Seen:
+    found = samples.Seen()
+    found.add((VALIDATION,))
+    return found
+
+
+def training(*, leak: bool = False) -> list[Any]:
+    """More batches than are looked at one by one, the last of which the check may score."""
+    batches = [(torch.randn(8, 4), torch.zeros(8)) for _ in range(600)]
+    return [*batches, (VALIDATION, torch.zeros(40))] if leak else batches
+
+
+class Raises:
+    def __iter__(self) -> Any:
+        yield torch.zeros(8, 4), torch.zeros(8)
+        raise RuntimeError("my loader broke")
+
+
+def test_training_data_that_the_check_scores_is_refused_wherever_it_is() -> None:
+    assert api.apart(Train(training(), max), scored_samples(), 60.0) == []
+    with pytest.raises(CheckUnusable, match="training data is among") as caught:
+        api.apart(Train(training(leak=True), max), scored_samples(), 60.0)
+    assert "40 of 40 samples that the check scores" in caught.value.cause or "40 of 4840" in caught.value.cause
+
+
+def test_training_data_that_was_not_looked_at_is_said() -> None:
+    assert "the first 1 batches" in api.apart(Train(training(), max), scored_samples(), 0.0)[0]
+    assert api.apart(Train(itertools.repeat((torch.zeros(8, 4), torch.zeros(8))), max), scored_samples(), 0.2)
+
+
+@pytest.mark.parametrize(("loader", "error", "words"), [
+    (Raises(), WorkloadFailed, "my loader broke"), ([{"x": torch.zeros(8, 4)}], UsageError, "yields dict"),
+    ([torch.zeros(8, 4)], UsageError, "yields Tensor"), ([(torch.zeros(8, 4),)], UsageError, "yields tuple")])
+def test_a_training_loader_that_is_none_is_named(loader: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        api.apart(Train(loader, max), scored_samples(), 60.0)
+    assert words in caught.value.card()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import os
 import secrets
@@ -23,7 +22,7 @@ from typing import Any
 import msgspec
 
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, guards, plan, samples
+from saturate.inference import checking, confirm, guards, plan, samples, users_code
 from saturate.inference.accuracy import Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -53,8 +52,8 @@ MOST_MEMORY = 0.8
 #: Batch sizes and processes are searched for at least so long, where throughput is the objective.
 LEAST_SERVING_S = 20.0
 
-#: So many batches of the training data are looked for among the data of the check.
-MOST_TRAINING_BATCHES = 256
+#: Of the time, so much may go into looking for the check's samples in the training data, which may be endless.
+LOOK_SHARE = 0.05
 
 #: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
 FEWEST_TO_SPLIT = 20
@@ -225,18 +224,37 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
     if shared.refused:
         raise CheckUnusable("calibration data is among the data of the check", cause=shared.words(),
                             remedy="give inputs (or calibration) that the check does not score: training data, for one")
-    if train is not None:
-        shared = samples.overlap((batch[:-1] for batch in itertools.islice(train.loader, MOST_TRAINING_BATCHES)), found.baseline.samples)
-        if shared.refused:
-            raise CheckUnusable("training data is among the data of the check", cause=shared.words("training"),
-                                remedy="train on samples that the check does not score")
-    lab.scores, lab.answers = found.baseline.scores, found.baseline.answers
     notes = list(found.notes)
+    if train is not None:
+        notes += apart(train, found.baseline.samples, LOOK_SHARE * (lab.deadline_s - clock.monotonic()))
+    lab.scores, lab.answers = found.baseline.scores, found.baseline.answers
     values = lab.scores.values if lab.scores else None
     if values is None:
         notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
     elif len(values) >= FEWEST_TO_SPLIT:
         lab.selection, lab.confirmation = split(len(values))
+    return notes
+
+
+def apart(train: Train, used: samples.Seen, limit_s: float) -> list[str]:
+    """What was not looked at of the training data within the time. Raises CheckUnusable where the check scores it, and
+    UsageError, WorkloadFailed for a loader that is none, or breaks."""
+    until = clock.monotonic() + limit_s
+    given = samples.Seen(used.names())
+    notes = []
+    for number, batch in enumerate(users_code.items(train.loader, "`train.loader`"), 1):
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise UsageError(f"`train.loader` yields {type(batch).__name__}, not tuples (*inputs, target)",
+                             remedy="train.loader=[(first, second, ..., target)], one tuple for each batch")
+        given.add(tuple(batch[:-1]))
+        if clock.monotonic() > until:
+            notes.append(f"whether the check scores training data was looked up in the first {number:,} batches of it: the time for "
+                         "that was over")
+            break
+    shared = samples.between(given, used)
+    if shared.refused:
+        raise CheckUnusable("training data is among the data of the check", cause=shared.words("training"),
+                            remedy="train on samples that the check does not score")
     return notes
 
 

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,6 +264,12 @@ def _check_train(train: Train | None) -> None:
         return
     if not isinstance(train, Train):
         raise UsageError(f"`train` is a {type(train).__name__}", remedy="train=saturate.Train(loader=..., loss=...)")
+    if not callable(train.loss):
+        raise UsageError("`train.loss` cannot be called", cause=f"it is a {type(train.loss).__name__}",
+                         remedy="train.loss=torch.nn.functional.cross_entropy, or a function of (output, target)")
+    if not isinstance(train.loader, Iterable) and not hasattr(type(train.loader), "__getitem__"):
+        raise UsageError(f"`train.loader` is a {type(train.loader).__name__}", cause="it cannot be iterated over",
+                         remedy="give an iterable of tuples (*inputs, target): a DataLoader, a list")
     if hasattr(train.loader, "__next__"):       # iter() would start the processes of a DataLoader
         raise UsageError("`train.loader` can be read only once",
                          cause="it is an iterator, and each epoch of each candidate starts anew",
