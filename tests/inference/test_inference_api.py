@@ -69,6 +69,20 @@ def test_what_keeps_candidates_away_is_said_first() -> None:
     assert [note.partition(":")[0] for note in notes] == ["the model cannot be exported", "the model came in training mode"]
 
 
+@pytest.mark.parametrize("answer", [torch.full((4, 2), float("nan")), torch.zeros(0, 2)])
+def test_a_model_that_answers_with_no_number_is_named(answer: Any) -> None:
+    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=[[answer]], again=[[answer]])
+    with pytest.raises(WorkloadFailed, match="hold no number"):
+        api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=ModelFacts())), None)
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    answer = [[torch.tensor([1.0, float("nan"), 2.0, float("-inf")]), torch.arange(4)]]
+    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
+    notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=ModelFacts())), None)
+    assert "12.5 % of what the model answers with is NaN" in notes[0]
+
+
 VALIDATION = torch.randn(40, 4)
 
 

@@ -92,6 +92,7 @@ def leftovers(folder):
 def test_it_is_called_as_the_model_was(program, whole):
     model, inputs = program[2:]
     loaded = artifact.load(whole)
+    assert loaded.info.candidate in repr(loaded) and str(whole) in repr(loaded) and len(repr(loaded)) < 120 + len(str(whole))
     for answer in (loaded(*inputs), loaded(inputs[0], scale=inputs[1])):
         assert torch.allclose(answer["logits"], model(*inputs)["logits"], atol=1e-6)
         assert answer["hidden"][1] is None and isinstance(answer["hidden"], tuple)

@@ -193,6 +193,12 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
     if not any(lab.reference):
         raise WorkloadFailed("the model returns no tensor", cause="there is nothing that a candidate's answer could be compared with",
                              remedy="return tensors, alone or inside of tuples, lists, dictionaries and dataclasses")
+    missing = guards.missing(lab.reference)
+    if missing == 1:
+        raise WorkloadFailed("the model's answers hold no number", cause="all that it computes on its inputs is NaN, or empty",
+                             remedy="look at the inputs and the weights: model(*batch) must answer with numbers")
+    if missing:
+        notes.append(f"{100 * missing:.3g} % of what the model answers with is NaN: nothing can be compared there")
     repeated = guards.repeats(torch, lab.reference, lab.again or lab.reference)
     if facts.random or not repeated.passed:
         lab.facts = dataclasses.replace(facts, random=True)

@@ -314,6 +314,9 @@ class Artifact:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self._call(*inputs, **named)
 
+    def __repr__(self) -> str:
+        return f"<Artifact {self.info.candidate} of {self.info.model}, format {self.info.format}, in {self.folder}>"
+
     def verify(self) -> Verification:
         """Run the stored inputs and compare with the stored answers."""
         torch, demanded = self._torch, _demanded_db(self.info)

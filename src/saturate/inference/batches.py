@@ -34,6 +34,9 @@ def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
     size_bytes = 0
     for item in _items(torch, given, what):
         batch = _batch(torch, item, what)
+        if samples(torch, batch) == 0:
+            raise UsageError(f"`{what}` yields a batch without samples", cause="the first dimension of its tensors is 0",
+                             remedy="leave empty batches out: nothing can be measured or compared with them")
         size_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(torch, batch))
         if batches and size_bytes > MOST_BYTES:
             break

@@ -106,6 +106,14 @@ def repeats(torch: Any, once: Batches, again: Batches) -> Finding:
     return Finding("determinism", True, f"two runs agree to {min(worst, IDENTICAL_DB):.0f} dB")
 
 
+def missing(outputs: Batches) -> float:
+    """The share of the values that are no numbers (NaN); 1 where there are no values."""
+    tensors = [tensor for batch in outputs for tensor in batch]
+    count = sum(tensor.numel() for tensor in tensors)
+    nan = sum(int(samples.dense(tensor).isnan().sum()) for tensor in tensors)
+    return nan / count if count else 1.0
+
+
 def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """A batch of one sample and a partial one, cut from the first batch; none where it has no batch dimension, one
     sample only, or a tensor that is not dense and cannot be cut. Worth a comparison where the baseline takes them."""
