@@ -22,6 +22,8 @@ A candidate
     process         the same from outside, with limits of time and memory
     checking        the user's check on it, and controls of the check itself
     guards          does it behave as the model does?
+    samples         names for samples, to find those that the check scores among others
+    users_code      the user's functions in this process: what they raise, what they fork
 
 artifact            what is stored, and what loading it demands
 techniques/         one optimization per file; adding one edits no other file
