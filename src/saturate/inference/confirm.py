@@ -120,7 +120,7 @@ def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
     if verdict == "faster":
         won.found.fate = "kept"
     elif final is not None:
-        won.found.fate = "inconclusive" if final.verdict == "inconclusive" else "no_difference"
+        won.found.fate = final.verdict if final.verdict in ("inconclusive", "slower") else "no_difference"
     if final is not None and final.estimate is not None:
         low, high = final.estimate.speedup_ci
         won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing

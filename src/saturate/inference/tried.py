@@ -42,7 +42,7 @@ class Tried:
     @property
     def unscored(self) -> bool:
         """It runs, and was not scored because a better one was known."""
-        return self.fate == "slower" and not self.candidate.lossless
+        return self.fate == "slower" and self.scores is None and not self.candidate.lossless
 
     @property
     def lasting(self) -> bool:
