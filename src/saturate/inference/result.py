@@ -196,7 +196,7 @@ def open_ones(search: Search) -> list[Tried]:
 def cut_short(found: Tried) -> bool:
     """Whether it was ended for the time that it took, or by what was not its doing: with more time, or on a machine with room,
     it may be the answer."""
-    return found.fate == "failed" and (found.outside or found.reason.startswith("timeout"))
+    return found.outside or (found.fate == "failed" and found.reason.startswith("timeout"))
 
 
 def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, lab: Lab) -> Best | None:
