@@ -55,8 +55,8 @@ def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, 
 
 
 def test_what_was_found_for_another_aim_is_not_taken_over() -> None:
-    source = SimpleNamespace(model_hash="m", inputs_hash="i", device="cpu")
-    lab = SimpleNamespace(scores=None, threads=1)
+    source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu")
+    lab = SimpleNamespace(facts=ModelFacts(), threads=1)
     keys = {api.key_of(source, lab, objective, limits) for objective in api.OBJECTIVES for limits in ({}, {"p99_ms": 3.0}, {"p99_ms": 4.0})}
     assert len(keys) == 9 and api.key_of(source, lab, "latency", {}) in keys
 

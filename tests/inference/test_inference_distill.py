@@ -130,7 +130,7 @@ def test_zeros_with_training_keep_the_accuracy_and_compress(tmp_path: Path, monk
     assert accuracy(here.model) >= accuracy(trained()) - 0.03
     assert "not faster" in said and magnitude_pruning.active(here, options).active
     small, large = (float(part.split(" MB")[0].split(" ")[-1]) for part in here.notes["magnitude-pruning"].split("compressed they take ")[1].split("instead of"))
-    assert small < 0.7 * large
+    assert small < 0.7 * large and int(here.notes["compressed_bytes"]) == pytest.approx(1e6 * small, abs=5e3)
     at_once = context(tmp_path, train=None)
     magnitude_pruning.apply(at_once, options)
     assert accuracy(at_once.model) < accuracy(here.model)

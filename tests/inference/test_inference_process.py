@@ -149,6 +149,13 @@ def test_memory_errors_of_an_allocator_are_of_that_kind(shared: Worker) -> None:
     assert caught.value.kind == "out_of_memory" and caught.value.alive
 
 
+@pytest.mark.parametrize(("how", "outside"), [("disk full", True), ("file too large", True), ("memory error", False), ("raise", False)])
+def test_a_full_disk_is_no_fault_of_a_candidate(how: str, outside: bool, shared: Worker) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        shared.ask("misbehaves:misbehave", how)
+    assert caught.value.outside is outside
+
+
 def test_memory_that_is_given_back_at_once_is_seen(shared: Worker) -> None:
     before = shared.memory_bytes()
     shared.ask("misbehaves:misbehave", "allocate")
@@ -309,13 +316,21 @@ def test_a_hang_is_ended_with_everything_that_it_started(start: Callable[..., Wo
     assert caught.value.kind == "timeout" and not caught.value.alive and gone(pid, child)
 
 
+def test_a_signal_from_elsewhere_is_no_fault_of_a_candidate(start: Callable[..., Worker]) -> None:
+    worker = start()
+    os.kill(worker.ask("misbehaves:misbehave", ""), signal.SIGTERM)
+    with pytest.raises(WorkerFailed, match="ended by SIGTERM") as caught:
+        worker.run(BATCHES[0][0])
+    assert caught.value.kind == "failed" and caught.value.outside
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind", "reason"), [
     ("die", "failed", "ended by SIGSEGV"), ("exit", "failed", "its process ended itself in the middle of a request")])
 def test_an_end_in_the_middle_of_a_request_is_named(how: str, kind: str, reason: str, start: Callable[..., Worker]) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start(how)
-    assert (caught.value.kind, caught.value.reason, caught.value.alive) == (kind, reason, False)
+    assert (caught.value.kind, caught.value.reason, caught.value.alive, caught.value.outside) == (kind, reason, False, False)
     if how == "die":
         assert "Segmentation fault" in caught.value.log and "misbehave" in caught.value.log
 

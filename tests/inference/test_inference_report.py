@@ -134,11 +134,29 @@ def test_the_table_has_a_line_for_everything(record):
 
 def test_the_table_begins_with_the_winner():
     lines = report.table(optimizations.win()).splitlines()
-    assert lines[0].split() == ["candidate", "fate", "p50", "ms", "p99", "ms", "speed-up", "drop", "memory", "reason"]
+    assert lines[0].split() == ["candidate", "fate", "p50", "ms", "p99", "ms", "speed-up", "drop", "memory", "stored", "reason"]
     assert lines[1].startswith("baseline") and lines[2].startswith("onnx-int8-static method=percentile")
     assert "6.82x [6.71, 6.93]" in lines[2] and "0.002 [-0.001, 0.0052]" in lines[2] and "180 MiB" in lines[2], "as confirmed"
     at = lines[0].index("p50")
     assert all(line[at - 2:at] == "  " for line in lines)
+
+
+def test_sizes_are_said_and_what_techniques_did():
+    stored = optimizations.candidate("onnx", "dominated", 2.0, 0.0, size_bytes=45 * 2**20)
+    zeros = optimizations.candidate("zeros", "dominated", 1.0, 0.0, compressed_bytes=3 * 2**19, done=["20.0% of 9 weights are zero <b>"])
+    record = optimizations.win(candidates=[stored, zeros])
+    assert "45.0 MiB" in report.table(record) and "1.5 MiB compressed" in report.table(record)
+    text = page.render(record)
+    assert "45.0 MiB" in text and "1.5 MiB compressed" in text and "20.0% of 9 weights are zero &lt;b&gt;." in text
+
+
+def test_what_misses_samples_is_named_where_there_is_no_answer():
+    near = optimizations.candidate("near", "undecided", 3.0, 0.008, reason="3.00x; 60 samples cannot tell; about 900 samples would do")
+    far = optimizations.candidate("far", "rejected_behaviour", 9.0, None, reason="NaN")
+    open_ = optimizations.win(verdict="inconclusive", best=None, best_lossless=None, artifact=None, candidates=[far, near])
+    text = report.summary(open_, width=120, color=False)
+    assert text.startswith("No answer yet") and "near 3.00x" not in text and "near, accuracy undecided: 3.00x; 60 samples cannot tell" in text
+    assert "about 900 samples would do" in text
 
 
 # -- the front and the picture -------------------------------------------------------------------------------------------
@@ -149,6 +167,8 @@ def test_the_front_holds_what_nothing_beats():
     assert found == ["onnx-int8-static", "onnx-int8-static method=percentile", "bf16-weights + compile", "onnx-runtime"]
     broken = optimizations.candidate("broken", "rejected_behaviour", 50.0, 0.0)
     assert report.front([broken, optimizations.WINNER]) == [optimizations.WINNER]
+    slow_calls = optimizations.candidate("slow calls", "over_limit", 50.0, None, numerics="reordering")
+    assert report.front([slow_calls, optimizations.WINNER]) == [optimizations.WINNER], "nobody may use it"
 
 
 def test_the_axes_hold_budget_and_everything_near_it():

@@ -65,9 +65,11 @@ class FakeWorker:
     candidate: Candidate
     active: bool = True
     closed: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")])
+        self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")],
+                                           done=[part.id for part in self.candidate.parts], notes=self.notes)
 
     def block(self, count: int) -> list[int]:
         return [int(1e9 * self.factor)] * count
@@ -443,7 +445,7 @@ def test_a_race_of_too_few_rounds_says_so_in_place_of_an_interval() -> None:
 
     won = confirm.Confirmed(Tried(Candidate(), "dominated", "36.21x in a screening", 36.21), Path("artifact"))
     assert result.verdict_of(won, found, SimpleNamespace(objective="memory"), True) == "inconclusive"
-    result.settle(won, found, "inconclusive")
+    confirm.settle(won, found, "inconclusive")
     assert won.found.fate == "inconclusive" and won.found.reason.startswith("in the final race the time ended after 2")
 
 

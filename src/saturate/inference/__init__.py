@@ -13,6 +13,7 @@ The search
     repair          the most sensitive layers (`sensitivity`) go back to the original precision
     racing          blocks of calls in fresh pairs of processes
     lab             the machine as the search sees it
+    tried           one candidate and what is known of it
     journal         what was found so far, on disk
 
 A candidate

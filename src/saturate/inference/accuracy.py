@@ -96,6 +96,7 @@ class Scores:
     values: tuple[float, ...] | None = None
     metric: str = ""                                # the key, where the check returned a dict
     others: tuple[tuple[str, float], ...] = ()      # means of its other entries
+    identical: bool = False                         # they rest on the very answers of the baseline
 
     def at(self, indices: Sequence[int]) -> Scores:
         """The scores of some samples. Raises UnusableScores where there are no values per sample."""

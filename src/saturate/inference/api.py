@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
+from saturate import __version__
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, guards, plan, samples, users_code
+from saturate.inference import checking, confirm, guards, identity, plan, samples, users_code
 from saturate.inference.accuracy import Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -105,7 +106,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             notes += control(lab, worker, source, trainer, say)
         assert lab.facts is not None
         pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
-        journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume)
+        journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
         search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
                         budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
         try:
@@ -233,7 +234,7 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
     notes = list(found.notes)
     if train is not None:
         notes += apart(train, found.baseline.samples, LOOK_SHARE * (lab.deadline_s - clock.monotonic()))
-    lab.scores, lab.answers = found.baseline.scores, found.baseline.answers
+    lab.scores, lab.answers, lab.asked = found.baseline.scores, found.baseline.answers, found.baseline.asked
     values = lab.scores.values if lab.scores else None
     if values is None:
         notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
@@ -265,11 +266,30 @@ def apart(train: Train, used: samples.Seen, limit_s: float) -> list[str]:
 
 
 def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]) -> str:
-    """What a search's results depend on."""
-    scores = "" if lab.scores is None else repr((lab.scores.mean, lab.scores.values))
-    aim = repr((objective, sorted(limits.items())))         # what is over a limit, or not worth scoring, and how memory is measured
-    text = "|".join([source.model_hash, source.inputs_hash, str(lab.threads), source.device, scores, aim])
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    """What all of a search's results depend on: what was given, versions, and the machine."""
+    facts = lab.facts
+    assert facts is not None
+    given = source.model_hash, source.inputs_hash, source.train_hash, lab.threads
+    aim = objective, sorted(limits.items())                 # what is over a limit, and how memory is measured
+    here = __version__, facts.torch, sorted(facts.installed.items()), sorted(facts.cpu_flags), machine.cpu_name(), source.device, facts.capability
+    return _digest(given, aim, here)
+
+
+def rests(lab: Lab) -> dict[str, str]:
+    """What some of a search's results depend on: the scores on the check, with its data and what it says of the model; and on
+    the budget who was worth scoring. A check whose code nobody can see may be another one each time."""
+    if lab.check is None:
+        return {"check": "", "budget": ""}
+    import torch
+
+    known = identity.of_callable(torch, lab.check) or secrets.token_hex(8)
+    metric = lab.budget.metric if lab.budget is not None else None
+    scores = None if lab.scores is None else (lab.scores.mean, lab.scores.values)
+    return {"check": _digest(known, metric, lab.asked, scores), "budget": _digest(lab.budget)}
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
 def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Callable[[str], None]) -> Result:

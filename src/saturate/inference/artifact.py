@@ -162,6 +162,11 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
         raise folders.damaged(folder, f"{MANIFEST} is not readable: {error}") from error
 
 
+def size_bytes(folder: str | os.PathLike[str]) -> int:
+    """Of all files that the manifest names."""
+    return sum(stored.size_bytes for stored in read(folder).files)
+
+
 def checked(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest, once every file matches its digest. Raises ArtifactDamaged."""
     folder = Path(folder)

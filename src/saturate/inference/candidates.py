@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from saturate.inference.techniques._api import LOSSLESS, STAGES
 from saturate.techniques._api import NUMERICS
+
+#: A label names so many layers that stay in their own precision; of more it names the first.
+SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ class Candidate:
 
     def label(self) -> str:
         words = " + ".join(part.label() for part in self.parts) or "baseline"
-        return f"{words} (but {len(self.keep)} layers)" if self.keep else words
+        return f"{words} (but {_some(sorted(self.keep))})" if self.keep else words
+
+    def key(self) -> str:
+        """The same for the same parts, options and kept modules only; what is shown may be cut."""
+        return json.dumps([self.techniques(), sorted(self.keep)], sort_keys=True)
 
     @property
     def numerics(self) -> str:
@@ -66,6 +74,14 @@ class Candidate:
     def techniques(self) -> list[dict[str, Any]]:
         """For records: ids and options."""
         return [{"id": part.id, "options": dataclasses.asdict(part.options)} for part in self.parts]
+
+
+def _some(names: list[str]) -> str:
+    """
+    >>> _some(["stem", "head"]), _some(["a", "b", "c", "d"])
+    ('stem, head', 'a and 3 more layers')
+    """
+    return ", ".join(names) if len(names) <= SHOWN else f"{names[0]} and {len(names) - 1} more layers"
 
 
 def _place(part: Part) -> tuple[int, int, str]:

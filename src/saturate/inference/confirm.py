@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saturate.inference import racing
+from saturate.inference.candidates import Candidate
+from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
 from saturate.inference.search import Search, Tried, over_limit
 from saturate.measure.race import Limits
@@ -67,9 +69,15 @@ class Confirmed:
 
 
 def contenders(search: Search) -> list[Tried]:
-    """What may win, best first: what works, and what is undecided although its drop lies within the budget."""
-    found = [one for one in search.tried.values() if one.working or promising(one, search)]
+    """What may win, best first: what works, what is undecided although its drop lies within the budget, and what was not
+    scored because something better was known."""
+    found = [one for one in search.tried.values() if (one.working or one.unscored or promising(one, search)) and search.value(one) > 1.0]
     return sorted(found, key=lambda one: -search.value(one))
+
+
+def waiting(search: Search) -> list[Tried]:
+    """Contenders that a screening can tell from the baseline: while there are any, nobody knows that nothing helps."""
+    return [one for one in contenders(search) if search.value(one) >= HELPS]
 
 
 def promising(found: Tried, search: Search) -> bool:
@@ -79,37 +87,75 @@ def promising(found: Tried, search: Search) -> bool:
 
 def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
              deadline_s: float) -> tuple[Confirmed | None, Race | None]:
-    """The best contender with its final race against the user's baseline. It has to keep the user's limits there as well,
-    loaded from its artifact and over many more calls than a screening has; else it gives way to the next one."""
+    """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
+    loaded from its artifact and over many more calls than a screening has; else it gives way to the next one. None: no
+    contender did, each has its fate; what is still `waiting` had no turn."""
     for _ in range(MOST):
-        won = winner(search, yard, failed, check_failed)
+        won = winner(search, yard, failed, check_failed, search.mend)
         if won is None:
             break
         final = against(yard, won.artifact, None, deadline_s)
-        over = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits)
-        if over is None:
-            return won, final
-        won.found.fate, won.found.reason = "over_limit", f"loaded from its artifact: {over}"
+        over, verdict = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits), outcome(final, search.objective)
+        if over is not None:
+            won.found.fate, won.found.reason = "over_limit", f"loaded from its artifact: {over}"
+        else:
+            settle(won, final, verdict)
+            if verdict == "faster":
+                return won, final
         search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+        if over is None and not (search.time_left() and waiting(search)):
+            break               # another race would have no time either, or no chance
     return None, None
 
 
-def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception]) -> Confirmed | None:
-    """The best contender that survives; None: only the baseline is left. What does not survive gets its fate."""
+def outcome(final: Race, objective: str) -> str:
+    """What a final race says of the artifact, in the words of the record's verdict."""
+    if objective == "memory":               # it needs less; the race only says what that costs
+        return "faster" if final.estimate is not None else "inconclusive"
+    return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+
+
+def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
+    """The fate of a contender, from its final race."""
+    if verdict == "faster":
+        won.found.fate = "kept"
+    elif final is not None:
+        won.found.fate = final.verdict if final.verdict in ("inconclusive", "slower") else "no_difference"
+    if final is not None and final.estimate is not None:
+        low, high = final.estimate.speedup_ci
+        won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing
+        won.found.reason = f"{final.estimate.speedup:.2f}x [{low:.2f}, {high:.2f}] in the final race, loaded from its artifact"
+    elif final is not None:
+        won.found.reason = f"in the final race {final.reason}; {won.found.speedup or 1.0:.2f}x in a screening"
+
+
+def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
+           mend: Callable[[Tried], None] = lambda found: None) -> Confirmed | None:
+    """The best contender that survives; None: only the baseline is left. What does not survive gets its fate, and goes to
+    `mend`, which may bring other contenders in its place."""
     best: Confirmed | None = None
-    for found in contenders(search)[: MOST + 2]:
-        if search.value(found) <= 1.0:
-            break
-        if best is not None and search.value(best.found) > CLOSE * search.value(found):
-            break
+    seen: set[Candidate] = set()
+    while (found := following(search, seen, best)) is not None:
+        seen.add(found.candidate)
         confirmed = survive(found, yard, failed, check_failed, search.progress)
         if confirmed is None:
-            continue
-        if best is None:
+            mend(found)
+        elif best is None:
             best = confirmed
         elif search.objective != "memory" and search.time_left():
             best = duel(best, confirmed, yard, search)
     return best
+
+
+def following(search: Search, seen: set[Candidate], best: Confirmed | None) -> Tried | None:
+    """The next contender. One that was not scored has its turn where those that outran it did not survive, and a lossless one
+    however many others did not: it needs no samples."""
+    left = [one for one in contenders(search) if one.candidate not in seen]
+    room = len(seen) < MOST + 2
+    if best is not None:
+        close = (one for one in left if not one.unscored and search.value(best.found) <= CLOSE * search.value(one))
+        return next(close, None) if room else None
+    return next((one for one in left if one.candidate.lossless or (room and (not one.unscored or search.time_left()))), None)
 
 
 def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: type[Exception],

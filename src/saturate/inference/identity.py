@@ -1,4 +1,5 @@
-"""Digests by which a study knows the model and the inputs that it was made for: weights, structure and code.
+"""Digests by which a study knows what it was made for: the model (weights, structure and code), the inputs, and how the
+user scores and trains.
 
 They are equal for equal things in two processes, so nothing in them depends on addresses, on the order of sets, or on
 what pickles look like.
@@ -7,9 +8,11 @@ what pickles look like.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
-from types import CodeType, FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from saturate.inference import pickles
@@ -55,23 +58,74 @@ def of_batches(torch: Any, *lists: list[tuple[Any, ...]]) -> str:
     return digest.hexdigest()
 
 
+def of_callable(torch: Any, thing: Any) -> str:
+    """Of a user's function: its code, the file it stands in, and the plain data, tensors and modules that it has from
+    closures, globals, defaults and attributes. Empty where nothing shows its code."""
+    digest = hashlib.sha256()
+    return digest.hexdigest() if _add_callable(torch, digest, thing) else ""
+
+
+def of_train(torch: Any, train: Any) -> str:
+    """Of how the user trains, a dataclass, with the data as far as it lies in lists, tensors and attributes: a loader is not
+    read, it may give another order each time. Empty without."""
+    if train is None:
+        return ""
+    digest = hashlib.sha256()
+    for field in dataclasses.fields(train):
+        value = getattr(train, field.name)
+        _add(digest, field.name)
+        if callable(value):
+            _add_callable(torch, digest, value)
+        else:
+            _add_object(torch, digest, value)
+            _add_object(torch, digest, getattr(value, "dataset", None))
+    return digest.hexdigest()
+
+
 def code_of(thing: Any) -> str:
-    """The code of a class or function, with its base classes and the functions that it calls by a global name;
-    torch's own is left out, its version says what that does."""
-    found: dict[int, tuple[Any, str]] = {}
+    """The code of a class or function, with its base classes and the functions that it calls by a global name, from a module
+    or from a closure; torch's own is left out, its version says what that does."""
+    return "\n".join(_source(one) for one in _reached(thing))
+
+
+def _reached(thing: Any) -> list[Any]:
+    found: dict[int, Any] = {}
     pending = [thing]
     while pending:
         one = pending.pop()
-        if id(one) in found or (getattr(one, "__module__", None) or "").partition(".")[0] in ("builtins", "torch"):
+        if id(one) in found or _torchs(one):
             continue
-        found[id(one)] = one, _source(one)
+        found[id(one)] = one
         if isinstance(one, type):
             pending += [*one.__mro__[1:], *(member for member in vars(one).values() if isinstance(member,
                                                                                                   FunctionType))]
         else:
-            used = (one.__globals__.get(name) for name in one.__code__.co_names)
-            pending += [other for other in used if isinstance(other, FunctionType)]
-    return "\n".join(source for _, source in found.values())
+            pending += [other for other in _used(one).values() if isinstance(other, FunctionType)]
+    return list(found.values())
+
+
+def _torchs(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] in ("builtins", "torch")
+
+
+def _used(function: FunctionType) -> dict[str, Any]:
+    """What a function finds by name: in its globals, in modules that are among these, and in its closure."""
+    names = _names(function.__code__)
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for module in [value for value in found.values() if isinstance(value, ModuleType)]:
+        found |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:              # not assigned yet
+            continue
+    return found
+
+
+def _names(code: CodeType) -> list[str]:
+    """Also those of the functions inside of it, such as lambdas."""
+    inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
+    return list(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _source(thing: Any) -> str:
@@ -92,6 +146,49 @@ def _add(digest: Any, *texts: str) -> None:
     for text in texts:
         data = text.encode()
         digest.update(len(data).to_bytes(8, "big") + data)
+
+
+def _add_callable(torch: Any, digest: Any, thing: Any) -> bool:
+    """Whether anything shows what it does."""
+    if isinstance(thing, functools.partial):
+        _add_value(torch, digest, "given", [thing.args, thing.keywords])
+        return _add_callable(torch, digest, thing.func)
+    if isinstance(thing, MethodType):
+        _add_object(torch, digest, thing.__self__)
+        return _add_callable(torch, digest, thing.__func__)
+    if not isinstance(thing, (FunctionType, type)) and isinstance(inspect.getattr_static(type(thing), "__call__", None), FunctionType):
+        _add_object(torch, digest, thing)
+        thing = type(thing)
+    _add(digest, getattr(thing, "__qualname__", ""))
+    if _torchs(thing):
+        return True
+    if not isinstance(thing, (FunctionType, type)):
+        return False
+    _add(digest, code_of(thing), _file_of(thing))
+    for one in _reached(thing):
+        if isinstance(one, FunctionType):
+            for name, value in {**_used(one), "defaults": [one.__defaults__, one.__kwdefaults__]}.items():
+                if isinstance(value, torch.nn.Module):
+                    _add(digest, name, of_model(torch, value))
+                elif not isinstance(value, FunctionType):       # their code is there already
+                    _add_value(torch, digest, name, value)
+    return True
+
+
+def _file_of(thing: Any) -> str:
+    try:
+        return Path(inspect.getsourcefile(thing) or "").read_text(encoding="utf-8", errors="replace")
+    except (OSError, TypeError):        # typed into a shell
+        return ""
+
+
+def _add_object(torch: Any, digest: Any, thing: Any) -> None:
+    """Data, or the class of an object with what it holds."""
+    _add_value(torch, digest, "value", thing)
+    if hasattr(thing, "__dict__") and not isinstance(thing, (type, FunctionType, torch.Tensor)):
+        _add(digest, type(thing).__qualname__, code_of(type(thing)))
+        for name, value in sorted(vars(thing).items()):
+            _add_value(torch, digest, name, value)
 
 
 def _add_value(torch: Any, digest: Any, key: str, value: Any) -> None:

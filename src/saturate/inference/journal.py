@@ -1,12 +1,14 @@
 """What a search has found so far, on disk: one JSON line per candidate, synced, so that kill -9 loses at most one.
 
-A line that is cut short, or of another search (other model, inputs or baseline scores), is passed over.
+A line that is cut short, or of another search (other model, inputs, versions or machine), is passed over. So is one that
+rests on something that is different now, such as the scores of another check.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,18 @@ NAME = "candidates.jsonl"
 
 
 class Journal:
-    """`key` names the search: what it depends on, hashed. Entries are plain JSON values by a candidate's label."""
+    """`key` names the search: what all of it depends on, hashed. `more`: what only some entries rest on, by name. `known` are
+    entries, plain JSON values, by what `add` called them. Raises EnvironmentProblem where the file cannot be read."""
 
-    def __init__(self, folder: Path, key: str, resume: bool = True):
-        self.path, self.key = folder / NAME, key
-        self.known: dict[str, dict[str, Any]] = self._read() if resume else {}
-        if not resume:
-            self.path.unlink(missing_ok=True)
+    def __init__(self, folder: Path, key: str, resume: bool = True, more: Mapping[str, str] | None = None):
+        self.path, self.key, self.more = folder / NAME, key, more or {}
+        try:
+            self.known: dict[str, dict[str, Any]] = self._read() if resume else {}
+            if not resume:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise EnvironmentProblem(f"what was found before cannot be read from {self.path}", cause=str(error),
+                                     remedy="remove it, or choose another folder with workdir") from error
 
     def _read(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -35,13 +42,18 @@ class Journal:
                 entry = json.loads(line)
             except ValueError:
                 continue            # cut short by the end of the process that wrote it
-            if isinstance(entry, dict) and entry.get("key") == self.key and isinstance(entry.get("label"), str):
-                found[entry["label"]] = entry
+            if isinstance(entry, dict) and entry.get("key") == self.key and isinstance(entry.get("name"), str) and self._holds(entry):
+                found[entry["name"]] = entry
         return found
 
-    def add(self, label: str, entry: dict[str, Any]) -> None:
-        """Raises EnvironmentProblem where the disk takes no more."""
-        line = json.dumps({"key": self.key, "label": label, **entry}) + "\n"
+    def _holds(self, entry: dict[str, Any]) -> bool:
+        rests = entry.get("rests")
+        return isinstance(rests, dict) and all(self.more.get(name) == value for name, value in rests.items())
+
+    def add(self, name: str, entry: dict[str, Any], rests: Collection[str] = ()) -> None:
+        """`rests`: names of `more` that must be the same for the entry to hold. Raises EnvironmentProblem where the disk
+        takes no more."""
+        line = json.dumps({"key": self.key, "name": name, "rests": {one: self.more.get(one) for one in rests}, **entry}) + "\n"
         try:
             with open(self.path, "ab") as stream:
                 if stream.tell() and not self._ends_clean():
@@ -52,7 +64,7 @@ class Journal:
         except OSError as error:
             raise EnvironmentProblem(f"what was found cannot be written to {self.path}", cause=str(error),
                                      remedy="free some space and give the same command again: it goes on from here") from error
-        self.known[label] = json.loads(line)
+        self.known[name] = json.loads(line)
 
     def _ends_clean(self) -> bool:
         with open(self.path, "rb") as stream:

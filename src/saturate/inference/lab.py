@@ -5,6 +5,7 @@ One lab per search. Its baseline outputs and scores are what every candidate is 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import shutil
@@ -63,7 +64,7 @@ class Lab:
     signature: inspect.Signature | None = None                  # of the model, for a check that calls it with keywords
     scores: Scores | None = None                                # the baseline's
     answers: str = ""                                           # digest of what the check got from the baseline
-    identical: set[str] = field(default_factory=set)            # scores that rest on the very answers of the baseline
+    asked: str = ""                                             # digest of what the check asked the baseline
     selection: tuple[int, ...] | None = None
     confirmation: tuple[int, ...] | None = None
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
@@ -135,8 +136,10 @@ class Lab:
             examples = self.source.inputs(self._torch())[:EXAMPLES]
             answers = [worker.run(*batch) for batch in examples]
             assert self.facts is not None
-            return artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
-                                  inputs=examples, outputs=answers)
+            stored = artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
+                                    inputs=examples, outputs=answers)
+            found.size_bytes = artifact.size_bytes(stored)
+            return stored
         except WorkerFailed as error:
             raise NotDeployable(error.reason) from error
         except SaturateError as error:
@@ -223,9 +226,7 @@ class Lab:
             return None
         found = checking.scored(self.check, self.run_of(worker), self.budget.metric)
         scores = found.required()
-        if found.answers == self.answers:
-            self.identical.add(fingerprint(scores))
-        return scores
+        return dataclasses.replace(scores, identical=found.answers == self.answers)
 
     def judge(self, scores: Scores) -> Judgement:
         return self._judged(scores, self.selection)
@@ -235,8 +236,7 @@ class Lab:
 
     def _judged(self, scores: Scores, indices: tuple[int, ...] | None) -> Judgement:
         assert self.scores is not None and self.budget is not None
-        identical = fingerprint(scores) in self.identical
-        before = self.scores
+        before, identical = self.scores, scores.identical
         if indices is not None and scores.values is not None and len(scores.values) == len(before.values or ()):
             before, scores = before.at(indices), scores.at(indices)
         try:
@@ -268,7 +268,3 @@ def coarsest(dtypes: tuple[str, ...]) -> str:
     """The coarsest of some floating-point formats."""
     order = ("bfloat16", "float16", "float32", "float64")
     return min((name for name in dtypes if name in order), key=order.index, default="float32")
-
-
-def fingerprint(scores: Scores) -> str:
-    return repr((scores.mean, scores.values))

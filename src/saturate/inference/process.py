@@ -32,7 +32,7 @@ from saturate.inference.worker import Order
 from saturate.records import sizes
 from saturate.records.inference import ModelFacts
 from saturate.trial import meter, tree
-from saturate.trial.outcome import OUT_OF_MEMORY, classify
+from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 
 #: Every process of a candidate has this variable, with a value of its own.
 _MARK = "SATURATE_WORKER"
@@ -54,10 +54,12 @@ _UNWANTED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "SATURATE_PLAN")
 
 class WorkerFailed(Exception):
     """A candidate refused, failed, or had to be ended. `reason` is one sentence; `log` is the traceback or the end of
-    what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs)."""
+    what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs).
+    `outside`: it was no fault of its own, so that it may work another time."""
 
-    def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False):
+    def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False, outside: bool = False):
         super().__init__(reason)
+        self.outside = outside
         self.kind: Kind = kind
         self.reason = reason
         self.log = log
@@ -240,9 +242,10 @@ class Worker:
         if answer[0] == "ok":
             return answer[1]
         _, kind, reason, text = answer
-        if kind == "failed" and classify({"ended": "exit", "code": 1}, text, 0, True, None).kind in OUT_OF_MEMORY:
+        cause = classify({"ended": "exit", "code": 1}, text, 0, True, None).kind
+        if kind == "failed" and cause in OUT_OF_MEMORY:
             kind = "out_of_memory"
-        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True)
+        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True, outside=cause in NO_ROOM)
 
     def _exchange(self, message: Any, deadline_s: float, late: str, device: str) -> Any:
         try:
@@ -269,11 +272,12 @@ class Worker:
             return WorkerFailed("out_of_memory", f"ended when it had {sizes.show(self._meter.exceeded_bytes)}, "
                                 f"above the limit of {sizes.show(self._meter.limit_bytes)}", log)
         if report is None:
-            return WorkerFailed("failed", "the process that watches it was killed", log)
+            return WorkerFailed("failed", "the process that watches it was killed", log, outside=True)
         if report.get("code") == 0:
             return WorkerFailed("failed", "its process ended itself in the middle of a request", log)
         outcome = classify(report, log, 0, True, None)
-        return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", outcome.reason, log)
+        outside = outcome.kind in NO_ROOM or report.get("ended") == "signal" and report["signal"] not in FAULTS
+        return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", outcome.reason, log, outside=outside)
 
     def _end(self, kind: Kind, reason: str) -> WorkerFailed:
         """Kill it, and return the exception to raise."""

@@ -16,8 +16,9 @@ from saturate.inference import artifact, confirm
 from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
+from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
-from saturate.inference.search import Tried, code, fate_of
+from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
 from saturate.records.inference import Best, CandidateRecord, Fate, OptimizeRecord
 
@@ -128,10 +129,8 @@ def judged(found: Tried, lab: Lab) -> Tried:
     that one may be outside of this budget."""
     found = dataclasses.replace(found)
     if found.fate in JUDGED and found.scores is not None:
-        found.judgement = lab.judge(found.scores)
-        found.fate = fate_of(found.judgement)
-        found.reason = f"{found.speedup:.2f}x; {found.judgement.reason}"
-    elif found.fate == "slower" and not found.candidate.lossless:
+        found.judge(lab.judge(found.scores))
+    elif found.unscored:
         found.fate = "dominated"
     return found
 
@@ -163,10 +162,8 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
     waiting = untried(search)
-    verdict = verdict_of(won, final, search, complete and not waiting and not any(map(cut_short, search.tried.values())))
+    verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
     best = best_of(won, lossless, final, versus, lab) if verdict == "faster" else None
-    if won is not None:
-        settle(won, final, verdict)
     rows = [rowed(found, facts.batch_size) for found in search.tried.values()]
     rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
              for id, reason in search.pool.refused.items()]
@@ -184,28 +181,22 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
     """`complete`: everything had its turn; else nobody knows that nothing helps."""
     if won is None or final is None:
         return "nothing_helps" if complete else "inconclusive"
-    if search.objective == "memory":        # it needs less; the race only says what that costs
-        return "faster" if final.estimate is not None else "inconclusive"
-    return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+    return confirm.outcome(final, search.objective)
+
+
+def open_ones(search: Search) -> list[Tried]:
+    """Candidates that may be the answer, and nobody knows: ended for the time that they took or from outside, undecided in
+    accuracy or in a race, or without a turn to be confirmed."""
+    waiting = confirm.waiting(search)
+    return [one for one in search.tried.values()
+            if cut_short(one) or one.fate == "inconclusive" or one in waiting
+            or (one.fate == "undecided" and search.value(one) >= HELPS)]
 
 
 def cut_short(found: Tried) -> bool:
-    """Whether it was ended for the time that it took: with more time, or on a quieter machine, it may be the answer."""
-    return found.fate == "failed" and found.reason.startswith("timeout")
-
-
-def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
-    """The winner's fate, from the final race."""
-    if verdict == "faster":
-        won.found.fate = "kept"
-    elif final is not None:
-        won.found.fate = "inconclusive" if final.verdict == "inconclusive" else "no_difference"
-    if final is not None and final.estimate is not None:
-        low, high = final.estimate.speedup_ci
-        won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing
-        won.found.reason = f"{final.estimate.speedup:.2f}x [{low:.2f}, {high:.2f}] in the final race, loaded from its artifact"
-    elif final is not None:
-        won.found.reason = f"in the final race {final.reason}; {won.found.speedup or 1.0:.2f}x in a screening"
+    """Whether it was ended for the time that it took, or by what was not its doing: with more time, or on a machine with room,
+    it may be the answer."""
+    return found.outside or (found.fate == "failed" and found.reason.startswith("timeout"))
 
 
 def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, lab: Lab) -> Best | None:
@@ -223,7 +214,7 @@ def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | Non
         accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=judgement.drop if judgement else None,
         accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=verdict,
         samples_needed=judgement.samples_needed if judgement and verdict != "pass" else None,
-        peak_memory_bytes=won.memory_bytes, size_bytes=sum(stored.size_bytes for stored in artifact.read(won.artifact).files))
+        peak_memory_bytes=won.memory_bytes, size_bytes=artifact.size_bytes(won.artifact))
 
 
 def rowed(found: Tried, batch_size: int | None) -> CandidateRecord:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from saturate.inference import order, plan, racing
 from saturate.inference.candidates import Candidate
-from saturate.records.inference import CandidateRecord, Fate, Timing, Verdict
+from saturate.inference.techniques._api import COMPRESSED_BYTES
+from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
+from saturate.records.inference import Timing, Verdict
 
 Objective = Literal["latency", "throughput", "memory"]
 
@@ -29,9 +31,6 @@ WORTH_REPAIRING = 1.03
 
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
-
-#: Fates of candidates that work and may be the best.
-WORKING: tuple[Fate, ...] = ("kept", "dominated")
 
 
 class Lab(Protocol):
@@ -58,48 +57,8 @@ class Lab(Protocol):
     def ranking(self) -> tuple[list[str], tuple[str, ...]]:
         """Names of layers, the most sensitive first, and the first and last one."""
 
-
-@dataclass
-class Tried:
-    """One candidate and what is known of it. `speedup` is over the user's own baseline, from a screening."""
-
-    candidate: Candidate
-    fate: Fate
-    reason: str
-    speedup: float | None = None
-    timing: Timing | None = None
-    scores: Any = None
-    judgement: Any = None
-    agreement: float | None = None
-    peak_memory_bytes: int | None = None
-    prepare_s: float | None = None
-    first_call_s: float | None = None
-    seconds: float = 0.0
-    out_of_limits: bool = False             # its process was ended for the time or the memory that it took
-
-    @property
-    def working(self) -> bool:
-        return self.fate in WORKING
-
-    def record(self) -> CandidateRecord:
-        candidate, judgement = self.candidate, self.judgement
-        return CandidateRecord(
-            id=candidate.label(), techniques=candidate.techniques(), kept_layers=sorted(candidate.keep),
-            numerics=candidate.numerics, fate=self.fate, reason=self.reason, latency_ms=self.timing, speedup=self.speedup,
-            accuracy=self.scores.mean if self.scores is not None else None,
-            accuracy_drop=judgement.drop if judgement is not None else None,
-            accuracy_drop_ci=judgement.drop_ci if judgement is not None else None,
-            verdict=judgement.verdict if judgement is not None else None,
-            samples_needed=judgement.samples_needed if judgement is not None else None,
-            flip_rate=judgement.flip_rate if judgement is not None else None,
-            agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, prepare_s=self.prepare_s,
-            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
-
-
-def code(candidate: Candidate) -> str:
-    """The same without saturate."""
-    kept = [f"# These modules stay in their own precision: leave them out of what is quantized: {', '.join(sorted(candidate.keep))}"]
-    return "\n".join([*(kept if candidate.keep else ()), *(part.module.as_code(part.options) for part in candidate.parts)])
+    def baseline(self) -> Any:
+        """A process with the user's own model."""
 
 
 @dataclass
@@ -160,7 +119,7 @@ class Search:
                 self._try(candidate)
 
     def _rate(self, candidate: Candidate) -> float:
-        if self.journal is not None and candidate.label() in self.journal.known:
+        if self.journal is not None and candidate.key() in self.journal.known:
             return math.inf                 # it costs nothing
         return order.rate(candidate, self.pool.facts, self.tried, self._fastest(candidate.lossless))
 
@@ -220,14 +179,12 @@ class Search:
         try:
             worker = self.lab.start(candidate)
         except self.failed as error:
-            found.fate = "not_applied" if error.kind == "not_applied" else "failed"     # type: ignore[attr-defined]
-            found.reason = _reason(error, candidate)
-            found.out_of_limits = error.kind in ("timeout", "out_of_memory")            # type: ignore[attr-defined]
+            _fail(found, error)
         else:
             try:
                 self._measure(worker, found)
             except self.failed as error:
-                found.fate, found.reason = "failed", _reason(error, candidate)
+                _fail(found, error)
             finally:
                 worker.close()
         found.seconds = time.monotonic() - began
@@ -237,6 +194,7 @@ class Search:
         """Fill in what a living process shows."""
         candidate = found.candidate
         found.prepare_s, found.first_call_s = worker.ready.prepare_s, worker.ready.first_call_s
+        found.done, found.compressed_bytes = tuple(worker.ready.done), compressed_bytes(worker.ready.notes)
         idle = next((proof.evidence for proof in worker.ready.proofs if not proof.active), None)
         if idle is not None:
             found.fate, found.reason = "not_applied", idle
@@ -275,28 +233,27 @@ class Search:
         except self.check_failed as error:
             found.fate, found.reason = "rejected_behaviour", f"the check fails on it: {error}"
             return
-        found.judgement = self.lab.judge(found.scores)
-        found.fate, found.reason = fate_of(found.judgement), f"{found.speedup:.2f}x; {found.judgement.reason}"
+        found.judge(self.lab.judge(found.scores))
 
     def _settle(self, found: Tried) -> Tried:
         self._know(found)
-        if self.journal is not None and found.fate not in ("not_applicable", "not_tried"):
-            self.journal.add(found.candidate.label(), entry_of(found))
+        if self.journal is not None and found.lasting:
+            self.journal.add(found.candidate.key(), entry_of(found), rests_on(found))
         self.progress(f"{found.candidate.label()}: {found.reason}")
         return found
 
     def _know(self, found: Tried) -> None:
         self.tried[found.candidate] = found
-        if found.fate == "rejected_accuracy" and found.candidate.numerics == "precision" and not found.candidate.keep:
+        if found.misses(self.max_drop) and found.candidate.numerics == "precision" and not found.candidate.keep:
             self.broken.append(found)
 
     def _from_journal(self, candidate: Candidate) -> Tried | None:
-        entry = self.journal.known.get(candidate.label()) if self.journal is not None else None
+        entry = self.journal.known.get(candidate.key()) if self.journal is not None else None
         if entry is None:
             return None
         found = tried_of(candidate, entry)
         if found.scores is not None:
-            found.judgement = self.lab.judge(found.scores)
+            found.judge(self.lab.judge(found.scores))       # the budget may be another one now
         self._know(found)
         self.progress(f"{candidate.label()}: {found.reason} (known from before)")
         return found
@@ -310,7 +267,11 @@ class Search:
         best = self.best()
         if best is not None and (broken.speedup or 0.0) < WORTH_REPAIRING * (best.speedup or 0.0):
             return
-        names, ends = self.lab.ranking()
+        try:
+            names, ends = self.lab.ranking()
+        except self.failed as error:
+            self.progress(f"{broken.candidate.label()}: not repaired, its layers cannot be ranked: {error}")
+            return
         repair = Repair(names, ends)
         verdict: Verdict = "fail"
         while self.time_left():
@@ -320,15 +281,26 @@ class Search:
             keep = repair.next(verdict)
             if not keep:
                 return
-            found = self._try(Candidate(broken.candidate.parts, keep))
+            candidate = Candidate(broken.candidate.parts, keep)
+            found = self.tried.get(candidate) or self._try(candidate)
             if found.fate == "slower" or (found.speedup is None and found.fate != "not_applied"):
                 return              # keeping more would be slower still
             verdict = "pass" if found.working else "fail"
 
-
-def fate_of(judgement: Any) -> Fate:
-    """By the samples of the selection. `undecided` may still be confirmed by the others, if its drop is small enough."""
-    return {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}[judgement.verdict]
+    def mend(self, found: Tried) -> None:
+        """Repair what did not keep the budget on the samples of the confirmation, after the walk: as far as there is time left
+        when the best two have theirs. One that was repaired already gets more layers back."""
+        end_s, self.end_s = self.end_s, self.deadline_s
+        broken = self.tried.get(Candidate(found.candidate.parts), found)
+        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken))
+        try:
+            if missed and found.candidate.numerics == "precision" and self.time_left():
+                with racing.lane(self.lab.baseline) as self._lane:
+                    self._repair(broken)
+        except self.failed as error:
+            self.progress(f"{found.candidate.label()}: not repaired, the model itself does not start: {error}")
+        finally:
+            self.end_s = end_s
 
 
 def over_limit(timing: Timing | None, memory_bytes: int | None, limits: dict[str, float]) -> str | None:
@@ -343,35 +315,14 @@ def over_limit(timing: Timing | None, memory_bytes: int | None, limits: dict[str
     return None
 
 
-def _reason(error: Exception, candidate: Candidate) -> str:
-    """Which of several techniques it was is said, one alone needs no name."""
-    ids = [part.id for part in candidate.parts]
-    said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason     # type: ignore[attr-defined]
-    return f"{error.kind.replace('_', ' ')}: {said}"    # type: ignore[attr-defined]
+def compressed_bytes(notes: Mapping[str, str]) -> int | None:
+    """What a technique says that the weights take compressed, where that is its purpose."""
+    return int(notes[COMPRESSED_BYTES]) if COMPRESSED_BYTES in notes else None
 
 
-def entry_of(found: Tried) -> dict[str, Any]:
-    """For the journal: JSON values."""
-    timing = found.timing
-    scores = found.scores
-    return {
-        "fate": found.fate, "reason": found.reason, "speedup": found.speedup, "agreement": found.agreement,
-        "timing": None if timing is None else [timing.p50, timing.p90, timing.p99, timing.calls],
-        "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
-                                               "others": [list(other) for other in scores.others]},
-        "peak_memory_bytes": found.peak_memory_bytes, "prepare_s": found.prepare_s, "first_call_s": found.first_call_s,
-        "seconds": found.seconds,
-    }
-
-
-def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
-    """The reverse of `entry_of`."""
-    from saturate.inference.accuracy import Scores
-
-    timing, scores = entry["timing"], entry["scores"]
-    return Tried(
-        candidate, entry["fate"], entry["reason"], entry["speedup"],
-        None if timing is None else Timing(p50=timing[0], p90=timing[1], p99=timing[2], calls=timing[3]),
-        None if scores is None else Scores(scores["mean"], None if scores["values"] is None else tuple(scores["values"]),
-                                           scores["metric"], tuple((name, mean) for name, mean in scores["others"])),
-        None, entry["agreement"], entry["peak_memory_bytes"], entry["prepare_s"], entry["first_call_s"], entry["seconds"])
+def _fail(found: Tried, error: Any) -> None:
+    """What a WorkerFailed says of a candidate. Which of several techniques it was is said, one alone needs no name."""
+    ids = [part.id for part in found.candidate.parts]
+    said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason
+    found.fate, found.reason = "not_applied" if error.kind == "not_applied" else "failed", f"{error.kind.replace('_', ' ')}: {said}"
+    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), getattr(error, "outside", False)

@@ -49,6 +49,7 @@ class Source:
     model_hash: str
     inputs_hash: str            # of measured and calibration batches
     notes: tuple[str, ...]
+    train_hash: str = ""        # of how the user trains; "" without
 
     @staticmethod
     def write(folder: Path, model: Any, inputs: Any, calibration: Any = None, train: Train | None = None, *,
@@ -93,6 +94,7 @@ class Source:
             student=train is not None and train.student is not None, generates=generates,
             model_hash=identity.of_model(torch, called.module, called.words()) if called else "",
             inputs_hash=identity.of_batches(torch, measured, calibrate), notes=tuple(notes),
+            train_hash=identity.of_train(torch, train),
         )
         names = [field.name for field in dataclasses.fields(made) if field.name != "folder"]
         text = json.dumps({name: getattr(made, name) for name in names})

@@ -89,7 +89,9 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
     flip_rate: float | None = None          # share of samples whose answer changed
     agreement: float | None = None          # signal-to-noise ratio of the outputs against the baseline, dB
     peak_memory_bytes: int | None = None
-    size_bytes: int | None = None           # of the stored program
+    size_bytes: int | None = None           # of the artifact, of those that were stored
+    compressed_bytes: int | None = None     # that the weights take compressed, of a technique that is for size
+    done: list[str] = []                    # what each technique said that it did, in the order of application
     prepare_s: float | None = None          # quantize, train, export, compile
     first_call_s: float | None = None
     seconds: float = 0.0                    # that this candidate cost the search

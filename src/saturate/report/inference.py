@@ -120,9 +120,9 @@ def _confirmed(one: CandidateRecord, best: Best | None) -> CandidateRecord:
 
 
 def table(record: OptimizeRecord, *, width: int | None = None) -> str:
-    """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, reason; below them what
+    """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, size, reason; below them what
     was measured of throughput. Lines are cut to `width` terminal cells; None: as wide as they are."""
-    head = ("candidate", "fate", "p50 ms", "p99 ms", "speed-up", "drop", "memory", "reason")
+    head = ("candidate", "fate", "p50 ms", "p99 ms", "speed-up", "drop", "memory", "stored", "reason")
     lines = [
         head,
         _columns(msgspec.structs.replace(record.baseline, speedup=None), "baseline", record.relative),
@@ -186,6 +186,7 @@ def _columns(one: CandidateRecord, fate: str, relative: bool) -> tuple[str, ...]
         if one.accuracy_drop is not None
         else "",
         show(one.peak_memory_bytes) if one.peak_memory_bytes is not None else "",
+        say.stored_words(one),
         words.one_line(one.reason),
     )
 
@@ -195,13 +196,14 @@ def _columns(one: CandidateRecord, fate: str, relative: bool) -> tuple[str, ...]
 
 def front(candidates: Sequence[CandidateRecord]) -> list[CandidateRecord]:
     """Those that no other beats in both latency and accuracy, the fastest first. A lossless one without a score has
-    lost nothing; what was refused for its behaviour, did not take effect or was not measured, is not on it."""
+    lost nothing; what was refused for its behaviour or is over a limit, did not take effect or was not measured, is not on
+    it."""
     usable = [
         one
         for one in candidates
         if one.latency_ms is not None
         and place_of(one) is not None
-        and one.fate not in ("rejected_behaviour", "not_applied", "not_deployable", "failed")
+        and one.fate not in ("rejected_behaviour", "over_limit", "not_applied", "not_deployable", "failed")
     ]
     usable.sort(key=lambda one: (one.latency_ms.p50 if one.latency_ms else 0.0, place_of(one) or 0.0))
     found: list[CandidateRecord] = []

@@ -220,10 +220,10 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
             "the model as it is.",
         ),
         table(
-            ["Candidate", "Fate", "p50 / p90 / p99", "Speed-up", "Drop", "Memory"],
+            ["Candidate", "Fate", "p50 / p90 / p99", "Speed-up", "Drop", "Memory", "Stored"],
             rows,
             label="Every candidate",
-            numeric=(2, 3, 4, 5),
+            numeric=(2, 3, 4, 5, 6),
             short=(1,),
             class_="stacked decisions small",
         ),
@@ -235,6 +235,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
     times = one.latency_ms
     latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
     prepared = f" Prepared in {words.seconds(one.prepare_s)}." if one.prepare_s is not None else ""
+    done = "".join(f" {_capital(said.rstrip('.'))}." for said in one.done if said)
     layers = (
         f" {words.count(len(one.kept_layers), 'layer')} kept in the original precision." if one.kept_layers else ""
     )
@@ -242,7 +243,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
         join(
             [
                 tag("b", f"{index}. {one.id}"),
-                tag("span", f"{_capital(one.reason.rstrip('.'))}.{layers}{prepared}", class_="sub"),
+                tag("span", f"{_capital(one.reason.rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
             ]
         ),
         tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),
@@ -252,6 +253,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
         if one.accuracy_drop is not None
         else "",
         _bytes(one.peak_memory_bytes),
+        say.stored_words(one),
     ]
 
 

@@ -77,9 +77,15 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
 
 
 def unfinished(record: OptimizeRecord) -> str:
-    """What came as far as the final race, where that did not decide: it comes before what was refused."""
-    found = next((one for one in record.candidates if one.fate == "inconclusive"), None)
-    return "" if found is None or record.verdict != "inconclusive" else f"{found.id}: {words.one_line(found.reason)}"
+    """What came as far as the final race, where that did not decide, else the fastest that misses samples: it comes before
+    what was refused."""
+    if record.verdict != "inconclusive":
+        return ""
+    raced = next((one for one in record.candidates if one.fate == "inconclusive"), None)
+    if raced is not None:
+        return f"{raced.id}: {words.one_line(raced.reason)}"
+    missing = [one for one in record.candidates if one.fate == "undecided"]
+    return became(max(missing, key=lambda one: one.speedup or 0.0)) if missing else ""
 
 
 def why_nothing(record: OptimizeRecord) -> str:
@@ -180,6 +186,12 @@ def memory_words(record: OptimizeRecord) -> str:
     if best.size_bytes is not None:
         parts.append(f"{show(best.size_bytes)} stored")
     return ", ".join(parts)
+
+
+def stored_words(one: CandidateRecord) -> str:
+    """ "45.0 MiB", "0.61 MiB compressed": of what was stored, and of weights that are there to be compressed."""
+    sizes = [show(one.size_bytes)] if one.size_bytes is not None else []
+    return ", ".join([*sizes, *([f"{show(one.compressed_bytes)} compressed"] if one.compressed_bytes is not None else [])])
 
 
 def took_words(seconds: float, given_s: float | None) -> str:

@@ -62,6 +62,10 @@ KINDS = {
 }
 
 OUT_OF_MEMORY = ("out_of_memory_device", "out_of_memory_host")
+NO_ROOM = ("disk_full", "shared_memory_full")
+
+#: Signals that a program brings upon itself; any other one was sent from outside.
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS)
 
 # Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
 _PATTERNS: tuple[tuple[str, str], ...] = (
@@ -70,7 +74,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("out_of_memory_device", r"torch\.OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
                              r"|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|triton\S*OutOfResources|NCCL[^\n]*out of memory"),
     ("out_of_memory_host", r"DefaultCPUAllocator: (?:can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"),
-    ("disk_full", r"No space left on device|Disk quota exceeded"),
+    ("disk_full", r"No space left on device|Disk quota exceeded|File too large"),
 )
 
 #: What else may help a command that asks and gets no answer.

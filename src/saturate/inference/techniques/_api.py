@@ -31,6 +31,9 @@ STAGES = ("session", "train", "number", "runtime")
 #: function (pruned, distilled, trained again).
 LOSSLESS = ("exact", "reordering")
 
+#: The key of `Context.notes` under which a technique that is for size says what the weights take compressed, in bytes.
+COMPRESSED_BYTES = "compressed_bytes"
+
 FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
 
 #: Resources with a meaning that several techniques share. A Touch without order claims one alone.
@@ -122,6 +125,6 @@ class InferenceTechnique(Protocol):
 
 
 __all__ = [
-    "FUNCTIONS", "HEADINGS", "LOSSLESS", "RESOURCES", "STAGES", "Context", "Eligible", "Entry", "Ineligible",
+    "COMPRESSED_BYTES", "FUNCTIONS", "HEADINGS", "LOSSLESS", "RESOURCES", "STAGES", "Context", "Eligible", "Entry", "Ineligible",
     "InferenceTechnique", "NotApplied", "Proof", "Technique", "Touch", "Train", "unrepeatable",
 ]

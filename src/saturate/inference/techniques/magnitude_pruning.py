@@ -7,7 +7,8 @@ along a cubic schedule, so that the others take over. Shapes stay, and so does e
 
 When it helps
 -------------
-Size on disk and in transfer: zeros compress. The sentence of the candidate gives the compressed size before and after.
+Size on disk and in transfer: zeros compress. What the weights take compressed is in the table, and in the report before and
+after.
 
 When it hurts
 -------------
@@ -40,7 +41,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.inference.techniques import _training
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.inference.techniques._api import (
+    COMPRESSED_BYTES,
+    Context,
+    Eligible,
+    Ineligible,
+    NotApplied,
+    Proof,
+    Technique,
+    Touch,
+)
 from saturate.records.inference import ModelFacts
 
 TECHNIQUE = Technique(
@@ -102,6 +112,7 @@ def apply(context: Context, options: Options) -> str:
     share = _zeros(weights)
     after = _compressed_bytes(weights)
     context.model = model
+    context.notes[COMPRESSED_BYTES] = str(round(after))
     context.notes[TECHNIQUE.id] = (f"{share:.1%} of {sum(weight.numel() for weight in weights)} weights are zero; compressed they take "
                                    f"{after / 1e6:.2f} MB instead of {before / 1e6:.2f} MB")
     return f"{context.notes[TECHNIQUE.id]}{said}; dense kernels are not faster for it"

@@ -1,0 +1,229 @@
+"""From the best of a search to a claim: who has a turn, what is repaired, and what is said where nothing won."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_inference_search import (
+    INT8,
+    OTHER,
+    RUN,
+    CheckFailed,
+    FakeWorker,
+    WorkerFailed,
+    World,
+    fates,
+    quick,
+    technique,
+    walk,
+)
+
+from saturate.inference import confirm, result
+from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.candidates import Candidate
+from saturate.inference.search import Search
+from saturate.techniques._api import Touch
+
+__all__ = ["quick"]         # a fixture
+
+FAST = technique("fast", "runtime", "convergence", bound=9.0)
+BF16 = technique("bf16", "number", "convergence", (Touch("number-format"),), bound=1.1)
+
+
+def champion(search: Search, world: World) -> tuple[confirm.Confirmed | None, Any]:
+    search.deadline_s, search.end_s = time.monotonic() + 60, math.inf       # as `optimize` does at the end of the walk
+    return confirm.champion(search, world, WorkerFailed, CheckFailed, search.deadline_s)
+
+
+def stored(world: World, label: str, factor: float) -> None:
+    """Loaded from its artifact, `label` has another speed than in its screening."""
+    start = world.start
+
+    def load(candidate: Candidate) -> FakeWorker:
+        return FakeWorker(factor, candidate) if candidate.label() == label else start(candidate)
+
+    world.load = load       # type: ignore[method-assign]
+
+
+def losing(world: World, *labels: str) -> None:
+    """These lose more on the samples of the confirmation than on those of the selection."""
+    judge, score = world.judge, world.score
+
+    def scored(worker: FakeWorker) -> Scores:
+        found = score(worker)
+        return Scores(found.mean, metric=worker.candidate.label())
+
+    def confirmed(scores: Scores) -> Judgement:
+        return Judgement("fail", 0.03, (0.02, 0.04), None, None, "a drop of 0.030") if scores.metric in labels else judge(scores)
+
+    world.score, world.confirmed = scored, confirmed        # type: ignore[method-assign, assignment]
+
+
+# -- who has a turn ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "fate"), [(1.2, "slower"), (1.0, "no_difference")])
+def test_who_loses_the_final_race_gives_way(factor: float, fate: str) -> None:
+    world = World({"run": 0.5, "other": 0.6})
+    search = walk(world, RUN, OTHER)
+    stored(world, "run", factor)
+    won, final = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "other" and final.verdict == "faster" and won.found.fate == "kept"
+    lost = next(one for one in search.tried.values() if one.candidate.label() == "run")
+    assert lost.fate == fate and "in the final race" in lost.reason
+    assert result.verdict_of(won, final, search, True) == "faster"
+
+
+def test_where_all_lose_nothing_helps() -> None:
+    world = World({"run": 0.5})
+    search = walk(world, RUN)
+    stored(world, "run", 1.0)
+    assert champion(search, world) == (None, None) and fates(search) == {"run": "no_difference"}
+    assert not result.open_ones(search) and result.verdict_of(None, None, search, True) == "nothing_helps"
+
+
+def test_without_time_for_another_race_it_is_not_said_that_nothing_helps() -> None:
+    world = World({"run": 0.5, "other": 0.6})
+    search = walk(world, RUN, OTHER)
+    stored(world, "run", 1.0)
+    search.deadline_s = search.end_s = 0.0
+    assert confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf) == (None, None)
+    assert fates(search)["other"] == "dominated" and [one.candidate.label() for one in result.open_ones(search)] == ["other"]
+
+
+@pytest.mark.parametrize("how", ["not stored", "not confirmed"])
+def test_who_was_not_scored_has_its_turn_when_the_one_that_outran_it_falls(how: str) -> None:
+    world = World({"fast": 0.2, "bf16": 0.4, "other": 0.8}, {"bf16": 0.001, "fast": 0.001})
+    deploy = world.deploy
+
+    def refuse(found: Any) -> Any:
+        if found.candidate.label() == "fast":
+            raise confirm.NotDeployable("it holds a lambda")
+        return deploy(found)
+
+    search = walk(world, FAST, BF16, OTHER)
+    assert fates(search)["bf16 + other"] == "slower" and fates(search)["fast"] == "dominated"
+    if how == "not stored":
+        world.deploy = refuse           # type: ignore[method-assign]
+    else:
+        losing(world, "fast")
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "bf16 + other" and won.judgement.verdict == "pass"
+
+
+def test_who_was_not_scored_is_left_alone_while_the_best_holds() -> None:
+    world = World({"fast": 0.2, "bf16": 0.26, "other": 0.8})
+    search = walk(world, FAST, BF16, OTHER)
+    assert fates(search)["bf16 + other"] == "slower" and 1.0 < search.tried[search.best().candidate].speedup / (1 / 0.208) < confirm.CLOSE    # type: ignore[union-attr]
+    before = len(world.started)
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "fast" and set(world.started[before:]) == {"fast"}
+
+
+def test_a_lossless_one_has_its_turn_however_many_others_fail() -> None:
+    many = technique("int8", "runtime", "convergence", variants=9)
+    world = World({"int8": 0.2, "run": 0.5}, {"int8": 0.001})
+    search = walk(world, many, RUN)
+    losing(world, *(label for label in fates(search) if label.startswith("int8")))
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "run"
+
+
+# -- what is repaired ------------------------------------------------------------------------------------------------------
+
+
+class Unsure(World):
+    """Too few samples: what is beyond the budget is not certain to be."""
+
+    def judge(self, scores: Scores) -> Judgement:
+        found = super().judge(scores)
+        return found if found.verdict == "pass" else Judgement("undecided", found.drop, found.drop_ci, None, None, "5 samples cannot tell")
+
+    confirmed = judge
+
+
+def test_what_is_undecided_and_seen_beyond_the_budget_is_repaired() -> None:
+    search = walk(Unsure({"run": 0.5, "int8": 0.2}, {"int8": 0.03}, healing=0.006), RUN, INT8)
+    assert search.best() is not None and len(search.best().candidate.keep) == 4      # type: ignore[union-attr]
+
+
+def test_what_is_undecided_and_seen_within_the_budget_is_confirmed_first() -> None:
+    search = walk(World({"run": 0.5, "int8": 0.2}, {"int8": 0.001}, undecided=True), RUN, INT8)
+    assert not any(candidate.keep for candidate in search.tried)
+
+
+def test_what_fails_in_its_confirmation_is_repaired() -> None:
+    world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
+    search = walk(world, RUN, INT8)
+    losing(world, "int8", "int8 (but layer7, layer9)")
+    won, final = champion(search, world)
+    assert won is not None and won.found.candidate.keep == {"layer0"} and final.verdict == "faster"
+    assert fates(search)["int8"] == "rejected_accuracy" and all(worker.closed for worker in world.workers)
+
+
+def test_nothing_is_repaired_without_time_or_without_the_model() -> None:
+    for late in (True, False):
+        world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
+        search = walk(world, RUN, INT8)
+        losing(world, "int8")
+        search.deadline_s, search.end_s = (0.0 if late else time.monotonic() + 60), math.inf
+        if not late:
+            starts = iter([False])
+
+            def baseline(own: Any = world.baseline, starts: Any = starts) -> FakeWorker:
+                if next(starts, True):
+                    return own()
+                raise WorkerFailed("failed", "no memory")
+
+            world.baseline = baseline                   # type: ignore[method-assign]
+        won, _ = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+        assert won is not None and won.found.candidate.label() == "run" and not any(candidate.keep for candidate in search.tried)
+
+
+def test_layers_that_cannot_be_ranked_cost_a_repair_and_not_the_search() -> None:
+    world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.03})
+
+    def ranking() -> Any:
+        raise WorkerFailed("timeout", "it took too long")
+
+    world.ranking = ranking         # type: ignore[method-assign]
+    search = walk(world, RUN, INT8)
+    assert fates(search)["int8"] == "rejected_accuracy" and search.best() is not None
+
+
+# -- what is said --------------------------------------------------------------------------------------------------------
+
+
+def test_undecided_ones_are_no_reason_to_say_that_nothing_helps() -> None:
+    world = World({"int8": 0.2}, {"int8": 0.001}, undecided=True)
+    search = walk(world, INT8)
+    assert champion(search, world) == (None, None)
+    open_ones = result.open_ones(search)
+    assert open_ones[0].candidate.label() == "int8" and {one.judgement.samples_needed for one in open_ones} == {1000}
+    assert result.verdict_of(None, None, search, not open_ones) == "inconclusive"
+    slow = walk(World({"int8": 1.2}, {"int8": 0.001}, undecided=True), INT8)
+    assert not result.open_ones(slow), "it would not help however many samples there were"
+
+
+def test_what_was_ended_from_outside_may_be_the_answer() -> None:
+    found = SimpleNamespace(fate="failed", outside=True, reason="failed: No space left on device")
+    assert result.cut_short(found)          # type: ignore[arg-type]
+    assert not result.cut_short(SimpleNamespace(fate="failed", outside=False, reason="failed: no such kernel"))      # type: ignore[arg-type]
+
+
+def test_the_sizes_and_the_words_of_techniques_are_in_the_record() -> None:
+    world = World({"run": 0.5})
+    start = world.start
+
+    def noting(candidate: Candidate) -> FakeWorker:
+        worker = start(candidate)
+        worker.ready.notes["compressed_bytes"] = "1234"
+        return worker
+
+    world.start = noting            # type: ignore[method-assign]
+    row = next(iter(walk(world, RUN).tried.values())).record()
+    assert row.compressed_bytes == 1234 and row.done == ["run"] and row.size_bytes is None
