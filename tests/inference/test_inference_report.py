@@ -141,6 +141,15 @@ def test_the_table_begins_with_the_winner():
     assert all(line[at - 2:at] == "  " for line in lines)
 
 
+def test_changed_answers_are_shown_with_the_reason():
+    changed = optimizations.candidate("int8", "dominated", 2.0, 0.001, reason="2.00x; within", flip_rate=0.0312)
+    same = optimizations.candidate("bf16", "dominated", 1.5, 0.0, reason="1.50x; within", flip_rate=0.0)
+    record = optimizations.win(candidates=[optimizations.WINNER, changed, same])
+    said = "2.00x; within; 3.1 % of its answers are others"
+    assert report.table(record).splitlines()[3].endswith(said) and report.table(record).splitlines()[4].endswith("1.50x; within")
+    assert f"{said}." in page.render(record)
+
+
 # -- the front and the picture -------------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,9 @@ class Lab:
     def agreement(self, worker: Worker) -> float | None:
         return self._agreement[1].agreement_db if self._agreement and self._agreement[0] is worker else None
 
+    def flip_rate(self, worker: Worker) -> float | None:
+        return self._agreement[1].flip_rate if self._agreement and self._agreement[0] is worker else None
+
     def _behaviour(self, worker: Worker, numerics: str) -> guards.Behaviour:
         facts = self.facts
         found = guards.examine(self._torch(), self.reference, worker.outputs(), numerics=numerics,

@@ -46,6 +46,9 @@ class Lab(Protocol):
     def agreement(self, worker: Any) -> float | None:
         """Signal-to-noise ratio of its outputs against the baseline's, dB."""
 
+    def flip_rate(self, worker: Any) -> float | None:
+        """Share of rows of its outputs whose largest entry is another one; None: no class scores."""
+
     def served_bytes(self, worker: Any, found: Tried) -> int | None:
         """The memory of serving what the worker stores, without what preparing it has left behind; None: not known."""
 
@@ -71,6 +74,7 @@ class Tried:
     scores: Any = None
     judgement: Any = None
     agreement: float | None = None
+    flip_rate: float | None = None          # of its outputs on the inputs
     peak_memory_bytes: int | None = None
     prepare_s: float | None = None
     first_call_s: float | None = None
@@ -91,7 +95,7 @@ class Tried:
             accuracy_drop_ci=judgement.drop_ci if judgement is not None else None,
             verdict=judgement.verdict if judgement is not None else None,
             samples_needed=judgement.samples_needed if judgement is not None else None,
-            flip_rate=judgement.flip_rate if judgement is not None else None,
+            flip_rate=self.flip_rate if judgement is None or judgement.flip_rate is None else judgement.flip_rate,
             agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, prepare_s=self.prepare_s,
             first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
 
@@ -242,7 +246,7 @@ class Search:
             found.fate, found.reason = "not_applied", idle
             return
         problem = self.lab.problem(worker, candidate)
-        found.agreement = self.lab.agreement(worker)
+        found.agreement, found.flip_rate = self.lab.agreement(worker), self.lab.flip_rate(worker)
         if problem is not None:
             found.fate, found.reason = "rejected_behaviour", problem
             return
@@ -356,6 +360,7 @@ def entry_of(found: Tried) -> dict[str, Any]:
     scores = found.scores
     return {
         "fate": found.fate, "reason": found.reason, "speedup": found.speedup, "agreement": found.agreement,
+        "flip_rate": found.flip_rate,
         "timing": None if timing is None else [timing.p50, timing.p90, timing.p99, timing.calls],
         "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
                                                "others": [list(other) for other in scores.others]},
@@ -374,4 +379,4 @@ def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
         None if timing is None else Timing(p50=timing[0], p90=timing[1], p99=timing[2], calls=timing[3]),
         None if scores is None else Scores(scores["mean"], None if scores["values"] is None else tuple(scores["values"]),
                                            scores["metric"], tuple((name, mean) for name, mean in scores["others"])),
-        None, entry["agreement"], entry["peak_memory_bytes"], entry["prepare_s"], entry["first_call_s"], entry["seconds"])
+        None, entry["agreement"], entry.get("flip_rate"), entry["peak_memory_bytes"], entry["prepare_s"], entry["first_call_s"], entry["seconds"])

@@ -86,7 +86,7 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_drop_ci: tuple[float, float] | None = None
     verdict: Verdict | None = None
     samples_needed: int | None = None
-    flip_rate: float | None = None          # share of samples whose answer changed
+    flip_rate: float | None = None          # share of samples that became right or wrong; else of rows whose largest entry changed
     agreement: float | None = None          # signal-to-noise ratio of the outputs against the baseline, dB
     peak_memory_bytes: int | None = None
     size_bytes: int | None = None           # of the stored program

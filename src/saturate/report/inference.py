@@ -186,7 +186,7 @@ def _columns(one: CandidateRecord, fate: str, relative: bool) -> tuple[str, ...]
         if one.accuracy_drop is not None
         else "",
         show(one.peak_memory_bytes) if one.peak_memory_bytes is not None else "",
-        words.one_line(one.reason),
+        words.one_line(say.reason(one)),
     )
 
 

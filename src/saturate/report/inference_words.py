@@ -105,6 +105,12 @@ def became(one: CandidateRecord) -> str:
     return f"{one.id}{ratio}, {FATES[one.fate]}: {one.reason}"
 
 
+def reason(one: CandidateRecord) -> str:
+    """Why it has its fate, and how many answers it changed: a score may hide that."""
+    changed = f"; {100 * one.flip_rate:.2g} % of its answers are others" if one.flip_rate else ""
+    return one.reason.rstrip(".") + changed if changed else one.reason
+
+
 def kept(record: OptimizeRecord) -> CandidateRecord | None:
     """The winner among the candidates."""
     return next((one for one in record.candidates if one.fate == "kept"), None)
