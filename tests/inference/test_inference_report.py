@@ -63,7 +63,7 @@ def test_what_is_not_shown_to_be_within_the_budget_is_no_win():
     record = optimizations.undecided()
     assert not say.won(record) and say.won(optimizations.win())
     text = report.summary(record, width=110, color=False)
-    assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 more samples needed" in text
+    assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 samples needed in all" in text
     assert "\033[1;32m" not in report.summary(record, width=80, color=True)
     assert "\033[1;32m" in report.summary(optimizations.win(), width=80, color=True)
 

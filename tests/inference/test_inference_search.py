@@ -137,7 +137,8 @@ class World:
         verdict = "undecided" if self.undecided else "pass" if drop <= self.budget + 1e-9 else "fail"
         return Judgement(verdict, drop, (drop - 0.02, drop + 0.02), 1000 if self.undecided else None, None, f"a drop of {drop:.3f}")
 
-    confirmed = judge
+    def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
+        return self.judge(scores)
 
     def ranking(self) -> tuple[list[str], tuple[str, ...]]:
         return [f"layer{index}" for index in range(16)], ("layer7", "layer9")

@@ -363,7 +363,7 @@ def entry_of(found: Tried) -> dict[str, Any]:
         "flip_rate": found.flip_rate,
         "timing": None if timing is None else [timing.p50, timing.p90, timing.p99, timing.calls],
         "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
-                                               "others": [list(other) for other in scores.others]},
+                                               "others": [list(other) for other in scores.others], "identical": scores.identical},
         "peak_memory_bytes": found.peak_memory_bytes, "prepare_s": found.prepare_s, "first_call_s": found.first_call_s,
         "seconds": found.seconds,
     }
@@ -378,5 +378,5 @@ def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
         candidate, entry["fate"], entry["reason"], entry["speedup"],
         None if timing is None else Timing(p50=timing[0], p90=timing[1], p99=timing[2], calls=timing[3]),
         None if scores is None else Scores(scores["mean"], None if scores["values"] is None else tuple(scores["values"]),
-                                           scores["metric"], tuple((name, mean) for name, mean in scores["others"])),
+                                           scores["metric"], tuple((name, mean) for name, mean in scores["others"]), scores.get("identical", False)),
         None, entry["agreement"], entry.get("flip_rate"), entry["peak_memory_bytes"], entry["prepare_s"], entry["first_call_s"], entry["seconds"])
