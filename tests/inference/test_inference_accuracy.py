@@ -219,12 +219,10 @@ def test_values_that_show_no_spread_decide_nothing():
     assert same.verdict == "undecided" and "one number" in same.reason and same.samples_needed is None
 
 
-def test_the_very_answers_of_the_baseline_pass():
+def test_the_very_answers_of_the_baseline_to_a_few_samples_say_nothing_of_others():
     same = replace(scores(0.5, 0.25, 1.0), identical=True)
-    judgement = compare(scores(0.5, 0.25, 1.0), same, Budget(0.01))
-    assert judgement.verdict == "pass" and "bit for bit" in judgement.reason and judgement.samples == 3
+    assert compare(scores(0.5, 0.25, 1.0), same, Budget(0.01)).verdict == "undecided"
     assert same.at([0, 1]).identical and same == scores(0.5, 0.25, 1.0)
-    assert compare(scores(0.5, 0.25, 1.0), scores(0.5, 0.25, 1.0), Budget(0.01)).verdict == "undecided"
 
 
 @pytest.mark.parametrize("n", [25, 50, 100, 400])

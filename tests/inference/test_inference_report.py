@@ -141,6 +141,13 @@ def test_the_table_begins_with_the_winner():
     assert all(line[at - 2:at] == "  " for line in lines)
 
 
+def test_a_lossless_winner_that_the_check_leaves_undecided_is_said_to_be_both():
+    record = optimizations.undecided()
+    same = msgspec.structs.replace(optimizations.WINNER, numerics="reordering")
+    title = say.title(msgspec.structs.replace(record, candidates=[same]))
+    assert title.endswith(", lossless, accuracy undecided") and "lossless" not in say.title(record)
+
+
 def test_changed_answers_are_shown_with_the_reason():
     changed = optimizations.candidate("int8", "dominated", 2.0, 0.001, reason="2.00x; within", flip_rate=0.0312)
     same = optimizations.candidate("bf16", "dominated", 1.5, 0.0, reason="1.50x; within", flip_rate=0.0)

@@ -47,8 +47,6 @@ ROUNDING = 1e-12
 
 _SEED = 20261120
 
-_IDENTICAL = "every answer is the baseline's, bit for bit"
-
 
 class UnusableScores(ValueError):
     """What a check returned cannot be compared; the message says why, `remedy` what to do."""
@@ -287,9 +285,6 @@ def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float
         raise UnusableScores(
             f"the check returned {len(baseline.values)} scores for the baseline, {len(candidate.values)} for the candidate",
             "return one value per sample, for the same samples in the same order each time")
-    if candidate.identical and budget.confidence is not None:
-        n = len(baseline.values)
-        return replace(_point_estimate(_drop(baseline.mean, candidate.mean, budget), budget, None, n), verdict="pass", reason=_IDENTICAL)
     return _paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence)
 
 
@@ -303,7 +298,7 @@ def _single(baseline: Scores, candidate: Scores, budget: Budget) -> Judgement:
     if budget.confidence is None:
         return _point_estimate(drop, budget, None, None)
     if candidate.identical:
-        return Judgement("pass", drop, None, None, None, _IDENTICAL)
+        return Judgement("pass", drop, None, None, None, "every answer is the baseline's, bit for bit")
     seen = f"a drop of {_words(drop, budget)} was seen, {_words(budget.max_drop, budget)} is allowed"
     return Judgement("undecided", drop, None, None, None,
                      f"a single number cannot certify: {seen}; return one value per sample from the check")

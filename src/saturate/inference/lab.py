@@ -270,8 +270,7 @@ class Lab:
             found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confirmed_at)
         except accuracy.UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
-        certain = scores.values is None or scores.identical or budget.confidence is None
-        return found if indices is not None or certain else accuracy.unsplit(found)
+        return found if indices is not None or budget.confidence is None else accuracy.unsplit(found)
 
     # -- repair ----------------------------------------------------------------------------------------------------
 
