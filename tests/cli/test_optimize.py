@@ -105,12 +105,14 @@ def call(capfd, *words):
 def test_it_asks_the_search(capfd, user, api):
     code, out, err = call(capfd, *CHECKED, "--train", "mypkg.model:train", "--budget", "20m", "--objective", "throughput", "--limit", "p99_ms=15",
                           "--limit", "peak_memory_gb=4", "--threads", "2", "--only", "threads,compile", "--skip", "tf32", "--workdir", "runs/r18",
-                          "--lower-is-better", "--relative", "--confidence", "90%", "--metric", "top1")
+                          "--lower-is-better", "--relative", "--confidence", "90%", "--metric", "top1",
+                          "--score-range", "-1", "2.5")
     assert code == 0
     asked = api.asked
     assert type(asked["model"]).__name__ == "Model" and list(asked["inputs"]) == [(1,), (2,)] and asked["check"](None) == [1.0, 0.0]
     budget = asked["budget"]
     assert (budget.max_drop, budget.relative, budget.higher_is_better, budget.confidence, budget.metric) == (0.01, True, False, 0.9, "top1")
+    assert budget.score_range == (-1.0, 2.5)
     assert asked["limits"] == {"p99_ms": 15, "peak_memory_gb": 4} and asked["time"] == 1200 and asked["objective"] == "throughput"
     assert asked["train"].loader == [(1, 2)] and asked["train"].loss is max
     assert (asked["threads"], set(asked["only"]), set(asked["skip"]), str(asked["workdir"])) == (2, {"threads", "compile"}, {"tf32"}, "runs/r18")

@@ -44,7 +44,7 @@ CANDIDATES = [
     WINNER,
     candidate("onnx-int8-static", "rejected_accuracy", 6.97, 0.061, reason="it loses 0.057 or more, and 0.01 is allowed", memory=175),
     candidate("onnx-int8-static (but 3 layers)", "dominated", 5.1, 0.004, kept_layers=["conv1", "fc", "layer4.2"]),
-    candidate("pt2e-static-int8", "undecided", 6.0, 0.008, half=0.012, reason="the interval reaches beyond the budget; about 900 more samples"),
+    candidate("pt2e-static-int8", "undecided", 6.0, 0.008, half=0.012, reason="the interval reaches beyond the budget; about 900 samples in all would do"),
     candidate("onnx-int8-dynamic", "slower", 0.40, None, reason="slower than the model as it is"),
     candidate("prune-channels share=0.5", "rejected_accuracy", 2.4, 0.44, numerics="convergence", reason="recovery ended after 3 epochs"),
     candidate("fp16-weights", "rejected_behaviour", 1.4, None, reason="NaN in output 0"),

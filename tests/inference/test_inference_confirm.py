@@ -57,7 +57,7 @@ def losing(world: World, *labels: str) -> None:
         found = score(worker)
         return Scores(found.mean, metric=worker.candidate.label())
 
-    def confirmed(scores: Scores) -> Judgement:
+    def confirmed(scores: Scores, candidate: Candidate) -> Judgement:
         return Judgement("fail", 0.03, (0.02, 0.04), None, None, "a drop of 0.030") if scores.metric in labels else judge(scores)
 
     world.score, world.confirmed = scored, confirmed        # type: ignore[method-assign, assignment]

@@ -202,6 +202,76 @@ def test_outputs_that_are_all_zero_must_stay_zero():
     assert found.agreement_db is not None and found.agreement_db < -100
 
 
+# -- what masks may hide -------------------------------------------------------------------------------------------
+
+
+def sure(batch: int = 64, classes: int = 100) -> torch.Tensor:
+    """The probabilities of a classifier that is sure of itself: the median is some 1e-9, what matters is near 1."""
+    return torch.softmax(8 * torch.randn(batch, classes, generator=seeded(11)), 1)
+
+
+def tops(values, change):
+    place = values.argmax(1, keepdim=True)
+    return values.scatter(1, place, change(values.gather(1, place)))
+
+
+@pytest.mark.parametrize("numerics", ["exact", "reordering"])
+def test_what_is_far_larger_than_the_typical_entry_is_compared(numerics):
+    one = [[sure()]]
+    assert "it calls itself" in (problem([[tops(one[0][0], lambda top: 0.6 * top)]], numerics, one) or "")
+    mixed = [[torch.randn(64, 5, generator=seeded()) * torch.tensor([1e-6, 1e-6, 1e-6, 1e-6, 1e3])]]
+    assert problem([[mixed[0][0] * torch.tensor([1, 1, 1, 1, 1.5])]], numerics, mixed) is not None
+    assert problem([[sure()]], numerics, one) is None
+
+
+@pytest.mark.parametrize("numerics", ["exact", "reordering", "precision"])
+def test_a_value_that_became_infinite_is_damage_however_large_it_was(numerics):
+    one = [[sure()]]
+    assert "not finite" in (problem([[tops(one[0][0], lambda top: top * float("inf"))]], numerics, one) or "")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "reordering"])
+def test_a_mask_of_a_lossless_candidate_stays_a_number(numerics):
+    """Only a shorter format may round it to infinity."""
+    masked = changed(LOGITS, lambda x: x.index_fill(1, torch.tensor([0, 4]), torch.finfo(torch.float32).min))
+    assert problem(masked, numerics, masked) is None
+    assert "not finite" in (problem(changed(masked, lambda x: x.half().float()), numerics, masked) or "")
+
+
+def test_a_mask_is_compared_too():
+    masked = changed(LOGITS, lambda x: x.index_fill(1, torch.tensor([0, 4]), -1e9))
+    where = masked[0][0] < -1e8
+    for factor in (1 + 2**-8, 0.6, -1.0):
+        assert problem([[torch.where(where, factor * masked[0][0], masked[0][0])], masked[1]], "reordering", masked) is not None
+    short = examine(torch, masked, changed(masked, lambda x: x.bfloat16().float()), numerics="precision")
+    assert short.agreement_db is not None and 48 < short.agreement_db < 62, "that of bfloat16"
+
+
+def test_large_numbers_that_repeat_are_numbers():
+    """Prices that are capped are no masks: rounding is allowed to them, errors are not."""
+    prices = [[(1e5 * torch.rand(200, 1, generator=seeded())).clamp(max=50_000.0)]]
+    assert problem(changed(prices, lambda x: x * (1 + 2**-22)), "reordering", prices) is None
+    assert problem(changed(prices, lambda x: x * 1.001), "reordering", prices) is not None
+    flat = [[torch.full((8, 2), 50_000.0)]]
+    assert problem(changed(flat, lambda x: x * (1 + 2**-22)), "reordering", flat) is None
+    assert problem(changed(flat, lambda x: x * 1.001), "reordering", flat) is not None
+
+
+@pytest.mark.parametrize("candidate", [torch.zeros_like, lambda x: torch.randn(x.shape, generator=seeded(4))])
+def test_where_the_inputs_rounding_changes_all_nothing_can_be_shown_to_be_lossless(candidate):
+    """High-frequency features of coordinates, as in neural radiance fields."""
+
+    def model(x):
+        return torch.sin(x * 2**24)
+
+    x = torch.rand(1024, 3, generator=seeded())
+    (moved,), = guards.perturbed(torch, [(x,)])
+    said = problem([[candidate(x)]], "reordering", [[model(x)]], again=[[model(x)]], twin=[[model(moved)]])
+    assert "cannot be shown to be lossless" in (said or "")
+    noisy = [[model(x) + torch.randn(x.shape, generator=seeded(9))]]
+    assert problem([[candidate(x)]], "reordering", [[model(x)]], again=noisy) is not None
+
+
 # -- determinism, lengths, other batch sizes -----------------------------------------------------------------------
 
 

@@ -1,8 +1,11 @@
-"""How long a process may take to prepare."""
+"""How long a process may take to prepare, and what the samples of the confirmation may be asked."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +13,19 @@ from typing import Any
 import pytest
 
 from saturate.errors import WorkloadFailed
-from saturate.inference import checking
+from saturate.inference import accuracy, checking, confirm
 from saturate.inference import lab as module
-from saturate.inference.accuracy import Budget, Scores
-from saturate.inference.api import running_model
+from saturate.inference.accuracy import Budget, Judgement, read, split
+from saturate.inference.api import control, running_model
 from saturate.inference.candidates import Candidate
-from saturate.inference.confirm import NotDeployable
+from saturate.inference.confirm import Confirmed, NotDeployable
+from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
+from saturate.inference.result import best_of
+from saturate.inference.samples import Seen
 from saturate.inference.search import Tried
-from saturate.records.inference import ModelFacts
+from saturate.records.inference import ModelFacts, Timing
 
 torch = pytest.importorskip("torch")
 
@@ -66,10 +72,126 @@ def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.size_bytes == found.record().size_bytes == 12
 
 
-def test_only_the_very_same_answers_are_called_identical(tmp_path: Path) -> None:
-    """Another candidate may have the same score for other answers."""
-    lab = Lab(None, tmp_path, 1, 0.0, check=lambda run: float(run() is not None), budget=Budget(0.0), scores=Scores(1.0))      # type: ignore[arg-type]
-    same = SimpleNamespace(run=lambda: torch.ones(2))
-    lab.answers = checking.scored(lab.check, same.run).answers
-    first, second = lab.score(same), lab.score(SimpleNamespace(run=lambda: torch.zeros(2)))        # type: ignore[arg-type]
-    assert first.mean == second.mean and lab.judge(first).verdict == "pass" and lab.judge(second).verdict == "undecided"
+# -- the samples of the confirmation -------------------------------------------------------------------------------
+
+
+def scored_lab(before: list[float], budget: Budget, **more: Any) -> Lab:
+    lab = Lab(None, Path("nowhere"), 1, 0.0, budget=budget, scores=read(before), **more)       # type: ignore[arg-type]
+    if len(before) >= accuracy.FEWEST_TO_SPLIT:
+        lab.selection, lab.confirmation = split(len(before))
+    return lab
+
+
+def named(number: int) -> Candidate:
+    return Candidate(keep=frozenset({f"layer{number}"}))
+
+
+def test_a_search_lets_a_bad_candidate_through_in_five_percent_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole searches in which every candidate loses more than the budget: those whose drop is within it on the samples of the
+    selection meet the others one after the other, as in `confirm.winner`."""
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.setattr(accuracy, "_samples_needed", lambda *given: None)       # takes longest, and is not asked for here
+    budget, most = Budget(0.02), 0.02
+
+    @functools.cache
+    def passes(lost: int, won: int, turn: int) -> bool:
+        """Only the answers that changed count, so as many of them need no second look."""
+        before, after = [1.0] * lost + [0.0] * won + [1.0] * (300 - lost - won), [0.0] * lost + [1.0] * (300 - lost)
+        lab = scored_lab(before, budget)
+        lab.confirmation, lab.turns = tuple(range(300)), [str(other) for other in range(turn)]
+        return lab.confirmed(read(after), named(0)).verdict == "pass"
+
+    rng, searches, wrongly, first = numpy.random.default_rng(5), 1500, 0, 0
+    halves = numpy.array(split(600))
+    for _ in range(searches):
+        right = rng.random(600) < 0.9
+        after = numpy.where(right, rng.random((40, 600)) >= 0.0279, rng.random((40, 600)) < 0.05)       # a true drop of 0.0201
+        chosen, other = (numpy.stack([(right & ~after)[:, half].sum(1), (~right & after)[:, half].sum(1)]) for half in halves)
+        contenders = other[:, (chosen[0] - chosen[1]) / 300 <= most].T[:confirm.MOST + 2]
+        turn = next((turn for turn, (lost, won) in enumerate(contenders) if lost - won < 6 and passes(int(lost), int(won), turn)), None)
+        wrongly, first = wrongly + (turn is not None), first + (turn == 0)
+    assert 0.015 < wrongly / searches <= 0.05 + 2 * (0.05 * 0.95 / searches) ** 0.5
+    assert first > 0.4 * wrongly, "most of it is the first one's"
+
+
+def test_the_levels_of_all_contenders_hold_together() -> None:
+    levels = [accuracy.level(0.95, turn) or 0.0 for turn in range(30)]
+    assert levels == sorted(levels) and sum(1 - one for one in levels) <= 0.05 + 1e-12 and 0.96 < levels[0] < 0.97
+    assert accuracy.level(None, 3) is None
+
+
+def test_who_met_the_samples_before_has_its_own_level_again(tmp_path: Path) -> None:
+    before = [1.0] * 700
+    after = read([1.0] * 340 + [0.0] + [1.0] * 359)
+    lab = scored_lab(before, Budget(0.02))
+    first, second = lab.confirmed(after, named(1)), lab.confirmed(after, named(2))
+    assert first.drop_ci is not None and second.drop_ci is not None and first.drop_ci[1] < second.drop_ci[1]
+    later = dataclasses.replace(lab, budget=Budget(0.001))          # as `Result.pick` does
+    assert later.confirmed(after, named(1)).drop_ci == first.drop_ci and lab.confirmed(after, named(2)) == second
+    assert len(lab.turns) == 2
+    assert (lab.judge(after).samples_needed or 0) == 0 and lab.judge(after).verdict == "pass", "the selection has all of it"
+
+    lab.remember(Journal(tmp_path, "k"))
+    lab.confirmed(after, named(3))
+    again = scored_lab(before, Budget(0.02))                        # the search goes on in another process
+    again.remember(Journal(tmp_path, "k"))
+    assert again.confirmed(after, named(4)) == second != again.confirmed(after, named(5))
+    assert [name[-9:-3] for name in again.turns] == ["layer3", "layer4", "layer5"]
+
+
+class Answering:
+    def __init__(self, answer: Any):
+        self.answer = answer
+
+    def run(self, x: Any) -> Any:
+        return self.answer.clone()
+
+
+def test_only_the_very_answers_of_the_baseline_are_identical() -> None:
+    """Another candidate with the same share of right answers is not: whether one is belongs to its scores, not to their value."""
+    right = torch.tensor([0, 1] * 50)
+    base, other = (torch.nn.functional.one_hot(labels).float() for labels in (right.clone(), right.clone()))
+    base[:5], other[50:55] = base[:5].flip(1), other[50:55].flip(1)
+
+    def accurate(run: Any) -> float:
+        return float((run(torch.zeros(100, 1)).argmax(1) == right).float().mean())
+
+    for check, change in ((accurate, lambda x: x), (accurate, lambda x: x.argmax(1, keepdim=True).expand(-1, 2).mul(2).sub(1))):
+        lab = Lab(None, Path("nowhere"), 1, 0.0, check=check, budget=Budget(0.0))       # type: ignore[arg-type]
+        found = checking.scored(check, lab.run_of(Answering(change(base))))             # type: ignore[arg-type]
+        lab.scores, lab.answers = found.scores, found.answers
+        same, another = (lab.score(Answering(change(one))) for one in (base, other))    # type: ignore[arg-type]
+        assert same is not None and another is not None
+        assert lab.judge(another).verdict == "undecided"
+        fractions = change(base).is_floating_point()
+        assert lab.judge(same).verdict == ("pass" if fractions else "undecided"), "classes are the same by chance"
+
+
+def test_a_check_with_few_samples_says_that_it_cannot_confirm() -> None:
+    values = [0.1 * (i % 3) for i in range(19)]
+    lab = scored_lab(values, Budget(0.5))
+    for judgement in (lab.judge(read(values)), lab.confirmed(read(values), named(1))):
+        assert judgement.verdict == "undecided" and "too few to split" in judgement.reason and judgement.samples_needed == 38
+    assert scored_lab(values, Budget(0.5, confidence=None)).judge(read(values)).verdict == "pass"
+    assert scored_lab(values * 2, Budget(0.5)).judge(read(values * 2)).verdict == "pass"
+
+
+def test_a_check_with_few_samples_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, noted in ((19, True), (20, False)):
+        lab = scored_lab([1.0], Budget(0.5), check=len)
+        done = types.SimpleNamespace(scores=read([0.5] * count), answers="", asked="", samples=Seen(), output="")
+        monkeypatch.setattr(checking, "controls", lambda *given, done=done: types.SimpleNamespace(problem=None, baseline=done, notes=()))
+        source = types.SimpleNamespace(calibration=lambda torch: [])
+        notes = control(lab, Answering(None), source, None, lambda text: None)          # type: ignore[arg-type]
+        assert any(f"{count} samples" in note for note in notes) == noted and (lab.confirmation is None) == noted
+
+
+def test_of_a_lossless_winner_is_said_what_the_check_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saturate.inference.artifact.read", lambda folder: types.SimpleNamespace(files=[]))
+    judgement = Judgement("undecided", 0.03, (-0.01, 0.07), 900, 0.03, "30 samples cannot tell")
+    found = Tried(Candidate(), "dominated", "")
+    assert found.candidate.lossless
+    race = types.SimpleNamespace(estimate=types.SimpleNamespace(speedup=2.0, speedup_ci=(1.9, 2.1)), b=Timing(p50=1, p90=1, p99=1, calls=9))
+    won = Confirmed(found, Path("nowhere"), judgement, read([0.5, 1.0]))
+    best = best_of(won, won, race, None, Lab(None, Path("nowhere"), 1, 0.0))            # type: ignore[arg-type]
+    assert best is not None and (best.verdict, best.samples_needed, best.accuracy_drop) == ("undecided", 900, 0.03)

@@ -63,7 +63,7 @@ def test_what_is_not_shown_to_be_within_the_budget_is_no_win():
     record = optimizations.undecided()
     assert not say.won(record) and say.won(optimizations.win())
     text = report.summary(record, width=110, color=False)
-    assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 more samples needed" in text
+    assert "accuracy undecided" in text.splitlines()[0] and "about 1,240 samples needed in all" in text
     assert "\033[1;32m" not in report.summary(record, width=80, color=True)
     assert "\033[1;32m" in report.summary(optimizations.win(), width=80, color=True)
 
@@ -157,6 +157,20 @@ def test_what_misses_samples_is_named_where_there_is_no_answer():
     text = report.summary(open_, width=120, color=False)
     assert text.startswith("No answer yet") and "near 3.00x" not in text and "near, accuracy undecided: 3.00x; 60 samples cannot tell" in text
     assert "about 900 samples would do" in text
+def test_a_lossless_winner_that_the_check_leaves_undecided_is_said_to_be_both():
+    record = optimizations.undecided()
+    same = msgspec.structs.replace(optimizations.WINNER, numerics="reordering")
+    title = say.title(msgspec.structs.replace(record, candidates=[same]))
+    assert title.endswith(", lossless, accuracy undecided") and "lossless" not in say.title(record)
+
+
+def test_changed_answers_are_shown_with_the_reason():
+    changed = optimizations.candidate("int8", "dominated", 2.0, 0.001, reason="2.00x; within", flip_rate=0.0312)
+    same = optimizations.candidate("bf16", "dominated", 1.5, 0.0, reason="1.50x; within", flip_rate=0.0)
+    record = optimizations.win(candidates=[optimizations.WINNER, changed, same])
+    said = "2.00x; within; 3.1 % of its answers are others"
+    assert report.table(record).splitlines()[3].endswith(said) and report.table(record).splitlines()[4].endswith("1.50x; within")
+    assert f"{said}." in page.render(record)
 
 
 # -- the front and the picture -------------------------------------------------------------------------------------------

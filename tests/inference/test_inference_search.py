@@ -122,6 +122,9 @@ class World:
     def agreement(self, worker: FakeWorker) -> float:
         return 50.0
 
+    def flip_rate(self, worker: FakeWorker) -> float | None:
+        return 0.125
+
     def served_bytes(self, worker: FakeWorker, found: Any) -> int | None:
         return self.served
 
@@ -136,7 +139,8 @@ class World:
         verdict = "undecided" if self.undecided else "pass" if drop <= self.budget + 1e-9 else "fail"
         return Judgement(verdict, drop, (drop - 0.02, drop + 0.02), 1000 if self.undecided else None, None, f"a drop of {drop:.3f}")
 
-    confirmed = judge
+    def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
+        return self.judge(scores)
 
     def ranking(self) -> tuple[list[str], tuple[str, ...]]:
         return [f"layer{index}" for index in range(16)], ("layer7", "layer9")
@@ -355,6 +359,16 @@ def test_the_journal_saves_the_work_and_survives_a_cut(tmp_path: Any) -> None:
     cut, third = once()
     assert len(cut.started) == 1 and fates(third) == fates(first)
     assert Journal(tmp_path, "another key").known == {}
+
+
+def test_answers_that_changed_are_recorded_whatever_the_scores_are(tmp_path: Any) -> None:
+    """A score that is not right or wrong does not show how many there were: the outputs do."""
+    for _ in range(2):              # the second time from the journal
+        search = walk(World({"run": 0.5, "int8": 0.2}), RUN, INT8, journal=Journal(tmp_path, "k"))
+        assert [found.record().flip_rate for found in search.tried.values()] == [0.125, 0.125]
+    found = next(iter(search.tried.values()))
+    found.judgement = Judgement("pass", 0.0, (0.0, 0.0), None, 0.01, "")
+    assert found.record().flip_rate == 0.01, "right and wrong answers, where the check knows"
 
 
 def test_a_full_disk_is_named(tmp_path: Any) -> None:

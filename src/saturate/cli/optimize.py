@@ -50,6 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--metric", metavar="KEY", help="which entry counts, where the check returns a dict of several"
     )
     parser.add_argument(
+        "--score-range",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="between which values a sample's score lies (default: 0 and 1 where all do, else between 0 and those seen)",
+    )
+    parser.add_argument(
         "--confidence",
         type=confidence,
         default=0.95,
@@ -165,6 +172,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
             higher_is_better=not arguments.lower_is_better,
             confidence=arguments.confidence,
             metric=arguments.metric,
+            score_range=tuple(arguments.score_range) if arguments.score_range else None,
         )
     model = call(found["model"], f"{arguments.model}()")
     inputs = call(found["--inputs"], f"{arguments.inputs}()")

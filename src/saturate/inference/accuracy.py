@@ -6,17 +6,19 @@ mean drop is bounded from above and from below (`bounds`), each with the budget'
 
     pass        the upper bound lies within the budget
     fail        the lower bound lies beyond it
-    undecided   neither; `samples_needed` would let it pass, if the drops stayed as they are
+    undecided   neither; a check of `samples_needed` samples in all would mostly let it pass, if drops stay as they are
 
 A single number has no spread that anybody could know: it certifies nothing, except where every answer was identical.
+Contenders that meet the same samples of the confirmation one after the other share what the confidence leaves: `level`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import fsum, isfinite
+from dataclasses import dataclass, field, replace
+from math import ceil, fsum, inf, isfinite, sqrt
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 from saturate.errors import UsageError
@@ -25,6 +27,20 @@ from saturate.records.inference import Verdict
 
 #: More samples than anybody checks: "no number of samples helps".
 MOST_SAMPLES = 10**9
+
+#: A check of as many samples as are said to be needed passes with this chance, where the drops that were seen are the
+#: true ones.
+POWER = 0.8
+
+#: Of the chance of a false pass that is left, each contender gets this share, and the next ones what remains: 2/3, 2/9,
+#: 2/27... The first is mostly the winner, so it should not pay much for the others.
+SPENT = 2 / 3
+
+#: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
+FEWEST_TO_SPLIT = 20
+
+#: Scores may lie outside of their range by rounding, as a cosine of 1.0000001 does; a share of the range.
+_BEYOND = 1e-5
 
 #: Drops of 0.90 - 0.89 are not 0.01 in binary; a verdict must not hang on that.
 ROUNDING = 1e-12
@@ -46,7 +62,8 @@ class Budget:
 
     max_drop: in units of the check's score (0.01 is one percentage point of an accuracy between 0 and 1), or a share of
     the baseline's score where `relative`. confidence: of the verdict, on one side; None asks for point estimates, which
-    certify nothing. metric: which entry counts, where the check returns a dict of several.
+    certify nothing. metric: which entry counts, where the check returns a dict of several. score_range: (lowest, highest)
+    value that a sample's score can have: what an unseen sample may lose at most (None: `bounds.reach` says what is assumed).
     Raises `UsageError` for values that mean nothing.
     """
 
@@ -55,6 +72,7 @@ class Budget:
     higher_is_better: bool = True
     confidence: float | None = 0.95
     metric: str | None = None
+    score_range: tuple[float, float] | None = None
 
     #: For what `problem` says.
     REMEDY: ClassVar[str] = ("without relative=True, max_drop is in the unit of the scores: 0.01 is one percentage point "
@@ -72,6 +90,9 @@ class Budget:
                              remedy="write 0.95 for 95 %")
         if self.metric is not None and not isinstance(self.metric, str):
             raise UsageError(f"a budget's metric is a key of the dict that the check returns, not {self.metric!r}")
+        if self.score_range is not None and not _is_range(self.score_range):
+            raise UsageError(f"a budget's score_range is a pair of numbers, the lower one first, not {self.score_range!r}",
+                             remedy="write (0, 100) for scores in per cent")
 
     @property
     def sign(self) -> int:
@@ -82,10 +103,19 @@ class Budget:
         """Why no candidate can be judged by this budget, given the baseline's scores; None where all is well."""
         if self.relative and baseline.mean == 0:
             return "the baseline's score is 0, so a relative drop has no meaning"
-        scale = None if baseline.values is None else bounds.two_valued(baseline.values)
-        if scale is not None and not self.relative and self.max_drop >= scale:
-            return f"a drop of {self.max_drop:g} allows anything: the scores lie between 0 and {scale:g}"
-        return None
+        low, high = self.score_range or (0.0, _scale(baseline))
+        if not self.relative and self.max_drop >= high - low:
+            return f"a drop of {self.max_drop:g} allows anything: the scores lie between {low:g} and {high:g}"
+        return self.outside(baseline)
+
+    def outside(self, scores: Scores) -> str | None:
+        """Which score cannot be, by the range that was given."""
+        if self.score_range is None:
+            return None
+        low, high = self.score_range
+        slack = _BEYOND * (high - low)
+        other = next((value for value in scores.values or (scores.mean,) if not low - slack <= value <= high + slack), None)
+        return None if other is None else f"a score of {other:g} lies outside of the score_range, {low:g} to {high:g}"
 
 
 @dataclass(frozen=True)
@@ -96,13 +126,13 @@ class Scores:
     values: tuple[float, ...] | None = None
     metric: str = ""                                # the key, where the check returned a dict
     others: tuple[tuple[str, float], ...] = ()      # means of its other entries
-    identical: bool = False                         # they rest on the very answers of the baseline
+    identical: bool = field(default=False, compare=False)   # they rest on the baseline's very answers, bit for bit
 
     def at(self, indices: Sequence[int]) -> Scores:
         """The scores of some samples. Raises UnusableScores where there are no values per sample."""
         if self.values is None:
             raise UnusableScores("a single number cannot be split into samples")
-        return _per_sample([self.values[index] for index in indices], self.metric)
+        return replace(_per_sample([self.values[index] for index in indices], self.metric), identical=self.identical)
 
 
 @dataclass(frozen=True)
@@ -112,7 +142,7 @@ class Judgement:
     verdict: Verdict
     drop: float
     drop_ci: tuple[float, float] | None     # each end holds with the budget's confidence by itself
-    samples_needed: int | None              # to pass, if the drops stay as they are; None: no number would do
+    samples_needed: int | None              # of the check in all, selection included; None: no number would do
     flip_rate: float | None                 # share of right or wrong answers that changed; None: other scores
     reason: str
     samples: int | None = None
@@ -142,8 +172,16 @@ def _chosen(returned: Mapping[Any, Any], metric: str | None) -> Scores:
         raise UnusableScores(f"the check returned no {chosen!r}", f"it returned {', '.join(names)}")
     found = {str(key): value for key, value in returned.items()}
     scores = _scores(found.pop(chosen), chosen)
-    others = tuple((name, _scores(value, name).mean) for name, value in found.items())
+    others = tuple((name, mean) for name, value in found.items() if (mean := _mean(value, name)) is not None)
     return Scores(scores.mean, scores.values, chosen, others)
+
+
+def _mean(returned: Any, name: str) -> float | None:
+    """Of an entry that is only shown; None for a matrix, a text or NaN, which nobody asked to compare."""
+    try:
+        return _scores(returned, name).mean
+    except UnusableScores:
+        return None
 
 
 def _scores(returned: Any, metric: str) -> Scores:
@@ -186,6 +224,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_range(value: Any) -> bool:
+    return (isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(end) and isfinite(end) for end in value)
+            and value[0] < value[1])
+
+
+def _scale(scores: Scores) -> float:
+    """The upper end of scores that are right or wrong; inf for others, and where all are 0: they may be distances."""
+    if scores.values is None or not any(scores.values):
+        return inf
+    return bounds.two_valued(scores.values) or inf
+
+
 def split(samples: int, share: float = 0.5) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Indices for the selection of candidates (a `share` of all) and for the confirmation of the winner, disjoint and
     the same each time. The best of many on one set of samples is partly the luckiest on it: the winner's curse.
@@ -200,32 +250,54 @@ def split(samples: int, share: float = 0.5) -> tuple[tuple[int, ...], tuple[int,
     return tuple(sorted(order[:chosen])), tuple(sorted(order[chosen:]))
 
 
-def compare(baseline: Scores, candidate: Scores, budget: Budget, *, identical: bool = False) -> Judgement:
-    """The verdict on a candidate. `identical`: every answer that the check received was the baseline's, bit for bit.
+def level(confidence: float | None, turn: int) -> float | None:
+    """The confidence of the contender that meets the samples of the confirmation as number `turn`, from 0. However many
+    follow, all their bounds hold together with `confidence` (Bonferroni's inequality). A bound at its own level holds for
+    every budget, so that a contender may be judged by another one later."""
+    return None if confidence is None else 1 - (1 - confidence) * SPENT * (1 - SPENT) ** turn
+
+
+def unsplit(judgement: Judgement) -> Judgement:
+    """Of a check with fewer samples than `FEWEST_TO_SPLIT`: those that choose a candidate cannot confirm it."""
+    if judgement.verdict != "pass" or judgement.samples is None:
+        return judgement
+    needed = max(FEWEST_TO_SPLIT, 2 * judgement.samples)
+    reason = (f"{judgement.samples} samples are too few to split into some that choose and others that confirm; "
+              f"about {needed} samples in all would do")
+    return replace(judgement, verdict="undecided", drop_ci=None, samples_needed=needed, reason=reason)
+
+
+def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float = 1.0, confirmed_at: float | None = None) -> Judgement:
+    """The verdict on a candidate. `share`: of the check's samples, these are; `confirmed_at`: the confidence at which it
+    will have to pass (None: the budget's). Both only change the number of samples that are said to be needed.
 
     Raises `UnusableScores` where the two are not scores of the same samples, and where the budget means nothing for
     these scores (`Budget.problem`).
     """
-    problem = budget.problem(baseline)
+    problem = budget.problem(baseline) or budget.outside(candidate)
     if problem is not None:
         raise UnusableScores(problem, Budget.REMEDY)
     if (baseline.values is None) != (candidate.values is None):
         raise UnusableScores("the check returned values per sample for one model and a single number for the other")
     if baseline.values is None or candidate.values is None:
-        return _single(baseline, candidate, budget, identical)
+        return _single(baseline, candidate, budget)
     if len(baseline.values) != len(candidate.values):
         raise UnusableScores(
             f"the check returned {len(baseline.values)} scores for the baseline, {len(candidate.values)} for the candidate",
             "return one value per sample, for the same samples in the same order each time")
-    return _paired(baseline.values, candidate.values, budget)
+    return _paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence)
 
 
-def _single(baseline: Scores, candidate: Scores, budget: Budget, identical: bool) -> Judgement:
-    reference = abs(baseline.mean) if budget.relative else 1.0
-    drop = budget.sign * (baseline.mean - candidate.mean) / reference
+def _drop(before: float, after: float, budget: Budget) -> float:
+    """From means."""
+    return budget.sign * (before - after) / (abs(before) if budget.relative else 1.0)
+
+
+def _single(baseline: Scores, candidate: Scores, budget: Budget) -> Judgement:
+    drop = _drop(baseline.mean, candidate.mean, budget)
     if budget.confidence is None:
         return _point_estimate(drop, budget, None, None)
-    if identical:
+    if candidate.identical:
         return Judgement("pass", drop, None, None, None, "every answer is the baseline's, bit for bit")
     seen = f"a drop of {_words(drop, budget)} was seen, {_words(budget.max_drop, budget)} is allowed"
     return Judgement("undecided", drop, None, None, None,
@@ -238,17 +310,18 @@ def _point_estimate(drop: float, budget: Budget, flips: float | None, samples: i
     return Judgement("pass" if passed else "fail", drop, None, None, flips, f"{words} (point estimate)", samples)
 
 
-def _paired(before: Sequence[float], after: Sequence[float], budget: Budget) -> Judgement:
+def _paired(before: Sequence[float], after: Sequence[float], budget: Budget, share: float, confirmed_at: float | None) -> Judgement:
     n = len(before)
     scale = bounds.two_valued((*before, *after))
+    if scale is not None and budget.score_range not in (None, (0, scale)):
+        scale = None        # by chance: they can have other values
     reference = abs(fsum(before) / n) if budget.relative else 1.0
     drop = budget.sign * fsum(b - a for b, a in zip(before, after)) / n / reference
     flips = None if scale is None else sum(b != a for b, a in zip(before, after)) / n
     if budget.confidence is None:
         return _point_estimate(drop, budget, flips, n)
-    method = bounds.spread if scale is None else bounds.proportions
-    bound = method(before, after, budget.sign, budget.relative, budget.confidence)
-    if bound is None:
+    bound, later = (_bound(before, after, budget, scale is not None, confidence) for confidence in (budget.confidence, confirmed_at))
+    if bound is None or later is None:
         reason = "one sample" if n == 1 else "scores that are all one number"
         reason += " cannot show how far a score may change"
         return Judgement("undecided", drop, None, None, flips, reason, n)
@@ -260,13 +333,24 @@ def _paired(before: Sequence[float], after: Sequence[float], budget: Budget) -> 
         verdict, needed = "fail", None
         reason = f"the drop is at least {_words(low, budget)}, {_words(budget.max_drop, budget)} is allowed"
     else:
-        verdict, needed = "undecided", _samples_needed(bound, n, budget)
-        beyond = drop >= budget.max_drop
-        more = "the drop that was seen is beyond the budget" if beyond else "no number of samples would do"
-        more = more if needed is None else f"about {needed} samples would do"
+        verdict, needed = "undecided", None
+        more = "no number of samples would do"
+        if not _within(drop, budget):
+            more = "the drop that was seen is beyond the budget"
+        elif (enough := _samples_needed(later, _scatter(before, after, budget), n, budget)) is not None:
+            needed = ceil(enough / share)
+            more = f"about {needed} samples in all would do"
         reason = (f"{n} samples cannot tell: the drop may be as large as {_words(high, budget)}, "
                   f"{_words(budget.max_drop, budget)} is allowed; {more}")
     return Judgement(verdict, drop, (low, high), needed, flips, reason, n)
+
+
+def _bound(before: Sequence[float], after: Sequence[float], budget: Budget, binary: bool, confidence: float | None) -> bounds.Bound | None:
+    assert confidence is not None
+    if binary:
+        return bounds.proportions(before, after, budget.sign, budget.relative, confidence)
+    reach = bounds.reach((*before, *after), budget.score_range)
+    return None if reach is None else bounds.spread(before, after, budget.sign, budget.relative, confidence, reach)
 
 
 def _within(drop: float, budget: Budget) -> bool:
@@ -277,17 +361,31 @@ def _words(drop: float, budget: Budget) -> str:
     return f"{100 * drop:.3g} %" if budget.relative else f"{drop:.3g}"
 
 
-def _samples_needed(bound: bounds.Bound, n: int, budget: Budget) -> int | None:
-    """The smallest number of samples, with drops like those seen, whose upper bound is within the budget; None: above
-    `MOST_SAMPLES`."""
+def _scatter(before: Sequence[float], after: Sequence[float], budget: Budget) -> float:
+    """Standard deviation of one sample's drop, as it is compared with the budget."""
+    n = len(before)
+    mean = fsum(before) / n
+    drops = [budget.sign * (b - a) - (budget.max_drop * b * (1 if mean > 0 else -1) if budget.relative else 0.0) for b, a in zip(before, after)]
+    centre = fsum(drops) / n
+    return sqrt(fsum((x - centre) ** 2 for x in drops) / n) / (abs(mean) if budget.relative else 1.0)
+
+
+def _samples_needed(bound: bounds.Bound, scatter: float, n: int, budget: Budget) -> int | None:
+    """The smallest number of samples that pass with a chance of `POWER`, where drops are like those seen; None: above
+    `MOST_SAMPLES`. `scatter`: of one sample's drop; the mean drop of others is larger than the one seen by as much."""
+    unlucky = NormalDist().inv_cdf(POWER) * scatter
+
+    def enough(samples: int) -> bool:
+        return _within(bound(samples, 1) + unlucky / sqrt(samples), budget)
+
     low, high = n, 2 * n
-    while not _within(bound(high, 1), budget):
+    while not enough(high):
         low, high = high, 2 * high
         if high > MOST_SAMPLES:
             return None
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2
-        low, high = (low, middle) if _within(bound(middle, 1), budget) else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 

@@ -24,7 +24,7 @@ import msgspec
 from saturate import __version__
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
 from saturate.inference import checking, confirm, guards, identity, plan, samples, users_code
-from saturate.inference.accuracy import Budget, split
+from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
 from saturate.inference.journal import Journal
@@ -55,9 +55,6 @@ LEAST_SERVING_S = 20.0
 
 #: Of the time, so much may go into looking for the check's samples in the training data, which may be endless.
 LOOK_SHARE = 0.05
-
-#: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
-FEWEST_TO_SPLIT = 20
 
 
 def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None, budget: Budget | None = None,
@@ -107,6 +104,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         assert lab.facts is not None
         pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
         journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
+        lab.remember(journal)
         search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
                         budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
         try:
@@ -240,6 +238,9 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
         notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
     elif len(values) >= FEWEST_TO_SPLIT:
         lab.selection, lab.confirmation = split(len(values))
+    else:
+        notes.append(f"the check scores {len(values)} samples: with fewer than {FEWEST_TO_SPLIT} none are left to confirm what the others "
+                     "chose, so it cannot certify a budget")
     return notes
 
 

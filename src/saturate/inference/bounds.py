@@ -15,11 +15,10 @@ Journal of Statistical Planning and Inference 131 (2005).
 
 **Other values.** Student's t of the drops, with a share for what was not seen. Few samples with a large drop make up
 the mean drop of a damaged model, and n samples may hold none of them: then the spread that was seen is too small, or
-zero. So z^2/2 samples more (1.35 at 95 %) are counted as if each had dropped by the whole range of the scores that were
-seen; z^2/2 is by what the score interval of a proportion is centred (A. Agresti and B. Coull, The American Statistician
+zero. So z^2/2 samples more (1.35 at 95 %) are counted as if each had dropped by all that a score can (`reach`); z^2/2 is by what the score interval of a proportion is centred (A. Agresti and B. Coull, The American Statistician
 52, 1998). Where no drop was seen that makes the bound 3.3/n of the range, a little more than the rule of three, and it
-follows the exact bound of a proportion as drops of that size appear. What it cannot cover: a drop larger than the range
-of all scores that were seen.
+follows the exact bound of a proportion as drops of that size appear. What it cannot cover: a drop larger than the reach.
+How far scores lie apart is no measure of it: those of a good model are close together, and the one that breaks is not.
 
 **Relative drops** are compared with a share of the baseline's mean, which comes from the same samples and is as
 uncertain: a bound is the share at which `drop - share * baseline` is no longer excluded (E. C. Fieller, Journal of the
@@ -110,11 +109,24 @@ def _under_null(contrasts: Sequence[tuple[float, float]]) -> tuple[float, float]
     return fsum(p * e**2 for e, p in chances), fsum(p * e**3 for e, p in chances)
 
 
-def spread(before: Sequence[float], after: Sequence[float], sign: int, relative: bool, confidence: float) -> Bound | None:
-    """Bounds of the drop of any values; None where nothing shows how far a value can change: one sample, or scores
-    that are all the same number."""
-    n, reach = len(before), max(*before, *after) - min(*before, *after)
-    if n < 2 or reach == 0:
+def reach(values: Sequence[float], score_range: tuple[float, float] | None = None) -> float | None:
+    """How far the score of a sample that was not seen may drop: from one end of the range to the other. Where nobody
+    gave it, scores within 0 and 1 may take any value there, and others any between 0 and those seen. None: nothing
+    shows it, they are all the same number."""
+    if score_range is not None:
+        return score_range[1] - score_range[0]
+    low, high = min(values), max(values)
+    if low >= 0 and high <= 1:
+        return 1.0
+    return None if low == high else max(high, 0.0) - min(low, 0.0)
+
+
+def spread(before: Sequence[float], after: Sequence[float], sign: int, relative: bool, confidence: float,
+           reach: float) -> Bound | None:
+    """Bounds of the drop of any values, none of which drops by more than `reach`; None for one sample, which shows no
+    spread."""
+    n = len(before)
+    if n < 2:
         return None
     drops = [sign * (b - a) for b, a in zip(before, after)]
     bases = [math.copysign(1.0, fsum(before)) * b for b in before] if relative else [1.0] * n

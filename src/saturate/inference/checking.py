@@ -73,6 +73,7 @@ class Scored:
     output: str                         # what the check printed, and the traceback where it raised
     seconds: float
     failure: Exception | None = None    # what `run` raised first
+    fractions: bool = False             # whether there were any among the answers
 
     def required(self) -> Scores:
         """The scores. Raises CheckFailed without them; what `run` raised, where that is why."""
@@ -125,7 +126,7 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
         scores, problem = None, Problem("silent", "the check never called the function that it was given",
                                         "a check gets run, which has the model's signature: answer = run(*inputs)")
     return Scored(scores, problem, recorder.samples, recorder.asked.hex(), recorder.answers.hex(),
-                  recorder.calls, printed.text(), time.monotonic() - start, recorder.failure)
+                  recorder.calls, printed.text(), time.monotonic() - start, recorder.failure, recorder.fractions)
 
 
 def controls(check: Check, run: Callable[..., Any], budget: Budget, *, echo: TextIO | None = None) -> Controls:
@@ -218,7 +219,7 @@ def _against(baseline: Scores, noise: Scores, budget: Budget, spread: float) -> 
         return "same"
     drop = budget.sign * (baseline.mean - noise.mean)
     try:
-        ends = compare(baseline, noise, Budget(0.0, higher_is_better=budget.higher_is_better)).drop_ci
+        ends = compare(baseline, noise, Budget(0.0, higher_is_better=budget.higher_is_better, score_range=budget.score_range)).drop_ci
     except UnusableScores:      # another number of scores: the check does look at the answers
         return "worse"
     low, high = ends or (drop - spread, drop + spread)
@@ -234,6 +235,7 @@ class _Recorder:
         self.samples = Seen()
         self.asked, self.answers = samples.Digest(), samples.Digest()
         self.failure: Exception | None = None
+        self.fractions = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         self.calls += 1
@@ -246,6 +248,7 @@ class _Recorder:
             self.failure = self.failure or error
             raise
         self.answers.feed(answer)
+        self.fractions = self.fractions or any(tensor.is_floating_point() or tensor.is_complex() for tensor in samples.tensors(answer))
         return answer
 
     def __getattr__(self, name: str) -> Any:

@@ -49,8 +49,8 @@ class Yard(Protocol):
 
     def score(self, worker: Any) -> Any: ...
 
-    def confirmed(self, scores: Any) -> Any:
-        """Judgement of the samples that the selection did not see."""
+    def confirmed(self, scores: Any, candidate: Any) -> Any:
+        """Judgement of the samples that the selection did not see, at the candidate's own level."""
 
 
 class NotDeployable(Exception):
@@ -192,7 +192,7 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
         worker.close()
     if confirmed.scores is None:
         return confirmed
-    confirmed.judgement = yard.confirmed(confirmed.scores)
+    confirmed.judgement = yard.confirmed(confirmed.scores, found.candidate)
     verdict = confirmed.judgement.verdict
     if verdict == "pass" or (verdict == "undecided" and found.candidate.lossless):
         return confirmed

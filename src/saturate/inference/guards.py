@@ -30,6 +30,11 @@ TWIN_SLACK_DB = 40.0
 #: Below the agreement of the baseline with itself.
 REPEAT_SLACK_DB = 10.0
 
+#: Neither of the two reaches below this. An answer of zeros agrees to 0 dB, 8 bits to 15 to 45, and what differs more than
+#: this from call to call is called random (`REPEATS_DB`): at an error of 3 % nothing tells another order of sums from another
+#: format or from damage. A model that is more sensitive has no candidate that can be shown to be lossless.
+LEAST_DB = 30.0
+
 #: Two runs on one input that differ more than this, or in this share of whole numbers, are random: the order of sums in
 #: bfloat16 makes some 40 dB, dropout 5 to 15.
 REPEATS_DB, REPEATS_SHARE = 30.0, 0.05
@@ -40,8 +45,15 @@ TIES = 0.001
 #: Generated text is as long as the baseline's, or it only looks fast (as in the rules of MLPerf Inference).
 LENGTHS = (0.9, 1.1)
 
-#: Values so much larger than the typical one stand for "masked", not for something computed.
-_FILL, _ANY_FILL = 1e6, 1e30
+#: A number of at least the first size that occurs again and again in a tensor stands for "masked", and one of at least the
+#: second always.
+_MASK, _ANY_MASK = 1e4, 1e30
+
+#: Above the largest number of float16 a mask may become infinite in a shorter format.
+_OVERFLOWS = 65504.0
+
+#: One rounding of bfloat16, the coarsest format, changes a number by less than this share.
+_ROUNDING = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ def examine(torch: Any, baseline: Batches, candidate: Batches, *, numerics: str,
         findings.append(_length(baseline, candidate))
         if _lengths_differ(baseline, candidate):
             return Behaviour(tuple(findings))
-    findings.append(_finite(torch, baseline, candidate))
+    findings.append(_finite(torch, baseline, candidate, shorter=numerics not in ("exact", "reordering")))
     levels = _levels(torch, baseline, candidate)
     if numerics in ("exact", "reordering"):
         own = _comparable(torch, baseline, again), _comparable(torch, baseline, twin)
@@ -205,19 +217,37 @@ def _add(torch: Any, level: _Level, wanted: Any, got: Any) -> None:
         level.changed += int((wanted != got).sum())
         return
     wanted, got = _wide(torch, wanted), _wide(torch, got)
-    used = ~_alike(torch, wanted, got)
+    masked, number = _masked(torch, wanted), wanted.isfinite()
+    used = ~_without_number(wanted, got) & ~_overflown(masked, wanted, got)
     level.changed += int((wanted != got)[used].sum())
-    level.signal += float(wanted[used & wanted.isfinite()].square().sum())
-    level.noise += float((wanted - got)[used].square().sum())
+    computed = wanted[number & ~masked].square()
+    level.signal += float(computed.sum())
+    off = wanted - got
+    # A mask is no signal: it would drown all others. Its rounding counts as that of a number of the usual size.
+    rounded = masked & (off.abs() <= _ROUNDING * wanted.abs())
+    usual = float(computed.mean().sqrt()) if computed.numel() else 0.0
+    level.noise += float(torch.where(rounded, usual * off / wanted, off)[used].square().sum())
 
 
-def _alike(torch: Any, wanted: Any, got: Any) -> Any:
-    """Where there is nothing to compare: the baseline has no number, or one that means "masked", and the candidate has
-    one on the same side."""
-    size = wanted.abs()
-    usual = size[wanted.isfinite() & (size > 0)]
-    fill = ~wanted.isfinite() | (size > _FILL * (usual.median() if usual.numel() else inf))
-    return wanted.isnan() | (fill & (wanted.sign() == got.sign()) & (got.abs() > torch.clamp(size, max=_ANY_FILL) / 2))
+def _masked(torch: Any, wanted: Any) -> Any:
+    """Where the baseline has a finite number that stands for "masked" (`_MASK`)."""
+    huge = wanted.isfinite() & (wanted.abs() >= _MASK)
+    values, place, counts = torch.unique(wanted[huge], return_inverse=True, return_counts=True)
+    found = torch.zeros_like(huge)
+    found[huge] = ((counts > 1) | (values.abs() >= _ANY_MASK))[place]
+    rest = wanted[wanted.isfinite() & ~found]
+    return found & bool((rest != 0).any())          # of large numbers only, none is special
+
+
+def _without_number(wanted: Any, got: Any) -> Any:
+    """Where there is nothing to compare: the baseline has no number, or an infinity where the candidate has one too, or
+    what stands for it."""
+    return wanted.isnan() | (wanted.isinf() & (wanted.sign() == got.sign()) & (got.abs() > _ANY_MASK / 2))
+
+
+def _overflown(masked: Any, wanted: Any, got: Any) -> Any:
+    """Masks that a shorter format has rounded to infinity."""
+    return masked & got.isinf() & (wanted.sign() == got.sign()) & (wanted.abs() > _OVERFLOWS)
 
 
 def _wide(torch: Any, tensor: Any) -> Any:
@@ -277,14 +307,17 @@ def _tokens(ids: Any) -> int:
     return int((ids.shape[1] - padding + 1).sum())
 
 
-def _finite(torch: Any, baseline: Batches, candidate: Batches) -> Finding:
+def _finite(torch: Any, baseline: Batches, candidate: Batches, *, shorter: bool) -> Finding:
+    """`shorter`: the candidate may compute in a shorter format, which has no room for some masks."""
     for number, (one, two) in enumerate(zip(baseline, candidate)):
         for place, (wanted, got) in enumerate(zip(one, two)):
             if _kind(wanted) == "whole":
                 continue
             wanted, got = _wide(torch, wanted), _wide(torch, got)
-            broken = int((wanted.isfinite() & ~got.isfinite() & ~_alike(torch, wanted, got)).sum())
-            if broken:
+            lost = wanted.isfinite() & ~got.isfinite()
+            if shorter:
+                lost &= ~_overflown(_masked(torch, wanted), wanted, got)
+            if broken := int(lost.sum()):
                 return Finding("finite", False, f"{broken} values in tensor {place} of its output on batch {number} are not "
                                                 "finite, where the baseline's are")
     return Finding("finite", True, "finite where the baseline is")
@@ -292,7 +325,7 @@ def _finite(torch: Any, baseline: Batches, candidate: Batches) -> Finding:
 
 def _least(numerics: str, precision: str, place: int, again: Sequence[_Level] | None,
            twin: Sequence[_Level] | None) -> float:
-    """The least agreement of a tensor that is still what the candidate promises, dB."""
+    """The least agreement of a tensor that is still what the candidate promises, dB. Below `LEAST_DB` nothing is."""
     least = inf if numerics == "exact" else REORDERED_DB.get(precision, REORDERED_DB["float32"])
     if twin and numerics == "reordering":
         least = min(least, twin[place].decibels - TWIN_SLACK_DB)
@@ -308,7 +341,10 @@ def _promise(numerics: str, levels: Sequence[_Level], limits: Sequence[float]) -
             if level.changed > allowed:
                 return Finding("agreement", False, f"{claim} {level.changed} of {level.count} whole numbers in tensor {place} of its "
                                                    "output differ from the baseline's")
-        elif level.decibels < least:
+        elif level.decibels < max(least, LEAST_DB):
+            if least < LEAST_DB:
+                return Finding("agreement", False, "it cannot be shown to be lossless: one rounding of its inputs, or another call, changes the "
+                                                   f"model's own answer by too much, and tensor {place} of the output agrees to {level.decibels:.0f} dB")
             demanded = "every bit is" if least == inf else f"{least:.0f} dB are"
             return Finding("agreement", False, f"{claim} tensor {place} of its output agrees with the baseline's to "
                                                f"{level.decibels:.0f} dB, {demanded} demanded")

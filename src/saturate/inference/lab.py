@@ -20,6 +20,7 @@ from saturate.inference import accuracy, artifact, batches, checking, guards, sa
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
+from saturate.inference.journal import Journal
 from saturate.inference.process import Worker, WorkerFailed
 from saturate.inference.search import Tried
 from saturate.inference.source import Source
@@ -40,6 +41,9 @@ STORE_S = 1800.0
 
 #: Calls after which a process has the memory that serving takes.
 _SERVED_CALLS = 8
+
+#: In the journal, what a contender's turn at the samples of the confirmation begins with.
+TURN = "confirmed: "
 
 #: Batches of examples that an artifact keeps.
 EXAMPLES = 2
@@ -67,6 +71,8 @@ class Lab:
     asked: str = ""                                             # digest of what the check asked the baseline
     selection: tuple[int, ...] | None = None
     confirmation: tuple[int, ...] | None = None
+    turns: list[str] = field(default_factory=list)              # who met the confirmation's samples, in that order
+    journal: Journal | None = None                              # remembers the turns
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
     _agreement: tuple[Any, Any] | None = None
 
@@ -201,6 +207,9 @@ class Lab:
     def agreement(self, worker: Worker) -> float | None:
         return self._agreement[1].agreement_db if self._agreement and self._agreement[0] is worker else None
 
+    def flip_rate(self, worker: Worker) -> float | None:
+        return self._agreement[1].flip_rate if self._agreement and self._agreement[0] is worker else None
+
     def _behaviour(self, worker: Worker, numerics: str) -> guards.Behaviour:
         facts = self.facts
         found = guards.examine(self._torch(), self.reference, worker.outputs(), numerics=numerics,
@@ -226,23 +235,45 @@ class Lab:
             return None
         found = checking.scored(self.check, self.run_of(worker), self.budget.metric)
         scores = found.required()
-        return dataclasses.replace(scores, identical=found.answers == self.answers)
+        # Whole numbers, such as classes, are often the same although the model is another one.
+        return dataclasses.replace(scores, identical=found.fractions and found.answers == self.answers)
 
     def judge(self, scores: Scores) -> Judgement:
-        return self._judged(scores, self.selection)
+        assert self.budget is not None
+        return self._judged(scores, self.selection, self.budget, accuracy.level(self.budget.confidence, 0))
 
-    def confirmed(self, scores: Scores) -> Judgement:
-        return self._judged(scores, self.confirmation)
+    def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
+        """By samples that the selection did not see. They are the same for all contenders, so each has to pass by its own
+        share of the chance of a false one: with so many tries at the whole of it, one would pass too often."""
+        assert self.budget is not None
+        confidence = accuracy.level(self.budget.confidence, self.turn(candidate))
+        return self._judged(scores, self.confirmation, dataclasses.replace(self.budget, confidence=confidence), confidence)
 
-    def _judged(self, scores: Scores, indices: tuple[int, ...] | None) -> Judgement:
-        assert self.scores is not None and self.budget is not None
-        before, identical = self.scores, scores.identical
+    def turn(self, candidate: Candidate) -> int:
+        """Its place among those that met these samples. It keeps it: its bound is the same each time, whatever the budget."""
+        name = f"{TURN}{candidate.key()}"
+        if name not in self.turns:
+            self.turns.append(name)
+            if self.journal is not None:
+                self.journal.add(name, {})
+        return self.turns.index(name)
+
+    def remember(self, journal: Journal) -> None:
+        """Go on after the turns of a search that was here before."""
+        self.journal = journal
+        self.turns += [name for name in journal.known if name.startswith(TURN)]
+
+    def _judged(self, scores: Scores, indices: tuple[int, ...] | None, budget: Budget, confirmed_at: float | None) -> Judgement:
+        assert self.scores is not None
+        before, share = self.scores, 1.0
         if indices is not None and scores.values is not None and len(scores.values) == len(before.values or ()):
+            share = len(indices) / len(scores.values)
             before, scores = before.at(indices), scores.at(indices)
         try:
-            return accuracy.compare(before, scores, self.budget, identical=identical)
+            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confirmed_at)
         except accuracy.UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
+        return found if indices is not None or budget.confidence is None else accuracy.unsplit(found)
 
     # -- repair ----------------------------------------------------------------------------------------------------
 
@@ -268,3 +299,4 @@ def coarsest(dtypes: tuple[str, ...]) -> str:
     """The coarsest of some floating-point formats."""
     order = ("bfloat16", "float16", "float32", "float64")
     return min((name for name in dtypes if name in order), key=order.index, default="float32")
+

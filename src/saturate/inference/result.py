@@ -203,17 +203,13 @@ def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | Non
     if won is None or final is None or final.estimate is None or final.b is None:
         return None
     judgement, own = won.judgement, lossless is won
-    verdict = None
-    if judgement is not None:
-        # What computes the same needs no samples to certify it: agreement with the model's outputs was the guard.
-        verdict = "pass" if won.found.candidate.lossless else judgement.verdict
     return Best(
         recipe=won.found.candidate.techniques(), latency_ms=final.b, speedup=final.estimate.speedup, speedup_ci=final.estimate.speedup_ci,
         speedup_over_lossless=1.0 if own else versus.speedup if versus else None,
         speedup_over_lossless_ci=(1.0, 1.0) if own else versus.speedup_ci if versus else None,
         accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=judgement.drop if judgement else None,
-        accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=verdict,
-        samples_needed=judgement.samples_needed if judgement and verdict != "pass" else None,
+        accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=judgement.verdict if judgement else None,
+        samples_needed=judgement.samples_needed if judgement else None,
         peak_memory_bytes=won.memory_bytes, size_bytes=artifact.size_bytes(won.artifact))
 
 

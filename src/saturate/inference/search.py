@@ -45,6 +45,9 @@ class Lab(Protocol):
     def agreement(self, worker: Any) -> float | None:
         """Signal-to-noise ratio of its outputs against the baseline's, dB."""
 
+    def flip_rate(self, worker: Any) -> float | None:
+        """Share of rows of its outputs whose largest entry is another one; None: no class scores."""
+
     def served_bytes(self, worker: Any, found: Tried) -> int | None:
         """The memory of serving what the worker stores, without what preparing it has left behind; None: not known."""
 
@@ -200,7 +203,7 @@ class Search:
             found.fate, found.reason = "not_applied", idle
             return
         problem = self.lab.problem(worker, candidate)
-        found.agreement = self.lab.agreement(worker)
+        found.agreement, found.flip_rate = self.lab.agreement(worker), self.lab.flip_rate(worker)
         if problem is not None:
             found.fate, found.reason = "rejected_behaviour", problem
             return

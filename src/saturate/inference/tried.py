@@ -25,6 +25,7 @@ class Tried:
     scores: Any = None
     judgement: Any = None
     agreement: float | None = None
+    flip_rate: float | None = None          # of its outputs on the inputs
     peak_memory_bytes: int | None = None
     size_bytes: int | None = None           # of the program, where it was stored
     compressed_bytes: int | None = None     # of the weights, where a technique exists for that
@@ -71,7 +72,7 @@ class Tried:
             accuracy_drop_ci=judgement.drop_ci if judgement is not None else None,
             verdict=judgement.verdict if judgement is not None else None,
             samples_needed=judgement.samples_needed if judgement is not None else None,
-            flip_rate=judgement.flip_rate if judgement is not None else None,
+            flip_rate=self.flip_rate if judgement is None or judgement.flip_rate is None else judgement.flip_rate,
             agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, size_bytes=self.size_bytes,
             compressed_bytes=self.compressed_bytes, done=list(self.done), prepare_s=self.prepare_s,
             first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
@@ -100,7 +101,7 @@ def entry_of(found: Tried) -> dict[str, Any]:
     timing = found.timing
     scores = found.scores
     return {
-        "fate": found.fate, "reason": found.reason, "speedup": found.speedup, "agreement": found.agreement,
+        "fate": found.fate, "reason": found.reason, "speedup": found.speedup, "agreement": found.agreement, "flip_rate": found.flip_rate,
         "timing": None if timing is None else [timing.p50, timing.p90, timing.p99, timing.calls],
         "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
                                                "others": [list(other) for other in scores.others], "identical": scores.identical},
@@ -112,8 +113,8 @@ def entry_of(found: Tried) -> dict[str, Any]:
 def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
     """The reverse of `entry_of`; scores are not judged yet."""
     timing, scores = entry["timing"], entry["scores"]
-    same = {name: entry[name] for name in ("speedup", "agreement", "peak_memory_bytes", "size_bytes", "compressed_bytes", "prepare_s",
-                                           "first_call_s", "seconds")}
+    same = {name: entry[name] for name in ("speedup", "agreement", "flip_rate", "peak_memory_bytes", "size_bytes", "compressed_bytes",
+                                           "prepare_s", "first_call_s", "seconds")}
     return Tried(
         candidate, entry["fate"], entry["reason"], done=tuple(entry["done"]),
         timing=None if timing is None else Timing(p50=timing[0], p90=timing[1], p99=timing[2], calls=timing[3]),

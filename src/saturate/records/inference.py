@@ -85,8 +85,8 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_drop: float | None = None
     accuracy_drop_ci: tuple[float, float] | None = None
     verdict: Verdict | None = None
-    samples_needed: int | None = None
-    flip_rate: float | None = None          # share of samples whose answer changed
+    samples_needed: int | None = None       # of the check in all, so that it mostly passes if drops stay as they are
+    flip_rate: float | None = None          # share of samples that became right or wrong; else of rows whose largest entry changed
     agreement: float | None = None          # signal-to-noise ratio of the outputs against the baseline, dB
     peak_memory_bytes: int | None = None
     size_bytes: int | None = None           # of the artifact, of those that were stored
@@ -119,8 +119,8 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
     accuracy_drop: float | None = None
     accuracy_drop_ci: tuple[float, float] | None = None
-    verdict: Verdict | None = None          # None: a lossless search without a check
-    samples_needed: int | None = None
+    verdict: Verdict | None = None          # of the check; what is lossless may be undecided. None: there was no check
+    samples_needed: int | None = None       # of the check in all
     peak_memory_bytes: int | None = None
     size_bytes: int | None = None
 

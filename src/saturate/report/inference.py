@@ -187,7 +187,7 @@ def _columns(one: CandidateRecord, fate: str, relative: bool) -> tuple[str, ...]
         else "",
         show(one.peak_memory_bytes) if one.peak_memory_bytes is not None else "",
         say.stored_words(one),
-        words.one_line(one.reason),
+        words.one_line(say.reason(one)),
     )
 
 

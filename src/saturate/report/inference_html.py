@@ -243,7 +243,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
         join(
             [
                 tag("b", f"{index}. {one.id}"),
-                tag("span", f"{_capital(one.reason.rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
+                tag("span", f"{_capital(say.reason(one).rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
             ]
         ),
         tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),

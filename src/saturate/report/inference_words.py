@@ -55,7 +55,8 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
     """The verdict in a few words."""
     best = record.best
     if best is not None and record.verdict == "faster":
-        kinds = {"fail": ", but not within the budget", "undecided": ", accuracy undecided", None: ", lossless"}
+        same = ", lossless" if lossless(kept(record)) else ""
+        kinds = {"fail": ", but not within the budget", "undecided": f"{same}, accuracy undecided", None: ", lossless"}
         kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop, record.relative)}")
         speed = words.ratio(best.speedup, best.speedup_ci if interval else None, times)
         before, after = record.baseline.peak_memory_bytes, best.peak_memory_bytes
@@ -111,9 +112,20 @@ def became(one: CandidateRecord) -> str:
     return f"{one.id}{ratio}, {FATES[one.fate]}: {one.reason}"
 
 
+def reason(one: CandidateRecord) -> str:
+    """Why it has its fate, and how many answers it changed: a score may hide that."""
+    changed = f"; {100 * one.flip_rate:.2g} % of its answers are others" if one.flip_rate else ""
+    return one.reason.rstrip(".") + changed if changed else one.reason
+
+
 def kept(record: OptimizeRecord) -> CandidateRecord | None:
     """The winner among the candidates."""
     return next((one for one in record.candidates if one.fate == "kept"), None)
+
+
+def lossless(one: CandidateRecord | None) -> bool:
+    """Whether it computes the same up to the order of sums; such a winner needs no samples to certify it."""
+    return one is not None and one.numerics in ("exact", "reordering")
 
 
 def kept_words(record: OptimizeRecord) -> str:
@@ -158,7 +170,7 @@ def accuracy_words(record: OptimizeRecord) -> str:
             + (f" of {drop(record.max_drop, record.relative)} allowed" if record.max_drop is not None else "")
         )
     if best.verdict == "undecided" and best.samples_needed is not None:
-        parts.append(f"about {best.samples_needed:,} more samples needed")
+        parts.append(f"about {best.samples_needed:,} samples needed in all")
     return ", ".join([*parts, *([best.verdict] if best.verdict else [])])
 
 

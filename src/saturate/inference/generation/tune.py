@@ -295,13 +295,14 @@ class Search:
 
     def _compared(self, scores: Scores, chosen: bool) -> Judgement:
         assert self.budget is not None and self._scores is not None
-        before = self._scores
+        before, share = self._scores, 1.0
         if self._halves is not None and scores.values is not None and before.values is not None:
             if len(scores.values) != len(before.values):
                 raise UnusableScores(f"the check gave {len(scores.values)} values, and {len(before.values)} before")
             half = self._halves[chosen]
+            share = len(half) / len(before.values)
             before, scores = before.at(half), scores.at(half)
-        return compare(before, scores, self.budget)
+        return compare(before, scores, self.budget, share=share)
 
     # -- the winner ------------------------------------------------------------------------------------------------
 
