@@ -283,7 +283,7 @@ def _serves_no_more(record: OptimizeRecord, race: Race) -> OptimizeRecord:
     reason = f"{ratio}samples per second, each at its best batch size: {why}"
     rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
             for one in record.candidates]
-    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, candidates=rows)
+    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, serve="", candidates=rows)
 
 
 def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:

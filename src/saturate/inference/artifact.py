@@ -3,7 +3,7 @@
     manifest.json       records.artifact.Manifest: format, recipe, scores, machine, versions, digest of every file
     (program files)     as the format stored them: an ONNX file, a .pt2 package ...
     examples.bin        real inputs and what the program answered to them: raw tensors, described in the manifest
-    reproduce.py        the same without saturate, to read
+    reproduce.py        without saturate: how it is called, and how it is made again (see lines.py)
 
 Nothing here is unpickled, ever. The digests show damage, and a file that was replaced. They are no signature: who can
 rewrite the manifest too can make it name another program, and programs of machine code (AOTInductor, TensorRT) are to
@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import re
 import stat
 import warnings
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ import msgspec
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
-from saturate.inference import examples, folders, hardware, probe
+from saturate.inference import examples, folders, hardware, lines, probe
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
 from saturate.records.artifact import Manifest
@@ -71,7 +70,7 @@ def store(
     with folders.building(folder, is_artifact) as new:
         folders.copy(program, new, entry.files)
         kept, why_none = examples.write(torch, new / EXAMPLES, inputs, outputs)
-        (new / REPRODUCE).write_text(reproduce(record, facts.kind), encoding="utf-8")
+        (new / REPRODUCE).write_text(lines.reproduce(record, facts.kind, entry, threads), encoding="utf-8")
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             model=facts.kind,
@@ -105,27 +104,6 @@ def confirm(folder: str | os.PathLike[str], scores: Best) -> None:
     manifest = msgspec.structs.replace(read(folder), scores=scores)
     with folders.problems(folder), folders.held(folder):
         durable.replace(folder / MANIFEST, lambda stream: stream.write(_encoded(manifest)))
-
-
-#: What the lines that reproduce a candidate take from the user, and what it is.
-YOURS = {
-    "model": "your model in evaluation mode",
-    "inputs": "one batch, a tuple",
-    "calibration": "a list of batches that quantization may look at",
-    "loader": "batches of training data, tuples (*inputs, target)",
-    "loss": "your loss(output, target)",
-    "make_student": "a function that makes the smaller network to train",
-    "following": "with conv and norm: layers of the model that share a width",
-}
-
-
-def reproduce(record: CandidateRecord, model: str) -> str:
-    """A module that makes the same of the user's model, without saturate, once the names of `YOURS` are given."""
-    code = record.code.strip("\n") or "# Nothing was changed: the model as it is."
-    about = f"{record.id}, without saturate; of {model}." if model else f"{record.id}, without saturate."
-    named = [f"# {name}: {meaning}" for name, meaning in YOURS.items() if re.search(rf"\b{name}\b", code)]
-    given = ["# Give these names first.", *named, ""] if named else []
-    return "\n".join([repr(about), "", *given, "import torch", "", code, ""])
 
 
 def _encoded(manifest: Manifest) -> bytes:

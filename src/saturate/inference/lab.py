@@ -135,7 +135,7 @@ class Lab:
             examples = self.source.inputs(self._torch())[:EXAMPLES]
             answers = [worker.run(*batch) for batch in examples]
             assert self.facts is not None
-            return artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
+            return artifact.store(target, entry, program=program, record=found.record(self.threads), facts=self.facts, threads=self.threads,
                                   inputs=examples, outputs=answers)
         except WorkerFailed as error:
             raise NotDeployable(error.reason) from error

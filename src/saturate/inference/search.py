@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from saturate.inference import order, plan, racing
+from saturate.inference import lines, order, plan, racing
 from saturate.inference.candidates import Candidate
 from saturate.records.inference import CandidateRecord, Fate, Timing, Verdict
 
@@ -81,7 +81,8 @@ class Tried:
     def working(self) -> bool:
         return self.fate in WORKING
 
-    def record(self) -> CandidateRecord:
+    def record(self, threads: int | None = None) -> CandidateRecord:
+        """`threads`: what it was measured with, for its lines."""
         candidate, judgement = self.candidate, self.judgement
         return CandidateRecord(
             id=candidate.label(), techniques=candidate.techniques(), kept_layers=sorted(candidate.keep),
@@ -93,13 +94,16 @@ class Tried:
             samples_needed=judgement.samples_needed if judgement is not None else None,
             flip_rate=judgement.flip_rate if judgement is not None else None,
             agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, prepare_s=self.prepare_s,
-            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
+            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate, threads))
 
 
-def code(candidate: Candidate) -> str:
-    """The same without saturate."""
+def code(candidate: Candidate, threads: int | None = None) -> str:
+    """The same without saturate; nothing for the model as it is."""
+    if not candidate.parts:
+        return ""
     kept = [f"# These modules stay in their own precision: leave them out of what is quantized: {', '.join(sorted(candidate.keep))}"]
-    return "\n".join([*(kept if candidate.keep else ()), *(part.module.as_code(part.options) for part in candidate.parts)])
+    made = lines.whole([part.module.as_code(part.options) for part in candidate.parts], threads)
+    return "\n".join([*(kept if candidate.keep else ()), made])
 
 
 @dataclass

@@ -137,6 +137,23 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     return Fields(fields)
 
 
+def accessors(description: Any, root: str) -> dict[int, str]:
+    """How Python reaches each tensor of a described value that has the name `root`, by the tensor's place."""
+    if isinstance(description, list):
+        return {description[0]: root}
+    pairs = [(f"[{index}]", item) for kind in ("list", "tuple") for index, item in enumerate(description.get(kind, ()))]
+    pairs += [(f"[{key!r}]", item) for key, item in description.get("dict", ())]
+    pairs += [(f".{name}", item) for name, item in description.get("fields", ())]
+    return {place: path for step, item in pairs for place, path in accessors(item, root + step).items()}
+
+
+def flat_inputs(description: Any) -> str:
+    """The tensors of `inputs`, a tuple that is arranged as described, as one Python expression of a sequence."""
+    if description == {"tuple": [[place] for place in range(len(description.get("tuple", ())))]}:
+        return "inputs"
+    return f"[{', '.join(path for _, path in sorted(accessors(description, 'inputs').items()))}]"
+
+
 def classes_in(value: Any) -> dict[str, type]:
     """The named classes inside a value, for `rebuild` where no imported module knows them: those of a script that
     travelled by value to a candidate's process."""

@@ -65,6 +65,11 @@ def save(folder: Path, plan: Path, signature: dict[str, Any]) -> Entry:
     return Entry(FORMAT, [plan.name], dict(signature))
 
 
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """TensorRT's own runtime wants buffers, not three lines: NVIDIA's tool stands for them. Never run."""
+    return f"# trtexec --loadEngine={entry.files[0]}      (TensorRT's own runtime: bind the inputs by name, in the model's order)"
+
+
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
     """The program that `save` stored. Raises ArtifactDamaged, and EnvironmentProblem without TensorRT."""
     try:
