@@ -38,10 +38,13 @@ class Run:
     prefill_ns: int = 0
     decode_ns: int = 0
     steps: int = 0                      # forwards of the target after the prefill
-    drafted: int = 0                    # tokens
+    drafted: int = 0                    # tokens, by the draft
     judged: int = 0                     # drafted tokens up to the first of a round that did not stay
     stayed: int = 0
-    rounds: int = 0                     # steps with drafts
+    quoted: int = 0                     # the same three of what the text itself gave in the draft's place
+    quoted_judged: int = 0
+    quoted_stayed: int = 0
+    rounds: int = 0                     # steps with drafts, or quotes
     row_rounds: int = 0                 # the same, counted by row
     ties: int = 0                       # rows whose next token a forward of one token had to decide
 
@@ -55,8 +58,21 @@ class Run:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Chance that a drafted token stays, given that those before it did. None: nothing was drafted."""
+        """Chance that a token of the draft stays, given that those before it did. None: nothing was drafted."""
         return self.stayed / self.judged if self.judged else None
+
+    @property
+    def quoted_acceptance_rate(self) -> float | None:
+        """The same, of tokens that were quoted in the draft's place."""
+        return self.quoted_stayed / self.quoted_judged if self.quoted_judged else None
+
+    def count(self, proposed: int, judged: int, stayed: int, *, quoted: bool) -> None:
+        """One row's drafts, or quotes, of one round."""
+        if quoted:
+            self.quoted, self.quoted_judged, self.quoted_stayed = (
+                self.quoted + proposed, self.quoted_judged + judged, self.quoted_stayed + stayed)
+        else:
+            self.drafted, self.judged, self.stayed = self.drafted + proposed, self.judged + judged, self.stayed + stayed
 
 
 class Sequences:
@@ -96,9 +112,11 @@ class Sequences:
 
 
 class Drafter(Protocol):
-    """Proposes what may come next."""
+    """Proposes what may come next. `quoted`: whether what it last proposed for a row came from the text, in the place
+    of its own; empty: for none."""
 
     context: int | None
+    quoted: Sequence[bool]
 
     def start(self, sequences: Sequences, capacity: int) -> None:
         """A new batch; the prompts are known."""
@@ -201,18 +219,18 @@ class Loop:
                 length = lengths.choose(room) if lengths is not None else min(self.choices[-1], room)
             found = self.round(sequences, length, request)
             plain = any(tie and row for tie, row in zip(found.unsure, active))
-            counts = [count for count, row in zip(found.counts, active) if row]
-            stayed = [kept for kept, row in zip(found.stayed, active) if row]
+            rows = [row for row, working in enumerate(active) if working]
+            counts, stayed = [found.counts[row] for row in rows], [found.stayed[row] for row in rows]
             if lengths is not None and any(counts):
                 lengths.observe(counts, stayed)
             run.steps += 1
             run.rounds += any(counts)
             run.row_rounds += sum(count > 0 for count in counts)
-            run.drafted += sum(counts)
-            run.stayed += sum(stayed)
-            run.judged += sum(min(count, kept + (not tie)) for count, kept, tie in
-                              zip(counts, stayed, (tie for tie, row in zip(found.unsure, active) if row)))
-            run.ties += sum(tie and row for tie, row in zip(found.unsure, active))
+            run.ties += sum(found.unsure[row] for row in rows)
+            quoted = self.drafter.quoted if self.drafter is not None else ()
+            for row, count, kept in zip(rows, counts, stayed):
+                judged = min(count, kept + (not found.unsure[row]))
+                run.count(count, judged, kept, quoted=bool(quoted) and quoted[row])
 
     def _accept(
         self, sequences: Sequences, logits: Any, counts: list[int], q: Any, request: Request, append: bool
