@@ -5,13 +5,14 @@
     examples.bin        real inputs and what the program answered to them: raw tensors, described in the manifest
     reproduce.py        without saturate: how it is called, and how it is made again (see lines.py)
 
-Nothing here is unpickled, ever. The digests show damage, and a file that was replaced. They are no signature: who can
-rewrite the manifest too can make it name another program, and programs of machine code (AOTInductor, TensorRT) are to
+Nothing here is unpickled, ever. The digests show damage, of the manifest too, and a file that was replaced. They are no
+signature: who can rewrite the manifest with its digest can make it name another program, and programs of machine code (AOTInductor, TensorRT) are to
 be trusted like any other compiled library.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pkgutil
@@ -88,7 +89,7 @@ def store(
             no_examples=why_none,
             files=folders.inventory(new, [*entry.files, EXAMPLES, REPRODUCE]),
         )
-        (new / MANIFEST).write_bytes(_encoded(manifest))
+        (new / MANIFEST).write_bytes(encoded(manifest))
     return folder
 
 
@@ -103,11 +104,19 @@ def confirm(folder: str | os.PathLike[str], scores: Best) -> None:
     folder = Path(folder)
     manifest = msgspec.structs.replace(read(folder), scores=scores)
     with folders.problems(folder), folders.held(folder):
-        durable.replace(folder / MANIFEST, lambda stream: stream.write(_encoded(manifest)))
+        durable.replace(folder / MANIFEST, lambda stream: stream.write(encoded(manifest)))
 
 
-def _encoded(manifest: Manifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+def encoded(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json, with the digest of what it says."""
+    plain = {**msgspec.to_builtins(manifest), "schema": records.SCHEMA}
+    return msgspec.json.format(msgspec.json.encode({**plain, "digest": digest(plain)}), indent=1) + b"\n"
+
+
+def digest(plain: dict[str, Any]) -> str:
+    """Of everything that a manifest says but the digest itself."""
+    said = {key: value for key, value in plain.items() if key != "digest"}
+    return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -129,12 +138,14 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
         plain = msgspec.json.decode(data, type=dict)
         if plain.get("kind") != records.KIND:
             raise _foreign(folder, f"its {MANIFEST} is of another kind")
-        if plain.get("schema") != records.SCHEMA:
+        if plain.get("schema") not in records.READ:
             raise ArtifactDamaged(
                 f"the artifact {folder} is of another version of saturate",
-                cause=f"its schema is {plain.get('schema')!r}, and this version reads {records.SCHEMA}",
+                cause=f"its schema is {plain.get('schema')!r}, and this version reads {' and '.join(map(str, records.READ))}",
                 remedy="load it with the version that made it, or make it again",
             )
+        if plain["schema"] > 1 and plain.get("digest") != digest(plain):
+            raise folders.damaged(folder, f"what {MANIFEST} says does not have the SHA-256 that it names")
         return msgspec.convert(plain, Manifest)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or of another shape
         raise folders.damaged(folder, f"{MANIFEST} is not readable: {error}") from error
@@ -322,7 +333,7 @@ class Artifact:
         with folders.building(target, is_artifact) as new:
             folders.copy(self.folder, new, [stored.path for stored in self.info.files])
             folders.check(new, self.info.files)
-            (new / MANIFEST).write_bytes(_encoded(self.info))
+            (new / MANIFEST).write_bytes(encoded(self.info))
         return target
 
 

@@ -92,6 +92,11 @@ def read(torch: Any, path: Path) -> Any:
                               remedy=remedy) from error
 
 
+def _answered(module: Any) -> int:
+    """How many tensors a flat program returns."""
+    return len(next(iter(reversed(module.graph.nodes))).args[0])
+
+
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     """See `inference.lines.serving`."""
     settings, program = entry.settings, f"torch.export.load({place(entry.files[0])}).module()"
@@ -112,7 +117,7 @@ def load(torch: Any, folder: Path, entry: Entry) -> Any:
     try:
         session.restore(torch, settings["session"])
         run = runtimes.executed(torch, module, settings["runtime"])
-        return _program.callable_of(torch, settings, settings["device"], lambda tensors: run(*tensors))
+        return _program.callable_of(torch, settings, settings["device"], lambda tensors: run(*tensors), answered=_answered(module))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactDamaged(f"the settings beside {path} are incomplete", cause=repr(error),
                               remedy="copy the artifact again, or run saturate optimize again") from error

@@ -83,7 +83,8 @@ def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
         binding.synchronize_outputs()
         return [torch.from_dlpack(value) for value in binding.get_outputs()]
 
-    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True)
+    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True,
+                                answered=len(outputs))
 
 
 def place_of(name: str) -> int:

@@ -56,7 +56,7 @@ def program(torch: Any, tensorrt: Any, plan: bytes, signature: dict[str, Any],
         return made
 
     run.keep = (logger, runtime, engine)    # type: ignore[attr-defined] - the execution context does not keep them alive
-    return _program.callable_of(torch, signature, "cuda", run, classes)
+    return _program.callable_of(torch, signature, "cuda", run, classes, answered=len(outputs))
 
 
 def save(folder: Path, plan: Path, signature: dict[str, Any]) -> Entry:

@@ -19,6 +19,8 @@ from saturate.inference.generation.draft_length import Costs, DraftLength
 from saturate.inference.generation.models import Decoder
 from saturate.inference.generation.sampling import Sampling
 
+Batch = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,6 +29,13 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = choice.GREEDY
     eos: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no number of tokens, and for ends that are no tokens."""
+        if not choice.whole(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens {self.max_new_tokens!r}", remedy="a whole number, at least 1")
+        if not all(map(choice.whole, self.eos)):
+            raise UsageError(f"eos {sorted(map(str, self.eos))}", remedy="numbers of tokens that end a text")
 
 
 @dataclass
@@ -155,12 +164,14 @@ class Loop:
     may_stop: bool = True
     clock: Callable[[], int] = time.perf_counter_ns     # nanoseconds
     known_tokens: int | None = None     # how many numbers of tokens the target can look up; None: not known
+    behind_window: Callable[[Batch], float] | None = None   # proves, once, how it is called behind its sliding window
     _generator: Any = field(default=None, repr=False)
 
     def generate(self, prompts: Sequence[Sequence[int]], request: Request) -> Run:
         """Prompts of any lengths, each with at least one token. Raises UsageError where they, or what is asked for,
         do not fit the model, and where its logits are not finite."""
         with self.torch.inference_mode():
+            self.check(prompts, request)
             started = self._now()
             sequences = self.prefill(prompts, request)
             run = Run([], sum(sequences.prompt), prefill_ns=self._now() - started)
@@ -173,8 +184,7 @@ class Loop:
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> Sequences:
         """All prompts through the target, and the first new token of each."""
         longest = self.check(prompts, request)
-        most = max(self.choices) if self.drafter is not None else 0
-        capacity = longest + request.max_new_tokens + most + 1
+        capacity = self._capacity(longest, request)
         self._generator = self.torch.Generator(self.target.device).manual_seed(request.sampling.seed)
         sequences = Sequences(self.torch, prompts, request, capacity, self.target.device)
         self.target.start(len(prompts), capacity)
@@ -248,7 +258,8 @@ class Loop:
         elif request.sampling.greedy:
             stay, following, unsure = choice.accept_greedy(torch, logits, drafted[:, :length], real, self.tolerance)
         else:
-            p = choice.distribution(torch, logits, request.sampling)
+            # Where logits are not finite, anything may be drawn: the row is refused below.
+            p = choice.distribution(torch, logits, request.sampling).nan_to_num_(1.0)
             if length:
                 stay, following = choice.accept_sampled(
                     torch, p, None if q is None else q[:, :length], drafted[:, :length], real, self._generator
@@ -280,13 +291,12 @@ class Loop:
         return max(0, min([sequences.room(), *contexts]))
 
     def check(self, prompts: Sequence[Sequence[int]], request: Request) -> int:
-        """The longest prompt's tokens. Raises UsageError where the batch does not fit the model."""
+        """The longest prompt's tokens. Raises UsageError where the batch does not fit the model; where it is the first
+        that leaves the model's sliding window, also where it cannot be called rightly there."""
         if not prompts or not all(prompts):
             raise UsageError(
                 "an empty prompt", remedy="every prompt needs at least one token, such as the one that begins a text"
             )
-        if request.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens {request.max_new_tokens}", remedy="at least 1")
         most = float("inf") if self.known_tokens is None else self.known_tokens - 1
         for row, prompt in enumerate(prompts):      # on a GPU, looking up another would end the process
             if min(prompt) < 0 or max(prompt) > most:
@@ -299,10 +309,18 @@ class Loop:
         if context is not None and longest + request.max_new_tokens > context:
             raise UsageError(
                 f"{longest} tokens of prompt and {request.max_new_tokens} new ones; "
-                f"{self.target.name} takes {context}",
+                f"{self.target.name} takes {context}{self.target.context_words}",
                 remedy="shorten the prompts, or lower max_new_tokens",
             )
+        window = self.target.window if self.behind_window is not None else None
+        if self.behind_window is not None and window is not None and self._capacity(longest, request) > window:
+            self.tolerance = max(self.tolerance, self.behind_window(prompts))
+            self.behind_window = None
         return longest
+
+    def _capacity(self, longest: int, request: Request) -> int:
+        """Tokens of the longest sequence, with drafts that may not stay."""
+        return longest + request.max_new_tokens + (max(self.choices) if self.drafter is not None else 0) + 1
 
     def _now(self) -> int:
         """Nanoseconds, with nothing outstanding on the device."""
