@@ -51,3 +51,14 @@ def test_the_model_itself_may_take_all_the_time_that_there_is(tmp_path: Path, mo
         with pytest.raises(WorkloadFailed, match="takes too long"), running_model():
             Lab(None, tmp_path, 1, time.monotonic() + left_s).baseline()            # type: ignore[arg-type]
     assert allowed[0] == module.LOAD_S and 990 < allowed[1] <= 1000
+
+
+def test_artifacts_of_those_that_lost_go_and_what_others_stored_stays(tmp_path):
+    lab = Lab(None, tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
+    for name in ("earlier", "1", "2"):
+        (tmp_path / name).mkdir()
+    lab.stored += [tmp_path / "1", tmp_path / "2", tmp_path / "never made"]
+    lab.discard(tmp_path / "2")
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier", "2"}
+    lab.discard(None)           # of a later `pick`: what was kept once is kept
+    assert (tmp_path / "2").is_dir()

@@ -260,6 +260,7 @@ def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Call
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
         record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - began, 1))
+    lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
 
 

@@ -66,6 +66,7 @@ class Lab:
     identical: set[str] = field(default_factory=set)            # scores that rest on the very answers of the baseline
     selection: tuple[int, ...] | None = None
     confirmation: tuple[int, ...] | None = None
+    stored: list[Path] = field(default_factory=list)            # artifacts of candidates; see `discard`
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
     _agreement: tuple[Any, Any] | None = None
 
@@ -130,6 +131,7 @@ class Lab:
         shutil.rmtree(program, ignore_errors=True)
         program.mkdir(parents=True)
         target.parent.mkdir(exist_ok=True)
+        self.stored.append(target)
         try:
             entry = worker.store(program, limit_s)
             examples = self.source.inputs(self._torch())[:EXAMPLES]
@@ -143,6 +145,13 @@ class Lab:
             raise NotDeployable(f"{error.message}: {error.cause}") from error
         finally:
             shutil.rmtree(program, ignore_errors=True)
+
+    def discard(self, kept: Path | None) -> None:
+        """Remove the artifacts of those that lost: a copy of the model each, and `Result.pick` makes what it needs again."""
+        for path in self.stored:
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)
+        self.stored.clear()
 
     # -- guards ----------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ class Result:
         search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won = confirm.winner(search, lab, search.failed, search.check_failed)
+        lab.discard(won.artifact if won is not None else None)
         if won is None:
             raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried")
