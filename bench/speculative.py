@@ -149,6 +149,8 @@ def raced(
     row |= {
         "speedup": (found.speedup, *found.speedup_ci),
         "acceptance": drafts.acceptance_rate,
+        "quoted": drafts.quoted_share,
+        "quoted_acceptance": drafts.quoted_acceptance_rate,
         "cost_ratio": drafts.cost_ratio,
         "predicted": drafts.predicted_speedup,
         "tokens_per_round": drafts.tokens_per_round,
@@ -213,6 +215,8 @@ def refusal_row(pair: Pair, prompt: int, new: int, smoke: bool) -> dict[str, Any
 def say(row: dict[str, Any]) -> None:
     same = {True: "  token-identical", False: "  TOKENS DIFFER", None: ""}[row.get("identical")]
     rate = "none" if row["acceptance"] is None else f"{row['acceptance']:.2f}"
+    if row["quoted_acceptance"] is not None:
+        rate += f" (and {row['quoted_acceptance']:.2f} of the {row['quoted']:.0%} quoted)"
     print(
         f"{row['name']:<18}  {as_text(row['speedup'])}  acceptance {rate}, "
         f"{row['plain_tokens_per_s']:.0f} -> {row['tokens_per_s']:.0f} tokens/s{same}",

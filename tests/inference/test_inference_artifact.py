@@ -79,7 +79,7 @@ def rewrite(folder, change):
     path = folder / artifact.MANIFEST
     plain = json.loads(path.read_text())
     change(plain)
-    path.write_text(json.dumps(plain))
+    path.write_text(json.dumps({**plain, "digest": artifact.digest(plain)}))
 
 
 def leftovers(folder):
@@ -239,7 +239,7 @@ DAMAGE = {
     "a manifest that is not text": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"), "not readable"),
     "a deep manifest": (lambda folder: (folder / "manifest.json").write_text('{"kind": ' + "[" * 100_000), "not readable"),
     "another kind": (lambda folder: rewrite(folder, lambda plain: plain.update(kind="npm")), "of another kind"),
-    "a later version": (lambda folder: rewrite(folder, lambda plain: plain.update(schema=2)), "schema is 2"),
+    "a later version": (lambda folder: rewrite(folder, lambda plain: plain.update(schema=3)), "schema is 3"),
     "a field of another type": (lambda folder: rewrite(folder, lambda plain: plain.update(files=7)), "not readable"),
     "an unknown format": (lambda folder: rewrite(folder, lambda plain: plain.update(format="os")), "format 'os'"),
     "a private module as format": (lambda folder: rewrite(folder, lambda plain: plain.update(format="_program")), "format"),
@@ -254,6 +254,42 @@ def test_damage_has_a_name(stored, name):
     with pytest.raises(ArtifactDamaged) as caught:
         artifact.load(stored)
     assert words in caught.value.card() and "help:" in caught.value.card()
+
+
+def test_every_flipped_bit_of_a_manifest_is_damage_or_changes_nothing(stored, program):
+    """White space and the order of keys mean nothing; all else is under the digest."""
+    artifact.confirm(stored, BEST)
+    path, inputs = stored / artifact.MANIFEST, program[3]
+    whole, known = path.read_bytes(), artifact.read(stored)
+    found = 0
+    for place in range(0, len(whole), 3):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 7
+        path.write_bytes(data)
+        try:
+            assert artifact.read(stored) == known, bytes(data[max(0, place - 20):place + 20])
+        except ArtifactDamaged:
+            found += 1
+    assert found > 0.8 * len(whole) / 3     # the rest is white space
+    path.write_bytes(whole)
+    assert artifact.load(stored)(*inputs)["logits"].shape == (4, 3)
+
+
+def test_an_artifact_of_the_first_version_has_no_digest_and_gets_one_when_it_is_saved(stored, tmp_path):
+    path = stored / artifact.MANIFEST
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps({**{key: value for key, value in plain.items() if key != "digest"}, "schema": 1}))
+    artifact.load(stored, verify=True).save(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / artifact.MANIFEST).read_text())
+    assert again == plain and again["schema"] == 2 and again["digest"] == artifact.digest(again)
+
+
+@pytest.mark.parametrize("outputs", [[7], [-1], [True], [0, 1], {"class": "os:system"}, {"list": 3}, {"dict": [[["x"], [0]]]}, {"value": []}, 7,
+                                     {"tuple of": 3, "fields": [["a", [0]]]}, {"fields of": "a:b", "fields": [[3, [0]]]}])
+def test_outputs_that_are_no_description_of_the_answer_are_refused_when_it_is_loaded(stored, outputs):
+    rewrite(stored, lambda plain: plain["settings"].update(outputs=outputs))
+    with pytest.raises(ArtifactDamaged):
+        artifact.load(stored)
 
 
 def test_what_is_no_folder(tmp_path):
@@ -338,7 +374,7 @@ def test_forged_settings_end_in_a_named_error(stored, value):
     """Or in a program that answers as it did."""
     plain = json.loads((stored / artifact.MANIFEST).read_text())
     for key in plain["settings"]:
-        (stored / artifact.MANIFEST).write_text(json.dumps({**plain, "settings": {**plain["settings"], key: value}}))
+        rewrite(stored, lambda new, key=key: new.update(settings={**plain["settings"], key: value}))
         try:
             artifact.load(stored).verify()
         except (ArtifactDamaged, EnvironmentProblem) as error:

@@ -195,3 +195,12 @@ def test_of_a_lossless_winner_is_said_what_the_check_said(monkeypatch: pytest.Mo
     won = Confirmed(found, Path("nowhere"), judgement, read([0.5, 1.0]))
     best = best_of(won, won, race, None, Lab(None, Path("nowhere"), 1, 0.0))            # type: ignore[arg-type]
     assert best is not None and (best.verdict, best.samples_needed, best.accuracy_drop) == ("undecided", 900, 0.03)
+def test_artifacts_of_those_that_lost_go_and_what_others_stored_stays(tmp_path):
+    lab = Lab(None, tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
+    for name in ("earlier", "1", "2"):
+        (tmp_path / name).mkdir()
+    lab.stored += [tmp_path / "1", tmp_path / "2", tmp_path / "never made"]
+    lab.discard(tmp_path / "2")
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier", "2"}
+    lab.discard(None)           # of a later `pick`: what was kept once is kept
+    assert (tmp_path / "2").is_dir()

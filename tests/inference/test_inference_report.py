@@ -355,3 +355,13 @@ def test_a_lossless_candidate_has_lost_nothing():
     assert report.place_of(free) == 0.0
     assert report.place_of(msgspec.structs.replace(free, numerics="precision")) is None
     assert report.place_of(msgspec.structs.replace(free, accuracy_drop=0.2)) == 0.2
+
+
+def test_the_page_shows_how_to_call_the_winner_and_how_to_make_it_without_saturate():
+    record = optimizations.win()
+    winner = next(one for one in record.candidates if one.fate == "kept")
+    made = [msgspec.structs.replace(one, code="make = it") if one is winner else one for one in record.candidates]
+    text = page.render(msgspec.structs.replace(record, candidates=made, serve='first\nprogram = load("<x>")\nanswers = program()'))
+    section = text.partition('<section id="reproduce"')[2].partition("</section>")[0]
+    assert "program = load(&quot;&lt;x&gt;&quot;)\nanswers = program()" in section or "program = load(&#34;&lt;x&gt;&#34;)\nanswers = program()" in section
+    assert section.index("answers = program()") < section.index("make = it")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from saturate.inference import artifact, search
+from saturate.inference import lines, search
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques import _registry
+from saturate.inference.techniques._api import Entry
 from saturate.records.inference import CandidateRecord, ModelFacts
 
 TECHNIQUES = _registry.load()
@@ -28,7 +29,7 @@ EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2e": ("torchao",), "
 #: Need a GPU, or a library for one.
 GPU = ("cuda-graphs", "fp16", "tensorrt", "torch-tensorrt", "torchao-fp8", "torchao-int4", "tf32-products")
 
-#: What a user has: the names of `artifact.YOURS`.
+#: What a user has: the names of `lines.YOURS`.
 GIVEN = """
 import torch
 from torch import nn
@@ -48,18 +49,23 @@ loader = [(torch.randn(4, 3, 12, 12), torch.arange(4)) for _ in range(3)]
 loss = nn.functional.cross_entropy
 """
 
-NAMES = {"torch", "nn", *artifact.YOURS, "conv", "norm"}
+NAMES = {"torch", "nn", *lines.YOURS, "conv", "norm"}
 
 
 def record_of(id: str, options: Any) -> CandidateRecord:
     candidate = Candidate.of([Part(TECHNIQUES[id], options)])
-    return search.Tried(candidate, "dominated", "why").record()
+    return search.Tried(candidate, "dominated", "why").record(1)
+
+
+def making(id: str, options: Any) -> str:
+    """reproduce.py, of a program that no line of Python calls."""
+    return lines.reproduce(record_of(id, options), "Net", Entry("tensorrt", ["model.plan"]), 1)
 
 
 @pytest.mark.parametrize("id", TECHNIQUES)
 def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
     for options in TECHNIQUES[id].variants(FACTS):
-        source = artifact.reproduce(record_of(id, options), "Net")
+        source = making(id, options)
         tree = ast.parse(source)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -67,7 +73,7 @@ def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
         made |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
         made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         assert used - made - set(dir(builtins)) <= NAMES, used - made - set(dir(builtins))
-        for name in used & set(artifact.YOURS) - (made - {"model", "inputs"}):
+        for name in used & set(lines.YOURS) - (made - {"model", "inputs"}):
             assert f"# {name}: " in source, "it is said what the name is"
 
 
@@ -78,7 +84,7 @@ def runs(id: str, folder: Path) -> None:
             pytest.skip(f"{package} is not installed")
     for number, options in enumerate(TECHNIQUES[id].variants(FACTS)):
         script = folder / f"reproduce{number}.py"
-        script.write_text("import sys; sys.modules['saturate'] = None\n" + GIVEN + artifact.reproduce(record_of(id, options), "Net"))
+        script.write_text("import sys; sys.modules['saturate'] = None\n" + GIVEN + making(id, options) + "\nassert answers is not None\n")
         done = subprocess.run([sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-2000:]
 

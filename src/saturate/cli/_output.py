@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
+
+UNCUT = 100_000     # cells: no line is longer
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -15,6 +18,13 @@ def coloured(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
+
+
+def width(stream: TextIO, most: int = 120) -> int:
+    """Cells of a line on `stream`: those of the terminal, up to `most`; where it is none, lines are as long as they are,
+    unless COLUMNS says otherwise."""
+    wide = 0 if stream.isatty() or os.environ.get("COLUMNS") else UNCUT
+    return wide or min(most, shutil.get_terminal_size((80, 24)).columns)
 
 
 def paint(text: str, *styles: str, stream: TextIO | None = None) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -23,7 +22,7 @@ from typing import Any
 import msgspec
 
 from saturate.cli._options import duration, ids
-from saturate.cli._output import coloured, encoded
+from saturate.cli._output import coloured, encoded, width
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.cli.bench import threads
 from saturate.errors import SaturateError, UsageError
@@ -211,8 +210,7 @@ def _train(given: Any, name: str) -> Any:
 def _show(record: OptimizeRecord, stream: Any) -> None:
     from saturate.report import inference as report
 
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
-    print(report.summary(record, width=width, color=coloured(stream)), file=stream)
+    print(report.summary(record, width=width(stream), color=coloured(stream)), file=stream)
 
 
 @contextmanager

@@ -305,6 +305,7 @@ def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Call
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
         record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - began, 1))
+    lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
 
 
@@ -328,7 +329,7 @@ def _serves_no_more(record: OptimizeRecord, race: Race) -> OptimizeRecord:
     reason = f"{ratio}samples per second, each at its best batch size: {why}"
     rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
             for one in record.candidates]
-    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, candidates=rows)
+    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, serve="", candidates=rows)
 
 
 def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:

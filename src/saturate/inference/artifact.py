@@ -3,19 +3,19 @@
     manifest.json       records.artifact.Manifest: format, recipe, scores, machine, versions, digest of every file
     (program files)     as the format stored them: an ONNX file, a .pt2 package ...
     examples.bin        real inputs and what the program answered to them: raw tensors, described in the manifest
-    reproduce.py        the same without saturate, to read
+    reproduce.py        without saturate: how it is called, and how it is made again (see lines.py)
 
-Nothing here is unpickled, ever. The digests show damage, and a file that was replaced. They are no signature: who can
-rewrite the manifest too can make it name another program, and programs of machine code (AOTInductor, TensorRT) are to
+Nothing here is unpickled, ever. The digests show damage, of the manifest too, and a file that was replaced. They are no
+signature: who can rewrite the manifest with its digest can make it name another program, and programs of machine code (AOTInductor, TensorRT) are to
 be trusted like any other compiled library.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pkgutil
-import re
 import stat
 import warnings
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ import msgspec
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
-from saturate.inference import examples, folders, hardware, probe
+from saturate.inference import examples, folders, hardware, lines, probe
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
 from saturate.records.artifact import Manifest
@@ -71,7 +71,7 @@ def store(
     with folders.building(folder, is_artifact) as new:
         folders.copy(program, new, entry.files)
         kept, why_none = examples.write(torch, new / EXAMPLES, inputs, outputs)
-        (new / REPRODUCE).write_text(reproduce(record, facts.kind), encoding="utf-8")
+        (new / REPRODUCE).write_text(lines.reproduce(record, facts.kind, entry, threads), encoding="utf-8")
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             model=facts.kind,
@@ -89,7 +89,7 @@ def store(
             no_examples=why_none,
             files=folders.inventory(new, [*entry.files, EXAMPLES, REPRODUCE]),
         )
-        (new / MANIFEST).write_bytes(_encoded(manifest))
+        (new / MANIFEST).write_bytes(encoded(manifest))
     return folder
 
 
@@ -104,32 +104,19 @@ def confirm(folder: str | os.PathLike[str], scores: Best) -> None:
     folder = Path(folder)
     manifest = msgspec.structs.replace(read(folder), scores=scores)
     with folders.problems(folder), folders.held(folder):
-        durable.replace(folder / MANIFEST, lambda stream: stream.write(_encoded(manifest)))
+        durable.replace(folder / MANIFEST, lambda stream: stream.write(encoded(manifest)))
 
 
-#: What the lines that reproduce a candidate take from the user, and what it is.
-YOURS = {
-    "model": "your model in evaluation mode",
-    "inputs": "one batch, a tuple",
-    "calibration": "a list of batches that quantization may look at",
-    "loader": "batches of training data, tuples (*inputs, target)",
-    "loss": "your loss(output, target)",
-    "make_student": "a function that makes the smaller network to train",
-    "following": "with conv and norm: layers of the model that share a width",
-}
+def encoded(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json, with the digest of what it says."""
+    plain = {**msgspec.to_builtins(manifest), "schema": records.SCHEMA}
+    return msgspec.json.format(msgspec.json.encode({**plain, "digest": digest(plain)}), indent=1) + b"\n"
 
 
-def reproduce(record: CandidateRecord, model: str) -> str:
-    """A module that makes the same of the user's model, without saturate, once the names of `YOURS` are given."""
-    code = record.code.strip("\n") or "# Nothing was changed: the model as it is."
-    about = f"{record.id}, without saturate; of {model}." if model else f"{record.id}, without saturate."
-    named = [f"# {name}: {meaning}" for name, meaning in YOURS.items() if re.search(rf"\b{name}\b", code)]
-    given = ["# Give these names first.", *named, ""] if named else []
-    return "\n".join([repr(about), "", *given, "import torch", "", code, ""])
-
-
-def _encoded(manifest: Manifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+def digest(plain: dict[str, Any]) -> str:
+    """Of everything that a manifest says but the digest itself."""
+    said = {key: value for key, value in plain.items() if key != "digest"}
+    return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -151,12 +138,14 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
         plain = msgspec.json.decode(data, type=dict)
         if plain.get("kind") != records.KIND:
             raise _foreign(folder, f"its {MANIFEST} is of another kind")
-        if plain.get("schema") != records.SCHEMA:
+        if plain.get("schema") not in records.READ:
             raise ArtifactDamaged(
                 f"the artifact {folder} is of another version of saturate",
-                cause=f"its schema is {plain.get('schema')!r}, and this version reads {records.SCHEMA}",
+                cause=f"its schema is {plain.get('schema')!r}, and this version reads {' and '.join(map(str, records.READ))}",
                 remedy="load it with the version that made it, or make it again",
             )
+        if plain["schema"] > 1 and plain.get("digest") != digest(plain):
+            raise folders.damaged(folder, f"what {MANIFEST} says does not have the SHA-256 that it names")
         return msgspec.convert(plain, Manifest)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or of another shape
         raise folders.damaged(folder, f"{MANIFEST} is not readable: {error}") from error
@@ -352,7 +341,7 @@ class Artifact:
         with folders.building(target, is_artifact) as new:
             folders.copy(self.folder, new, [stored.path for stored in self.info.files])
             folders.check(new, self.info.files)
-            (new / MANIFEST).write_bytes(_encoded(self.info))
+            (new / MANIFEST).write_bytes(encoded(self.info))
         return target
 
 

@@ -73,6 +73,7 @@ class Lab:
     confirmation: tuple[int, ...] | None = None
     turns: list[str] = field(default_factory=list)              # who met the confirmation's samples, in that order
     journal: Journal | None = None                              # remembers the turns
+    stored: list[Path] = field(default_factory=list)            # artifacts of candidates; see `discard`
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
     _agreement: tuple[Any, Any] | None = None
 
@@ -137,12 +138,13 @@ class Lab:
         shutil.rmtree(program, ignore_errors=True)
         program.mkdir(parents=True)
         target.parent.mkdir(exist_ok=True)
+        self.stored.append(target)
         try:
             entry = worker.store(program, limit_s)
             examples = self.source.inputs(self._torch())[:EXAMPLES]
             answers = [worker.run(*batch) for batch in examples]
             assert self.facts is not None
-            stored = artifact.store(target, entry, program=program, record=found.record(), facts=self.facts, threads=self.threads,
+            stored = artifact.store(target, entry, program=program, record=found.record(self.threads), facts=self.facts, threads=self.threads,
                                     inputs=examples, outputs=answers)
             found.size_bytes = artifact.size_bytes(stored)
             return stored
@@ -152,6 +154,13 @@ class Lab:
             raise NotDeployable(f"{error.message}: {error.cause}") from error
         finally:
             shutil.rmtree(program, ignore_errors=True)
+
+    def discard(self, kept: Path | None) -> None:
+        """Remove the artifacts of those that lost: a copy of the model each, and `Result.pick` makes what it needs again."""
+        for path in self.stored:
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)
+        self.stored.clear()
 
     # -- guards ----------------------------------------------------------------------------------------------------
 

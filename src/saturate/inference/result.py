@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from saturate.errors import EnvironmentProblem, NothingFaster, UsageError
-from saturate.inference import artifact, confirm
+from saturate.inference import artifact, confirm, lines
 from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
@@ -111,6 +111,7 @@ class Result:
         search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won = confirm.winner(search, lab, search.failed, search.check_failed)
+        lab.discard(won.artifact if won is not None else None)
         if won is None:
             raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried")
@@ -161,10 +162,10 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, accuracy=lab.scores.mean)
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
-    waiting = untried(search)
+    waiting = untried(search, lab.threads)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
     best = best_of(won, lossless, final, versus, lab) if verdict == "faster" else None
-    rows = [rowed(found, facts.batch_size) for found in search.tried.values()]
+    rows = [rowed(found, lab) for found in search.tried.values()]
     rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
              for id, reason in search.pool.refused.items()]
     rows += waiting
@@ -173,8 +174,9 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         objective=search.objective, batch_size=facts.batch_size, max_drop=budget.max_drop if budget else None,
         relative=bool(budget and budget.relative),
         confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
-        best_lossless=rowed(lossless.found, facts.batch_size) if lossless is not None else None, best=best, candidates=rows, notes=notes,
-        seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None)
+        best_lossless=rowed(lossless.found, lab) if lossless is not None else None, best=best, candidates=rows, notes=notes,
+        seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None,
+        serve=lines.of_artifact(won.artifact, artifact.read(won.artifact)) if won is not None and best is not None else "")
 
 
 def verdict_of(won: Confirmed | None, final: Race | None, search: Search, complete: bool) -> str:
@@ -213,17 +215,17 @@ def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | Non
         peak_memory_bytes=won.memory_bytes, size_bytes=artifact.size_bytes(won.artifact))
 
 
-def rowed(found: Tried, batch_size: int | None) -> CandidateRecord:
-    row = found.record()
+def rowed(found: Tried, lab: Lab) -> CandidateRecord:
+    row, batch_size = found.record(lab.threads), lab.facts.batch_size if lab.facts else None
     if row.latency_ms is not None and batch_size:
         row = msgspec.structs.replace(row, throughput_per_s=1000 * batch_size / row.latency_ms.p50)
     return row
 
 
-def untried(search: Search) -> list[CandidateRecord]:
+def untried(search: Search, threads: int) -> list[CandidateRecord]:
     """Techniques that time did not reach: nothing vanishes."""
     seen = {part.id for candidate in search.tried for part in candidate.parts}
     pool = search.pool
     waiting = {part.id: part for part in (*pool.switches, *pool.runtimes, *pool.numbers, *pool.trained) if part.id not in seen}
     return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], numerics=part.module.TECHNIQUE.numerics, fate="not_tried",
-                            reason="the time ended before its turn", code=code(Candidate.of([part]))) for id, part in waiting.items()]
+                            reason="the time ended before its turn", code=code(Candidate.of([part]), threads)) for id, part in waiting.items()]

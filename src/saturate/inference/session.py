@@ -56,6 +56,17 @@ def switches(context: Context) -> dict[str, str]:
     return {key.removeprefix(_NOTE): value for key, value in context.notes.items() if key.startswith(_NOTE)}
 
 
+def lines(found: Mapping[str, Any], threads: int) -> str:
+    """What `restore` does, and the number of threads, as one line of Python."""
+    statements = [f"torch.set_num_threads({int(found.get('threads', threads))})"]
+    if "float32_products" in found:
+        precision = str(found["float32_products"])
+        statements += [f"torch.set_float32_matmul_precision({precision!r})", f"torch.backends.cudnn.allow_tf32 = {precision != 'highest'}"]
+    if "attention" in found:
+        statements += [f"torch.backends.cuda.{setter}({name in (found['attention'], 'math')})" for name, setter in ATTENTION.items()]
+    return "; ".join(statements)
+
+
 def restore(torch: Any, found: Mapping[str, Any]) -> None:
     """Set what `switches` returned, in another process. Raises ValueError for a switch that does not exist."""
     for name, value in found.items():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 #: What a description holds beside tensors.
@@ -135,6 +135,54 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     if is_one and [field.name for field in dataclasses.fields(cls) if field.init] == list(fields):
         return cls(**fields)
     return Fields(fields)
+
+
+def places(description: Any) -> list[int]:
+    """The places of the tensors that a description refers to, in order. Raises ValueError for a description that is none."""
+    try:
+        return list(_places(description))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a description of nested tensors: {description!r:.200}") from error
+
+
+def _places(node: Any) -> Iterator[int]:
+    if isinstance(node, list):
+        place, = node
+        if type(place) is not int or place < 0:
+            raise TypeError(place)
+        yield place
+        return
+    if "value" in node:
+        if type(node["value"]) not in SCALARS:
+            raise TypeError(node["value"])
+        return
+    kind = next((kind for kind in ("list", "tuple", "dict", "fields") if kind in node), "")
+    items = node[kind]
+    if type(items) is not list or (kind == "fields" and not isinstance(node.get("tuple of", node.get("fields of")), str)):
+        raise TypeError(items)
+    for item in items:
+        if kind in ("dict", "fields"):
+            key, item = item
+            if type(key) not in SCALARS or (kind == "fields" and type(key) is not str):
+                raise TypeError(key)
+        yield from _places(item)
+
+
+def accessors(description: Any, root: str) -> dict[int, str]:
+    """How Python reaches each tensor of a described value that has the name `root`, by the tensor's place."""
+    if isinstance(description, list):
+        return {description[0]: root}
+    pairs = [(f"[{index}]", item) for kind in ("list", "tuple") for index, item in enumerate(description.get(kind, ()))]
+    pairs += [(f"[{key!r}]", item) for key, item in description.get("dict", ())]
+    pairs += [(f".{name}", item) for name, item in description.get("fields", ())]
+    return {place: path for step, item in pairs for place, path in accessors(item, root + step).items()}
+
+
+def flat_inputs(description: Any) -> str:
+    """The tensors of `inputs`, a tuple that is arranged as described, as one Python expression of a sequence."""
+    if description == {"tuple": [[place] for place in range(len(description.get("tuple", ())))]}:
+        return "inputs"
+    return f"[{', '.join(path for _, path in sorted(accessors(description, 'inputs').items()))}]"
 
 
 def classes_in(value: Any) -> dict[str, type]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.inference import lines
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.records.inference import CandidateRecord, Fate, Timing
@@ -62,7 +63,8 @@ class Tried:
         seen = judgement is not None and judgement.drop_ci is not None and judgement.drop > max_drop
         return self.fate == "rejected_accuracy" or (self.fate == "undecided" and seen)
 
-    def record(self) -> CandidateRecord:
+    def record(self, threads: int | None = None) -> CandidateRecord:
+        """`threads`: what it was measured with, for its lines."""
         candidate, judgement = self.candidate, self.judgement
         return CandidateRecord(
             id=candidate.label(), techniques=candidate.techniques(), kept_layers=sorted(candidate.keep),
@@ -75,13 +77,16 @@ class Tried:
             flip_rate=self.flip_rate if judgement is None or judgement.flip_rate is None else judgement.flip_rate,
             agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, size_bytes=self.size_bytes,
             compressed_bytes=self.compressed_bytes, done=list(self.done), prepare_s=self.prepare_s,
-            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate))
+            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate, threads))
 
 
-def code(candidate: Candidate) -> str:
-    """The same without saturate."""
+def code(candidate: Candidate, threads: int | None = None) -> str:
+    """The same without saturate; nothing for the model as it is."""
+    if not candidate.parts:
+        return ""
     kept = [f"# These modules stay in their own precision: leave them out of what is quantized: {', '.join(sorted(candidate.keep))}"]
-    return "\n".join([*(kept if candidate.keep else ()), *(part.module.as_code(part.options) for part in candidate.parts)])
+    made = lines.whole([part.module.as_code(part.options) for part in candidate.parts], threads)
+    return "\n".join([*(kept if candidate.keep else ()), made])
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ import msgspec
 
 from saturate.records.inference import Best
 
-SCHEMA = 1
+SCHEMA = 2
+
+#: Versions that are read. In the first a manifest had no digest, so damage to the manifest itself could go unnoticed.
+READ = (1, 2)
 
 #: What a manifest says that it is: a folder of somebody else's may hold a manifest.json, too.
 KIND = "saturate-artifact"
@@ -76,3 +79,4 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     examples: list[Example] = []
     no_examples: str = ""  # why there are none
     files: list[StoredFile]  # every file but the manifest itself
+    digest: str = ""  # SHA-256, hexadecimal, of all other fields: of their compact JSON with sorted keys

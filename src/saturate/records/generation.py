@@ -30,12 +30,14 @@ class SpeculationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts fared."""
 
     drafter: str  # the draft's class, or "prompt lookup"
-    acceptance_rate: float | None  # chance that a draft stays, given that those before it did; None: nothing drafted
-    tokens_per_round: float | None          # of a row, in a round with drafts: what stayed, and the token behind it
-    draft_length: float | None              # mean, of rows that had drafts
+    acceptance_rate: float | None  # chance that a token of the draft stays, given that those before it did; None: nothing drafted
+    quoted_acceptance_rate: float | None = None  # the same, of tokens quoted from the text in the draft's place
+    quoted_share: float | None = None       # of all tokens that were proposed; the draft's are the others
+    tokens_per_round: float | None          # of a row, in a round with drafts or quotes: what stayed, and the token behind it
+    draft_length: float | None              # mean, of rows that had drafts or quotes
     cost_ratio: float | None                # time to draft one token, over a plain step
     verify_ratio: float | None              # time to verify the longest draft, over a plain step
-    predicted_speedup: float | None         # by acceptance rate and costs, at the best length
+    predicted_speedup: float | None         # by acceptance rate and costs of the draft alone, at the best length
     predicted_length: int | None
     ties: int = 0  # next tokens left to a forward of one token, because two logits were too close
 

@@ -152,4 +152,5 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     given_s: float | None = None            # what it was to take: a process that is being stored or confirmed is not cut off
     artifact: str | None = None
+    serve: str = ""                         # three lines, imports aside, that call the artifact without saturate
     report: str | None = None

@@ -44,7 +44,7 @@ def render(record: OptimizeRecord) -> str:
     # The winner first: what is cut is cut from the end.
     record = msgspec.structs.replace(record, candidates=tables.rows(record))
     winner = say.kept(record)
-    code = words.clean(winner.code)[:_CODE_LIMIT] if winner is not None else ""
+    serve, code = (words.clean(text)[:_CODE_LIMIT] for text in (record.serve, winner.code if winner is not None else ""))
     page = ""
     for limits in analysis_html.LADDER:
         flat, cuts = within(msgspec.to_builtins(record), limits, _MAPPINGS)
@@ -54,7 +54,7 @@ def render(record: OptimizeRecord) -> str:
             ("throughput", "Throughput", _throughput(shown)),
             ("decisions", "Candidates", _decisions(shown)),
             ("lost", "Why the others lost", _lost(shown)),
-            ("reproduce", "Reproduce", _reproduce(shown, code)),
+            ("reproduce", "Reproduce", _reproduce(shown, serve, code)),
             ("method", "Method", _method(shown, cuts)),
         ]
         body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
@@ -293,10 +293,12 @@ def _lost(record: OptimizeRecord) -> Markup | None:
     )
 
 
-def _reproduce(record: OptimizeRecord, code: str) -> Markup:
+def _reproduce(record: OptimizeRecord, serve: str, code: str) -> Markup:
     parts: list[object] = []
+    if serve:
+        parts += [tag("li", tag("p", "The stored program, without saturate:"), tag("pre", serve))]
     if code:
-        parts += [tag("li", tag("p", "Without saturate, from your model:"), tag("pre", code))]
+        parts += [tag("li", tag("p", "The same made again of your model, without saturate:"), tag("pre", code))]
     if record.artifact:
         parts += [
             tag(
@@ -308,7 +310,7 @@ def _reproduce(record: OptimizeRecord, code: str) -> Markup:
                 "li",
                 tag(
                     "p",
-                    "Without it: the artifact's manifest.json names the format, reproduce.py holds the lines above, "
+                    "The artifact's manifest.json names the format, its reproduce.py holds all the lines without saturate, "
                     "and docs/optimize.md shows how ONNX Runtime, plain PyTorch and a serving engine load it.",
                 ),
             ),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
-from saturate.inference.generation import build, generate, proof  # noqa: E402
+from saturate.inference.generation import build, generate, measure, proof  # noqa: E402
 from saturate.inference.generation.decode import Request, Sequences  # noqa: E402
 from saturate.inference.generation.prompt_lookup import Index  # noqa: E402
 from saturate.inference.generation.prompts import as_lists  # noqa: E402
@@ -307,6 +307,25 @@ def test_where_a_text_repeats_itself_and_the_draft_is_wrong_the_text_is_quoted(r
     wanted = generate(target, prompts, max_new_tokens=60).tokens
     found = generate(target, prompts, max_new_tokens=60, draft=toys.Bigram(lost), lengths=(4,))
     assert found.tokens == wanted and found.steps < 40, found.steps
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_was_quoted_is_not_counted_as_the_drafts(rows):
+    """The draft of the test above is always wrong, the text always right."""
+    counting, lost = torch.full((13, 13), 1e-6), torch.full((13, 13), 1e-6)
+    for token in range(13):
+        counting[token, (token + 1) % 10] = lost[token, (token + 2) % 10] = 1.0
+    prompts = [[0, 1], [7], [4, 5, 6]][:rows]
+    found = generate(toys.Bigram(counting), prompts, max_new_tokens=60, draft=toys.Bigram(lost), lengths=(4,))
+    run = found.runs[0]
+    assert found.acceptance_rate == 0 and run.stayed == 0 < run.judged <= run.drafted
+    assert found.quoted_acceptance_rate == run.quoted_acceptance_rate > 0.9 and run.quoted_stayed > 20
+    record = measure.speculation("lost", found.runs, None, (4,))
+    assert (record.acceptance_rate, record.quoted_acceptance_rate) == (0, found.quoted_acceptance_rate)
+    assert record.quoted_share == run.quoted / (run.quoted + run.drafted)
+    assert record.tokens_per_round == 1 + run.quoted_stayed / run.row_rounds, "a round gives what stayed, whoever proposed it"
+    looked_up = generate(toys.Bigram(counting), prompts, max_new_tokens=60, draft=build.LOOKUP, lengths=(4,))
+    assert looked_up.acceptance_rate > 0.9 and looked_up.quoted_acceptance_rate is None, "there the text is the draft"
 
 
 @pytest.mark.parametrize("stayed", [0, 2])

@@ -3,14 +3,18 @@ by name."""
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="generation needs torch")
 transformers = pytest.importorskip("transformers", reason="the models under test are its")
 
+import generation_models as toys  # noqa: E402
+
 from saturate.errors import UsageError  # noqa: E402
 from saturate.inference.generation import generate  # noqa: E402
-from saturate.inference.generation.models import context_of  # noqa: E402
+from saturate.inference.generation.models import context_of, window_of  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 9, 8, 9, 8, 9, 8, 9]]
 NEW = 20
@@ -88,12 +92,55 @@ def test_the_end_of_a_text_comes_from_the_models_configuration():
     assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens[0] == own(model, PROMPTS[0])
 
 
-def test_a_sliding_window_ends_the_context():
-    model = made("Mistral", sliding_window=24, num_key_value_heads=4)
-    assert context_of(model) == 24
-    assert generate(model, PROMPTS[:1], max_new_tokens=10).tokens[0] == own(model, PROMPTS[0])[:10]
-    with pytest.raises(UsageError, match="takes 24"):
-        generate(model, PROMPTS, max_new_tokens=NEW)
+def uncached(model, prompt):
+    """Greedy tokens, each by a forward over the whole text."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt):]
+
+
+#: Every layer slides; every second one does.
+SLIDING = {"Mistral": {"num_key_value_heads": 4}, "Gemma2": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}}
+
+
+@pytest.mark.parametrize("window", [6, 12])
+@pytest.mark.parametrize("name", SLIDING)
+def test_behind_a_sliding_window_tokens_are_those_without_a_cache(name, window):
+    model, draft = (made(name, sliding_window=window, **SLIDING[name]) for _ in range(2))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    assert window_of(model) == window < context_of(model)
+    wanted = [uncached(model, prompt) for prompt in PROMPTS]
+    wide = made(name, sliding_window=64, **SLIDING[name])
+    assert wanted != [uncached(wide, prompt) for prompt in PROMPTS], "the window matters"
+    assert generate(model, PROMPTS, max_new_tokens=NEW).tokens == wanted
+    assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens == wanted[:1]
+    for one in (draft, "prompt-lookup"):
+        assert generate(model, PROMPTS, max_new_tokens=NEW, draft=one, lengths=(3,)).tokens == wanted
+
+
+def test_a_model_that_cannot_be_called_behind_its_window_is_refused_with_the_reason(monkeypatch):
+    model = made("Gemma2", sliding_window=32, **SLIDING["Gemma2"])
+    honest = model.forward
+
+    def forward(input_ids, position_ids=None, attention_mask=None, past_key_values=None, **more):
+        return honest(input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values,
+                      attention_mask=None if attention_mask is None else attention_mask.contiguous(), **more)
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert len(generate(model, PROMPTS[:1], max_new_tokens=10).tokens[0]) == 10
+    with pytest.raises(UsageError, match="more than the 32 tokens of its sliding window"):
+        generate(model, PROMPTS, max_new_tokens=30)
+
+
+def test_a_window_of_a_model_with_a_cache_of_ours_ends_the_context():
+    model = toys.Cached()
+    model.config = types.SimpleNamespace(sliding_window=8)
+    with pytest.raises(UsageError, match=r"takes 8 \(behind its sliding window"):
+        generate(model, [[1, 2, 3]], max_new_tokens=NEW)
 
 
 def test_stateful_models_are_refused():

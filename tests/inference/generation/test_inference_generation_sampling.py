@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 from generation_models import Bigram  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
-from saturate.inference.generation import build, sampling  # noqa: E402
+from saturate.inference.generation import build, generate, sampling  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.sampling import (  # noqa: E402
     Sampling,
@@ -160,6 +160,57 @@ def test_top_k_and_top_p_keep_what_they_say():
 def test_sampling_that_means_nothing_is_refused(wrong):
     with pytest.raises(UsageError, match="no such sampling"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 2.5}, {"top_k": "5"}, {"temperature": "1"}, {"temperature": None}, {"top_p": "0.5"},
+                                   {"seed": 1.5}, {"seed": 2**64}])
+def test_sampling_of_another_type_is_refused(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize("wrong", ["5", None, 2.5, 0, -1])
+def test_a_number_of_new_tokens_that_is_none_is_refused(wrong):
+    model = Bigram(torch.eye(5))
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        generate(model, [1, 2], max_new_tokens=wrong)
+    for eos in ("x", 2.5, [1, "x"]):
+        with pytest.raises(UsageError, match="eos"):
+            generate(model, [1, 2], max_new_tokens=3, eos=eos)
+    with pytest.raises(UsageError, match="lengths of drafts"):
+        generate(model, [1, 2], max_new_tokens=3, draft="prompt-lookup", lengths=[2.5])
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-8])
+@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_a_tiny_temperature_is_greedy(temperature, more):
+    logits = torch.tensor([[[1e4, 9.999e3, -3.0, float("-inf")], [-7.0, -8.0, -5.5, -5.6]]])
+    p = distribution(torch, logits, Sampling(temperature=temperature, **more))
+    assert torch.equal(p, torch.tensor([[[1.0, 0, 0, 0], [0, 0, 1.0, 0]]]))
+    table = torch.rand(13, 13, generator=torch.Generator().manual_seed(0))
+    greedy, sampled = (generate(Bigram(table), [1], max_new_tokens=8, sampling=chosen).tokens
+                       for chosen in (None, Sampling(temperature=temperature, **more)))
+    assert sampled == greedy
+
+
+def test_a_huge_temperature_knows_no_difference():
+    p = distribution(torch, torch.tensor([[1.0, 50.0, 3.0, float("-inf")]]), Sampling(temperature=1e300))
+    assert p[0, :3].tolist() == pytest.approx([1 / 3] * 3) and p[0, 3] == 0
+
+
+def test_logits_that_are_not_finite_are_refused_while_sampling():
+    class Late(torch.nn.Module):
+        """Whole for as long as the prompt is tried, and then no more."""
+
+        def forward(self, ids):
+            logits = torch.zeros(*ids.shape, 5)
+            return logits if len(proving) else logits.log() * 0
+
+    proving = [True]
+    loop = build.build(torch, Late(), build.Way(), [[1, 2]], Request(3))
+    proving.clear()
+    with pytest.raises(UsageError, match="not finite"):
+        loop.generate([[1, 2]], Request(3, Sampling()))
 
 
 def test_greedy_acceptance_by_hand():

@@ -13,11 +13,13 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.errors import ArtifactDamaged
 from saturate.inference import structure
 from saturate.inference.techniques._api import Context, NotApplied
 
@@ -270,18 +272,23 @@ def short(error: BaseException | None) -> str:
 
 
 def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callable[[list[Any]], Sequence[Any]],
-                classes: dict[str, type] | None = None, *, quiet: bool = False) -> Callable[..., Any]:
+                classes: dict[str, type] | None = None, *, quiet: bool = False, answered: int | None = None) -> Callable[..., Any]:
     """A function with the signature and the output structure of the model that the program was made from.
 
     It checks what a compiled program does not check itself: with other sizes, types or strides that would read beyond
-    its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched.
+    its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched. `answered`: how
+    many tensors `run` returns; None: not known before the first call.
 
     The function raises TypeError for another structure or number type, ValueError for sizes that the program was not
-    made for. Raises KeyError when the signature is incomplete.
+    made for. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
     ranges = signature["ranges"]
+    if max(structure.places(outputs), default=-1) >= (math.inf if answered is None else answered):
+        raise ValueError(f"the program returns {answered} tensors, which its outputs {outputs!r:.200} exceed")
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise ValueError("the names of its parameters are no list of names")
     plain = inputs == {"tuple": [[place] for place in range(len(expected))]}      # tensors only: nothing to take apart
     alone = outputs == [0]
     kinds = [torch.Tensor] * len(expected)
@@ -318,7 +325,11 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
                 answers = run(tensors)
         else:
             answers = run(tensors)
-        return answers[0] if alone else structure.rebuild(outputs, answers, classes)
+        try:
+            return answers[0] if alone else structure.rebuild(outputs, answers, classes)
+        except ValueError as error:
+            raise ArtifactDamaged("the program's answer is not arranged as its settings say",
+                                  cause=str(error), remedy="copy the artifact again, or make it again") from error
 
     return call
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
-from saturate.inference import session
+from saturate.inference import session, structure
 from saturate.inference.formats import _program, _vetting
 from saturate.inference.techniques._api import Context, Entry, NotApplied
 
@@ -91,6 +91,17 @@ def save(context: Context, folder: Path, package: Path, program: _program.Progra
         shutil.copyfile(source, copy)
     settings = {"device": context.device, "session": session.switches(context), **program.signature}
     return Entry(FORMAT, [copy.name for copy in files.values()], settings)
+
+
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """See `inference.lines.serving`."""
+    settings, name = entry.settings, entry.files[0]
+    other = ""
+    if "fixed" in settings:
+        name, other = entry.files[1], f"      # for {settings['fixed']}; {entry.files[0]} takes other sizes"
+    return (f"{session.lines(settings['session'], threads)}\n"
+            f"program = torch._inductor.aoti_load_package({place(name)}){other}\n"
+            f"with torch.no_grad(): answers = program(*{structure.flat_inputs(settings['inputs'])})")
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

@@ -13,11 +13,12 @@ the digests in the manifest say that nobody changed it since.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
-from saturate.inference import runtimes, session
+from saturate.inference import runtimes, session, structure
 from saturate.inference.formats import NotDeployable, _program, _vetting
 from saturate.inference.techniques._api import Context, Entry, NotApplied
 
@@ -91,6 +92,23 @@ def read(torch: Any, path: Path) -> Any:
                               remedy=remedy) from error
 
 
+def _answered(module: Any) -> int:
+    """How many tensors a flat program returns."""
+    return len(next(iter(reversed(module.graph.nodes))).args[0])
+
+
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """See `inference.lines.serving`."""
+    settings, program = entry.settings, f"torch.export.load({place(entry.files[0])}).module()"
+    runtime, first = settings["runtime"], session.lines(settings["session"], threads)
+    if runtime["kind"] == "cuda-graphs":
+        program = f'torch.compile({program}, backend="cudagraphs")'
+    elif runtime["kind"] == "compile":
+        first = f"import torch._inductor.config\n{first}; torch._inductor.config.freezing = {runtime['freezing']}"
+        program = f"torch.compile({program}, mode={runtime['mode']!r}, dynamic={True if runtime['dynamic'] else None})"
+    return f"{first}\nprogram = {program}\nwith torch.no_grad(): answers = program(*{structure.flat_inputs(settings['inputs'])})"
+
+
 def load(torch: Any, folder: Path, entry: Entry) -> Any:
     """The stored program as a function with the model's signature. Raises ArtifactDamaged."""
     path = Path(folder) / entry.files[0]
@@ -99,7 +117,7 @@ def load(torch: Any, folder: Path, entry: Entry) -> Any:
     try:
         session.restore(torch, settings["session"])
         run = runtimes.executed(torch, module, settings["runtime"])
-        return _program.callable_of(torch, settings, settings["device"], lambda tensors: run(*tensors))
+        return _program.callable_of(torch, settings, settings["device"], lambda tensors: run(*tensors), answered=_answered(module))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactDamaged(f"the settings beside {path} are incomplete", cause=repr(error),
                               remedy="copy the artifact again, or run saturate optimize again") from error

@@ -5,6 +5,7 @@ See `saturate.inference.generation.artifact`, which also stores them. Nothing is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from saturate.errors import ArtifactDamaged
 from saturate.inference.techniques._api import Entry
 
 FORMAT = "generation"
+
+
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """The loop is saturate's; without it there are the weights."""
+    names = ", ".join(entry.files)
+    return f"# The loop that generates is saturate's. {names} holds weights alone: safetensors.torch.load_file reads them."
 
 
 def load(torch: Any, folder: Path, entry: Entry, *, model: Any = None, draft: Any = None) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem
+from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.techniques._api import Entry
 
@@ -82,7 +83,8 @@ def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
         binding.synchronize_outputs()
         return [torch.from_dlpack(value) for value in binding.get_outputs()]
 
-    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True)
+    return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True,
+                                answered=len(outputs))
 
 
 def place_of(name: str) -> int:
@@ -115,6 +117,18 @@ def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
     for name in names:
         shutil.copyfile(path.parent / name, folder / name)
     return Entry(FORMAT, names, settings)
+
+
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """See `inference.lines.serving`."""
+    settings, tensors = entry.settings, structure.flat_inputs(entry.settings["inputs"])
+    spin = "" if settings["spin"] else '; options.add_session_config_entry("session.intra_op.allow_spinning", "0")'
+    provider = "CUDAExecutionProvider" if settings["device"] == "cuda" else "CPUExecutionProvider"
+    # By name: a graph has no inputs that nothing depends on.
+    return (f"import onnxruntime\n"
+            f"options = onnxruntime.SessionOptions(); options.intra_op_num_threads = {int(settings['threads'])}{spin}\n"
+            f"session = onnxruntime.InferenceSession({place(entry.files[0])}, options, providers=[{provider!r}])\n"
+            f"answers = session.run(None, {{one.name: {tensors}[int(one.name[{len(INPUT)}:])].numpy() for one in session.get_inputs()}})")
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

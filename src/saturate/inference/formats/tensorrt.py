@@ -56,13 +56,18 @@ def program(torch: Any, tensorrt: Any, plan: bytes, signature: dict[str, Any],
         return made
 
     run.keep = (logger, runtime, engine)    # type: ignore[attr-defined] - the execution context does not keep them alive
-    return _program.callable_of(torch, signature, "cuda", run, classes)
+    return _program.callable_of(torch, signature, "cuda", run, classes, answered=len(outputs))
 
 
 def save(folder: Path, plan: Path, signature: dict[str, Any]) -> Entry:
     """Copy a plan into `folder`. Raises OSError (a full disk)."""
     shutil.copyfile(plan, folder / plan.name)
     return Entry(FORMAT, [plan.name], dict(signature))
+
+
+def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
+    """TensorRT's own runtime wants buffers, not three lines: NVIDIA's tool stands for them. Never run."""
+    return f"# trtexec --loadEngine={entry.files[0]}      (TensorRT's own runtime: bind the inputs by name, in the model's order)"
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

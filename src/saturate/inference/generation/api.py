@@ -38,9 +38,15 @@ class Generation:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Chance that a drafted token stays, given that those before it did. None: nothing was drafted."""
+        """Chance that a token of the draft stays, given that those before it did. None: nothing was drafted."""
         judged = sum(run.judged for run in self.runs)
         return sum(run.stayed for run in self.runs) / judged if judged else None
+
+    @property
+    def quoted_acceptance_rate(self) -> float | None:
+        """The same, of tokens that were quoted from the text in the place of a draft model's. None: there were none."""
+        judged = sum(run.quoted_judged for run in self.runs)
+        return sum(run.quoted_stayed for run in self.runs) / judged if judged else None
 
     @property
     def steps(self) -> int:

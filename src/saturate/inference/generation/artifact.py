@@ -182,7 +182,7 @@ def take_place(stored: Path, target: Path, found: Estimate) -> Path:
     manifest = msgspec.structs.replace(manifest, settings={**manifest.settings, "loaded_again": again})
     with folders.building(target, artifacts.is_artifact) as new:
         folders.copy(stored, new, [one.path for one in manifest.files])
-        (new / artifacts.MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        (new / artifacts.MANIFEST).write_bytes(artifacts.encoded(manifest))
     return target
 
 

@@ -4,7 +4,7 @@ measured."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,8 @@ from saturate.inference.generation.decode import Loop, Request
 from saturate.inference.generation.models import Adapter, Decoder, decoder, plain_forward
 from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.prompts import table_size
-from saturate.inference.generation.proof import prove
+from saturate.inference.generation.proof import prove, prove_behind_window
+from saturate.inference.generation.sampling import whole
 from saturate.inference.generation.speculative import ModelDrafter, QuotingDrafter, refuse_unfit
 
 #: The word for drafts from the text itself, in the place of a draft model.
@@ -50,9 +51,9 @@ class Way:
 def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request: Request) -> Loop:
     """The loop for models in evaluation mode. `batch` is what is tried and timed on. Raises UsageError, by name, for
     what cannot be done rightly."""
-    wrong = [length for length in way.choices if length < 1]
+    wrong = [length for length in way.choices if not whole(length) or length < 1]
     if wrong or list(way.choices) != sorted(set(way.choices)):
-        raise UsageError(f"lengths of drafts {way.choices}", remedy="ascending numbers from 1 on")
+        raise UsageError(f"lengths of drafts {way.choices}", remedy="ascending whole numbers from 1 on")
     with torch.inference_mode():
         target = decoder(torch, model, way.adapter, way.compile_mode)
         forward = plain_forward(torch, model, way.adapter)
@@ -68,8 +69,10 @@ def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request:
             clock=way.clock,
             known_tokens=table_size(model, width),
         )
+        if target.window is not None:
+            loop.behind_window = lambda rows: prove_behind_window(torch, target, forward, rows, several)
         loop.check(batch, request)
-        loop.tolerance = prove(torch, target, forward, batch, several)
+        loop.tolerance = max(loop.tolerance, prove(torch, target, forward, batch, several))
         if way.draft is None:
             return loop
         if isinstance(way.draft, str):
@@ -123,4 +126,4 @@ def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
         eos = next((found for owner in owners if (found := getattr(owner, "eos_token_id", None)) is not None), None)
     if eos is None:
         return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset(eos if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos])

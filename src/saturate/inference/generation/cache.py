@@ -15,14 +15,17 @@ class StaticCache:
 
     positions    long [rows, count], of the tokens that are fed
     mask         bool [rows, 1, count, slots]: which slots a query sees
+    near         the same of layers with a sliding window; None: there are none, or the window holds all
     update       (keys, values, layer) -> all keys, all values
 
     `fixed`: reads always span all `capacity` slots, so that shapes never change; what a compiled forward needs.
     Otherwise they end at the longest row.
     """
 
-    def __init__(self, torch: Any, capacity: int, *, fixed: bool = False):
-        self.capacity, self.fixed = capacity, fixed
+    def __init__(self, torch: Any, capacity: int, *, fixed: bool = False, window: int | None = None):
+        """window: of the layers that see only the last so many tokens, that of the query among them."""
+        self.capacity, self.fixed, self.window = capacity, fixed, window
+        self.near: Any = None
         self.positions: Any = None
         self.mask: Any = None
         self._torch = torch
@@ -51,6 +54,8 @@ class StaticCache:
             self.mask = self._seen[..., :self._reach]       # the commonest step sees all there is
         else:
             self.mask = (self._slots[:self._reach] <= self.positions.unsqueeze(2)).unsqueeze(1)
+        if self.window is not None:
+            self.near = self.mask & (self._slots[:self._reach] > self.positions.unsqueeze(2) - self.window).unsqueeze(1)
 
     def update(self, keys: Any, values: Any, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Keep `keys` and `values`, both [rows, heads, count, width], of one layer, and return all that the layer

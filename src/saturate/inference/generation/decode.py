@@ -19,6 +19,8 @@ from saturate.inference.generation.draft_length import Costs, DraftLength
 from saturate.inference.generation.models import Decoder
 from saturate.inference.generation.sampling import Sampling
 
+Batch = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,6 +29,13 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = choice.GREEDY
     eos: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no number of tokens, and for ends that are no tokens."""
+        if not choice.whole(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens {self.max_new_tokens!r}", remedy="a whole number, at least 1")
+        if not all(map(choice.whole, self.eos)):
+            raise UsageError(f"eos {sorted(map(str, self.eos))}", remedy="numbers of tokens that end a text")
 
 
 @dataclass
@@ -38,10 +47,13 @@ class Run:
     prefill_ns: int = 0
     decode_ns: int = 0
     steps: int = 0                      # forwards of the target after the prefill
-    drafted: int = 0                    # tokens
+    drafted: int = 0                    # tokens, by the draft
     judged: int = 0                     # drafted tokens up to the first of a round that did not stay
     stayed: int = 0
-    rounds: int = 0                     # steps with drafts
+    quoted: int = 0                     # the same three of what the text itself gave in the draft's place
+    quoted_judged: int = 0
+    quoted_stayed: int = 0
+    rounds: int = 0                     # steps with drafts, or quotes
     row_rounds: int = 0                 # the same, counted by row
     ties: int = 0                       # rows whose next token a forward of one token had to decide
 
@@ -55,8 +67,21 @@ class Run:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Chance that a drafted token stays, given that those before it did. None: nothing was drafted."""
+        """Chance that a token of the draft stays, given that those before it did. None: nothing was drafted."""
         return self.stayed / self.judged if self.judged else None
+
+    @property
+    def quoted_acceptance_rate(self) -> float | None:
+        """The same, of tokens that were quoted in the draft's place."""
+        return self.quoted_stayed / self.quoted_judged if self.quoted_judged else None
+
+    def count(self, proposed: int, judged: int, stayed: int, *, quoted: bool) -> None:
+        """One row's drafts, or quotes, of one round."""
+        if quoted:
+            self.quoted, self.quoted_judged, self.quoted_stayed = (
+                self.quoted + proposed, self.quoted_judged + judged, self.quoted_stayed + stayed)
+        else:
+            self.drafted, self.judged, self.stayed = self.drafted + proposed, self.judged + judged, self.stayed + stayed
 
 
 class Sequences:
@@ -96,9 +121,11 @@ class Sequences:
 
 
 class Drafter(Protocol):
-    """Proposes what may come next."""
+    """Proposes what may come next. `quoted`: whether what it last proposed for a row came from the text, in the place
+    of its own; empty: for none."""
 
     context: int | None
+    quoted: Sequence[bool]
 
     def start(self, sequences: Sequences, capacity: int) -> None:
         """A new batch; the prompts are known."""
@@ -137,12 +164,14 @@ class Loop:
     may_stop: bool = True
     clock: Callable[[], int] = time.perf_counter_ns     # nanoseconds
     known_tokens: int | None = None     # how many numbers of tokens the target can look up; None: not known
+    behind_window: Callable[[Batch], float] | None = None   # proves, once, how it is called behind its sliding window
     _generator: Any = field(default=None, repr=False)
 
     def generate(self, prompts: Sequence[Sequence[int]], request: Request) -> Run:
         """Prompts of any lengths, each with at least one token. Raises UsageError where they, or what is asked for,
         do not fit the model, and where its logits are not finite."""
         with self.torch.inference_mode():
+            self.check(prompts, request)
             started = self._now()
             sequences = self.prefill(prompts, request)
             run = Run([], sum(sequences.prompt), prefill_ns=self._now() - started)
@@ -155,8 +184,7 @@ class Loop:
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> Sequences:
         """All prompts through the target, and the first new token of each."""
         longest = self.check(prompts, request)
-        most = max(self.choices) if self.drafter is not None else 0
-        capacity = longest + request.max_new_tokens + most + 1
+        capacity = self._capacity(longest, request)
         self._generator = self.torch.Generator(self.target.device).manual_seed(request.sampling.seed)
         sequences = Sequences(self.torch, prompts, request, capacity, self.target.device)
         self.target.start(len(prompts), capacity)
@@ -201,18 +229,18 @@ class Loop:
                 length = lengths.choose(room) if lengths is not None else min(self.choices[-1], room)
             found = self.round(sequences, length, request)
             plain = any(tie and row for tie, row in zip(found.unsure, active))
-            counts = [count for count, row in zip(found.counts, active) if row]
-            stayed = [kept for kept, row in zip(found.stayed, active) if row]
+            rows = [row for row, working in enumerate(active) if working]
+            counts, stayed = [found.counts[row] for row in rows], [found.stayed[row] for row in rows]
             if lengths is not None and any(counts):
                 lengths.observe(counts, stayed)
             run.steps += 1
             run.rounds += any(counts)
             run.row_rounds += sum(count > 0 for count in counts)
-            run.drafted += sum(counts)
-            run.stayed += sum(stayed)
-            run.judged += sum(min(count, kept + (not tie)) for count, kept, tie in
-                              zip(counts, stayed, (tie for tie, row in zip(found.unsure, active) if row)))
-            run.ties += sum(tie and row for tie, row in zip(found.unsure, active))
+            run.ties += sum(found.unsure[row] for row in rows)
+            quoted = self.drafter.quoted if self.drafter is not None else ()
+            for row, count, kept in zip(rows, counts, stayed):
+                judged = min(count, kept + (not found.unsure[row]))
+                run.count(count, judged, kept, quoted=bool(quoted) and quoted[row])
 
     def _accept(
         self, sequences: Sequences, logits: Any, counts: list[int], q: Any, request: Request, append: bool
@@ -230,7 +258,8 @@ class Loop:
         elif request.sampling.greedy:
             stay, following, unsure = choice.accept_greedy(torch, logits, drafted[:, :length], real, self.tolerance)
         else:
-            p = choice.distribution(torch, logits, request.sampling)
+            # Where logits are not finite, anything may be drawn: the row is refused below.
+            p = choice.distribution(torch, logits, request.sampling).nan_to_num_(1.0)
             if length:
                 stay, following = choice.accept_sampled(
                     torch, p, None if q is None else q[:, :length], drafted[:, :length], real, self._generator
@@ -262,13 +291,12 @@ class Loop:
         return max(0, min([sequences.room(), *contexts]))
 
     def check(self, prompts: Sequence[Sequence[int]], request: Request) -> int:
-        """The longest prompt's tokens. Raises UsageError where the batch does not fit the model."""
+        """The longest prompt's tokens. Raises UsageError where the batch does not fit the model; where it is the first
+        that leaves the model's sliding window, also where it cannot be called rightly there."""
         if not prompts or not all(prompts):
             raise UsageError(
                 "an empty prompt", remedy="every prompt needs at least one token, such as the one that begins a text"
             )
-        if request.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens {request.max_new_tokens}", remedy="at least 1")
         most = float("inf") if self.known_tokens is None else self.known_tokens - 1
         for row, prompt in enumerate(prompts):      # on a GPU, looking up another would end the process
             if min(prompt) < 0 or max(prompt) > most:
@@ -281,10 +309,18 @@ class Loop:
         if context is not None and longest + request.max_new_tokens > context:
             raise UsageError(
                 f"{longest} tokens of prompt and {request.max_new_tokens} new ones; "
-                f"{self.target.name} takes {context}",
+                f"{self.target.name} takes {context}{self.target.context_words}",
                 remedy="shorten the prompts, or lower max_new_tokens",
             )
+        window = self.target.window if self.behind_window is not None else None
+        if self.behind_window is not None and window is not None and self._capacity(longest, request) > window:
+            self.tolerance = max(self.tolerance, self.behind_window(prompts))
+            self.behind_window = None
         return longest
+
+    def _capacity(self, longest: int, request: Request) -> int:
+        """Tokens of the longest sequence, with drafts that may not stay."""
+        return longest + request.max_new_tokens + (max(self.choices) if self.drafter is not None else 0) + 1
 
     def _now(self) -> int:
         """Nanoseconds, with nothing outstanding on the device."""

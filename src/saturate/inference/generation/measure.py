@@ -66,6 +66,8 @@ class _Always:
     """A drafter that has as many drafts as were asked for: what stands in `ids` fills up. For the cost, not for the
     tokens."""
 
+    quoted: Sequence[bool] = ()
+
     def __init__(self, drafter: Any):
         self._drafter, self.context = drafter, drafter.context
 
@@ -119,14 +121,18 @@ def timing(runs: Sequence[Run]) -> GenerationTiming:
 
 def speculation(name: str, runs: Sequence[Run], found: Costs | None, choices: Sequence[int]) -> SpeculationRecord:
     """How drafts fared in `runs`."""
-    judged, stayed, rounds = (sum(getattr(run, key) for run in runs) for key in ("judged", "stayed", "row_rounds"))
-    rate = stayed / judged if judged else None
+    names = ("drafted", "judged", "stayed", "quoted", "quoted_judged", "quoted_stayed", "row_rounds")
+    total = {name: sum(getattr(run, name) for run in runs) for name in names}
+    rounds = total["row_rounds"]
+    rate = total["stayed"] / total["judged"] if total["judged"] else None
     length, speedup = (None, None) if found is None or rate is None else predicted(rate, found, choices)
     return SpeculationRecord(
         drafter=name,
         acceptance_rate=rate,
-        tokens_per_round=1 + stayed / rounds if rounds else None,
-        draft_length=sum(run.drafted for run in runs) / rounds if rounds else None,
+        quoted_acceptance_rate=total["quoted_stayed"] / total["quoted_judged"] if total["quoted_judged"] else None,
+        quoted_share=total["quoted"] / (total["quoted"] + total["drafted"]) if rounds else None,
+        tokens_per_round=1 + (total["stayed"] + total["quoted_stayed"]) / rounds if rounds else None,
+        draft_length=(total["drafted"] + total["quoted"]) / rounds if rounds else None,
         cost_ratio=None if found is None else found.ratio,
         verify_ratio=None if found is None else found.verify(found.lengths[-1]),
         predicted_speedup=speedup,

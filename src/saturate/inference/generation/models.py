@@ -12,6 +12,7 @@ cannot do is refused by name; that the way it is called is right for it is not a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ class Decoder(Protocol):
     device: Any
     dtype: Any                          # of its parameters
     context: int | None                 # the longest sequence; None: not known
+    context_words: str                  # why it is no longer, in brackets; "": the model says so
+    window: int | None                  # of its layers that see only the last so many tokens; None: all see all
 
     def start(self, rows: int, capacity: int) -> None:
         """A new batch; sequences will have at most `capacity` tokens."""
@@ -64,17 +67,20 @@ class CachedDecoder:
         call: Callable[[Any, StaticCache, int | None], Any],
         context: int | None,
         compile_mode: str | None = None,
+        window: int | None = None,
+        context_words: str = "",
     ):
-        self.name, self.context = type(model).__name__, context
+        self.name, self.context, self.context_words, self.window = type(model).__name__, context, context_words, window
         self.device, self.dtype = device_of(model), dtype_of(torch, model)
         self._torch, self._call = torch, call
         self._cache: StaticCache | None = None
         self._compiled = None if compile_mode is None else _compiled(torch, call, compile_mode)
 
     def start(self, rows: int, capacity: int) -> None:
+        window = self.window if self.window is not None and capacity > self.window else None
         if self._compiled is not None:
             capacity = -(-capacity // _FIXED_SLOTS) * _FIXED_SLOTS
-        self._cache = StaticCache(self._torch, capacity, fixed=self._compiled is not None)
+        self._cache = StaticCache(self._torch, capacity, fixed=self._compiled is not None, window=window)
 
     def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
         assert self._cache is not None
@@ -93,7 +99,8 @@ class RecomputeDecoder:
     """A causal model without a cache. call(ids) -> what the model returns."""
 
     def __init__(self, torch: Any, model: Any, call: Callable[[Any], Any], context: int | None):
-        self.name, self.context = type(model).__name__, context
+        self.name, self.context, self.context_words = type(model).__name__, context, ""
+        self.window = None      # if it has one, it applies it itself
         self.device, self.dtype = device_of(model), dtype_of(torch, model)
         self._torch, self._call = torch, call
 
@@ -138,15 +145,18 @@ def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str |
     if not callable(model):
         raise UsageError(f"{type(model).__name__} is not a model", remedy="pass a torch.nn.Module in evaluation mode")
     kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
-    context = context_of(model)
+    context, window = context_of(model), window_of(model)
     _refuse_stateful(model)
     if kind == "huggingface":
         _refuse_huggingface(model)
-        return CachedDecoder(torch, model, _huggingface(torch, model), context, compile_mode)
-    if kind == "cached":
-        return CachedDecoder(torch, model, lambda ids, cache, keep: model(ids, cache), context, compile_mode)
-    if kind == "function":
-        return CachedDecoder(torch, model, lambda ids, cache, keep: adapter(model, ids, cache), context, compile_mode)
+        return CachedDecoder(torch, model, _huggingface(torch, model), context, compile_mode, window)
+    if kind in ("cached", "function"):
+        words = ""
+        if window is not None and (context is None or window < context):    # its layers attend under one mask, of all
+            context, words = window, f" (behind its sliding window of {window} tokens its layers would need another mask)"
+        call = model if kind == "cached" else functools.partial(adapter, model)
+        return CachedDecoder(torch, model, lambda ids, cache, keep: call(ids, cache), context, compile_mode,
+                             context_words=words)
     if kind == "recompute":
         if compile_mode is not None:
             raise UsageError(f"{type(model).__name__} has no cache, so its steps have no fixed shape to compile",
@@ -192,13 +202,17 @@ def logits_of(output: Any) -> Any:
 
 
 def context_of(model: Any) -> int | None:
-    """The longest sequence that a model says it takes. A sliding window counts as its end: behind it, which tokens a
-    query may see would depend on more than its position."""
+    """The longest sequence that a model says it takes."""
     config = _text_config(model)
     named = [getattr(owner, name, None) for owner in (config, model) if owner is not None for name in _CONTEXT]
-    if getattr(config, "use_sliding_window", True) and _slides(config):
-        named.append(getattr(config, "sliding_window", None))
     return min((value for value in named if isinstance(value, int) and not isinstance(value, bool)), default=None)
+
+
+def window_of(model: Any) -> int | None:
+    """How many tokens the layers of a model see that do not see all; None where all do."""
+    config = _text_config(model)
+    found = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and _slides(config) else None
 
 
 def device_of(model: Any) -> Any:
@@ -282,11 +296,15 @@ def _refuse_huggingface(model: Any) -> None:
 def _huggingface(torch: Any, model: Any) -> Callable[[Any, StaticCache, int | None], Any]:
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     dtype = dtype_of(torch, model)
+    layers = set(getattr(_text_config(model), "layer_types", None) or ())
+
+    def bias_of(mask: Any) -> Any:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def call(ids: Any, cache: StaticCache, keep: int | None) -> Any:
-        bias = torch.zeros(cache.mask.shape, dtype=dtype, device=ids.device).masked_fill(
-            ~cache.mask, torch.finfo(dtype).min
-        )
+        bias = bias_of(cache.mask if cache.near is None else cache.near)
+        if cache.near is not None and len(layers) > 1:      # each kind of layer takes its own
+            bias = {"full_attention": bias_of(cache.mask), "sliding_attention": bias}
         more = {"logits_to_keep": keep} if keeps and keep is not None else {}
         return model(
             input_ids=ids,

@@ -41,6 +41,7 @@ class PromptLookup:
 
     context = None
     name = "prompt lookup"
+    quoted: Sequence[bool] = ()         # its quotes are its own drafts: they stand in the place of no other's
 
     def __init__(self, torch: Any, longest: int = 4, shortest: int = 2):
         self._torch, self._longest, self._shortest = torch, longest, shortest

@@ -22,11 +22,12 @@ _STEPS = 4              # of its last tokens, fed one at a time
 
 
 def prove(
-    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int = 5
+    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int = 5,
+    length: int = _TOKENS,
 ) -> float:
-    """The tolerance for ties. `several`: tokens of a forward that verifies drafts. Raises UsageError, by what went
-    wrong, where the decoder's logits are not the model's."""
-    tokens = _sequence(prompts, min(_TOKENS, (decoder.context or _TOKENS) - several))
+    """The tolerance for ties. `several`: tokens of a forward that verifies drafts. `length`: of the sequence that is
+    tried. Raises UsageError, by what went wrong, where the decoder's logits are not the model's."""
+    tokens = _sequence(prompts, min(length, (decoder.context or length) - several))
     if len(tokens) < _STEPS + 3:
         raise UsageError(f"{decoder.name} takes at most {decoder.context} tokens, too few to generate")
     rows = [tokens, tokens[1:-1]]           # different tokens at different positions
@@ -47,6 +48,26 @@ def prove(
     _same(forward(ids[:1, :half])[0].float(), wanted[0][:half], allowed, decoder,
           "changes the logits of a token with the tokens that follow it", "it is not a causal language model")
     return TIE * max(_replay(torch, decoder, ids, rows, wanted, allowed, several), 1e-6 * scale)
+
+
+def prove_behind_window(
+    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int
+) -> float:
+    """The same, of a sequence that is longer than the sliding window: there a layer sees only the last tokens, and is
+    given a mask of its own."""
+    assert decoder.window is not None
+    try:
+        with torch.inference_mode():
+            return prove(torch, decoder, forward, prompts, several, decoder.window + _TOKENS)
+    except UsageError:
+        raise
+    except Exception as error:  # a model that takes one mask for all kinds of layers raises anything
+        line = next(iter(str(error).splitlines()), "")
+        raise UsageError(
+            f"{decoder.name} cannot be called for more than the {decoder.window} tokens of its sliding window",
+            cause=f"it takes no mask of its own for the layers that slide: {type(error).__name__}: {line}"[:300],
+            remedy='keep prompts and new tokens within the window, or pass adapter="recompute", which uses no cache',
+        ) from error
 
 
 def _replay(

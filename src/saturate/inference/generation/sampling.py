@@ -9,6 +9,7 @@ not is replaced by one drawn from max(p - q, 0), normalised. Each token is then 
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for wrong, words in (
-            (
-                not (math.isfinite(self.temperature) and self.temperature >= 0),
-                f"temperature {self.temperature}: at least 0",
-            ),
-            (self.top_k is not None and self.top_k < 1, f"top_k {self.top_k}: at least 1"),
-            (self.top_p is not None and not 0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1"),
+        for right, words in (
+            (_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0,
+             f"temperature {self.temperature!r}: a number, at least 0"),
+            (self.top_k is None or (whole(self.top_k) and self.top_k >= 1), f"top_k {self.top_k!r}: a whole number, at least 1"),
+            (self.top_p is None or (_number(self.top_p) and 0 < self.top_p <= 1),
+             f"top_p {self.top_p!r}: a number above 0, at most 1"),
+            (whole(self.seed) and -(2**63) <= self.seed < 2**64, f"seed {self.seed!r}: a whole number of 64 bits"),
         ):
-            if wrong:
+            if not right:
                 raise UsageError(
                     f"no such sampling: {words}", remedy="temperature 0 is greedy; None switches top_k or top_p off"
                 )
@@ -44,12 +45,26 @@ class Sampling:
         return self.temperature == 0
 
 
+def whole(value: Any) -> bool:
+    """Whether it is a whole number; numpy's are, too."""
+    return isinstance(value, numbers.Integral)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
 GREEDY = Sampling(temperature=0)
+
+#: Temperatures beyond these are no numbers of float32; at the least one, any difference of logits is a certainty.
+_TEMPERATURES = (1.2e-38, 3.4e38)
 
 
 def distribution(torch: Any, logits: Any, sampling: Sampling) -> Any:
     """Probabilities [..., vocabulary], float32, that `sampling` makes of logits of the same shape. Not for greedy."""
-    scaled = logits.float() / sampling.temperature
+    logits = logits.float()
+    # From the best one on: what is divided is then 0 there, and cannot overflow.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / min(max(sampling.temperature, _TEMPERATURES[0]), _TEMPERATURES[1])
     if sampling.top_k is not None and sampling.top_k < scaled.shape[-1]:
         least = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < least, -math.inf)

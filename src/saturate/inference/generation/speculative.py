@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from saturate.errors import UsageError
@@ -18,6 +19,8 @@ _UNKNOWN, _STEP = 0.7, 0.25
 class ModelDrafter:
     """Drafts with a model, one token at a time. vocabulary: how many logits the target has; the draft's are cut or
     filled up to that."""
+
+    quoted: Sequence[bool] = ()
 
     def __init__(self, torch: Any, decoder: Decoder, vocabulary: int):
         self.name, self.context = decoder.name, decoder.context
@@ -78,6 +81,7 @@ class QuotingDrafter:
 
     def __init__(self, model: ModelDrafter, lookup: PromptLookup):
         self.name, self.context = model.name, model.context
+        self.quoted: Sequence[bool] = ()
         self._model, self._lookup = model, lookup
         self._right: list[dict[bool, float]] = []       # by row and by whether quoted: share that stayed, of late
         self._proposed: list[tuple[bool, int, list[int]]] = []      # quoted, from which place on, tokens
@@ -100,6 +104,7 @@ class QuotingDrafter:
         for row, drafts in enumerate(quotes):
             self._lookup.write(sequences, row, drafts)
             counts[row] = len(drafts) or counts[row]
+        self.quoted = [bool(drafts) for drafts in quotes]
         self._remember(sequences, quotes, counts)
         return counts, q
 

@@ -395,14 +395,18 @@ def race_words(outcome: str, found: Estimate) -> str:
 
 
 def speculation_words(record: GenerationCandidate) -> str:
-    """"acceptance 0.83 at cost ratio 0.07: 2.10x (2.05x predicted)"."""
+    """"acceptance 0.83 at cost ratio 0.07: 2.10x (2.05x predicted)"; where the text was quoted, that is said apart."""
     drafts = record.speculation
     assert drafts is not None
+    quotes = ""
+    if drafts.quoted_acceptance_rate is not None:
+        quotes = f"{drafts.quoted_share:.0%} quoted from the text, with acceptance {drafts.quoted_acceptance_rate:.2f}"
     if drafts.acceptance_rate is None:
-        return "nothing could be drafted"
-    expected = "" if drafts.predicted_speedup is None else f" ({drafts.predicted_speedup:.2f}x predicted)"
+        return f"{quotes}: {record.speedup:.2f}x" if quotes else "nothing could be drafted"
+    alone = " of the draft alone" if quotes else ""
+    expected = "" if drafts.predicted_speedup is None else f" ({drafts.predicted_speedup:.2f}x predicted{alone})"
     ratio = "" if drafts.cost_ratio is None else f" at cost ratio {drafts.cost_ratio:.2f}"
-    return f"acceptance {drafts.acceptance_rate:.2f}{ratio}: {record.speedup:.2f}x{expected}"
+    return f"acceptance {drafts.acceptance_rate:.2f}{ratio}{', ' * bool(quotes)}{quotes}: {record.speedup:.2f}x{expected}"
 
 
 def _length(runs: list[Any]) -> int:

@@ -326,8 +326,15 @@ class Batches(CalibrationDataReader):
         return None if batch is None else {name: x.numpy() for name, x in zip(names, batch)}
 """
 
-CALL_CODE = """\
-answers = session.run(None, {given.name: x.numpy() for given, x in zip(session.get_inputs(), inputs)})"""
+
+def call_code(name: str, more: str = "") -> str:
+    """The lines that answer by the file `name`. `more`: lines about the `options`. ONNX Runtime has threads of its own."""
+    return (
+        "options = onnxruntime.SessionOptions()\n"
+        f"options.intra_op_num_threads = torch.get_num_threads()\n{more}"
+        f'session = onnxruntime.InferenceSession("{name}", options)\n'
+        "answers = session.run(None, {given.name: x.numpy() for given, x in zip(session.get_inputs(), inputs)})"
+    )
 
 
 # -- what serves -----------------------------------------------------------------------------------------------------

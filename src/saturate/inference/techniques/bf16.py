@@ -89,9 +89,9 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     if options.autocast:
-        return "with torch.autocast(inputs[0].device.type, dtype=torch.bfloat16):\n    output = model(*inputs)"
+        return "with torch.autocast(inputs[0].device.type, dtype=torch.bfloat16):\n    answers = model(*inputs)"
     return (
         "model = model.to(torch.bfloat16)\n"
         "inputs = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs)\n"
-        "output = model(*inputs).float()"
+        "answers = model(*inputs).float()"
     )

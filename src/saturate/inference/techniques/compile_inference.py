@@ -130,5 +130,5 @@ def as_code(options: Options) -> str:
     lines = ["torch._inductor.config.freezing = True"] if options.freezing else []
     dynamic = ", dynamic=True" if options.dynamic else ""
     lines += [f'compiled = torch.compile(lambda *inputs: model(*inputs), mode="{options.mode}"{dynamic})',
-              "with torch.no_grad():\n    output = compiled(*inputs)"]
+              "with torch.no_grad():\n    answers = compiled(*inputs)"]
     return "\n".join(lines)

@@ -99,8 +99,8 @@ def as_code(options: Options) -> str:
         "static = tuple(x.clone() for x in inputs)\n"
         "graph = torch.cuda.CUDAGraph()\n"
         "with torch.no_grad(), torch.cuda.graph(graph):      # after a few calls of model(*static) on another stream\n"
-        "    output = model(*static)\n"
+        "    answers = model(*static)\n"
         "for held, given in zip(static, inputs):\n"
         "    held.copy_(given)\n"
-        "graph.replay()      # output now holds the answer"
+        "graph.replay()      # answers now holds those to `inputs`"
     )

@@ -83,9 +83,9 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     if options.autocast:
-        return "with torch.autocast(inputs[0].device.type, dtype=torch.float16):\n    output = model(*inputs)"
+        return "with torch.autocast(inputs[0].device.type, dtype=torch.float16):\n    answers = model(*inputs)"
     return (
         "model = model.half()\n"
         "inputs = tuple(x.half() if x.is_floating_point() else x for x in inputs)\n"
-        "output = model(*inputs).float()"
+        "answers = model(*inputs).float()"
     )

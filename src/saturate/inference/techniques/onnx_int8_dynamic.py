@@ -101,6 +101,5 @@ def as_code(options: Options) -> str:
         f"{_onnx.EXPORT_CODE}{_onnx.PREPARE_CODE}"
         'quantize_dynamic("prepared.onnx", "int8.onnx", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8,\n'
         f"                 per_channel={options.per_channel}, reduce_range={options.reduce_range})\n"
-        'session = onnxruntime.InferenceSession("int8.onnx")\n'
-        f"{_onnx.CALL_CODE}"
+        f"{_onnx.call_code('int8.onnx')}"
     )

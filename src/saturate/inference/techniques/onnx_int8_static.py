@@ -127,6 +127,5 @@ def as_code(options: Options) -> str:
         f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={options.reduce_range},\n"
         f"                calibrate_method=CalibrationMethod.{METHODS.get(options.method, options.method)},\n"
         f'                extra_options={{"MatMulConstBOnly": {options.products}}})\n'
-        'session = onnxruntime.InferenceSession("int8.onnx")\n'
-        f"{_onnx.CALL_CODE}"
+        f"{_onnx.call_code('int8.onnx')}"
     )

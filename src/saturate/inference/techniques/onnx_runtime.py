@@ -91,7 +91,5 @@ def as_code(options: Options) -> str:
     spin = "" if options.spin else 'options.add_session_config_entry("session.intra_op.allow_spinning", "0")\n'
     return (
         f"{_onnx.EXPORT_CODE}"
-        f"options = onnxruntime.SessionOptions()\n{spin}"
-        'session = onnxruntime.InferenceSession("model.onnx", options)\n'
-        f"{_onnx.CALL_CODE}"
+        f"{_onnx.call_code('model.onnx', spin)}"
     )

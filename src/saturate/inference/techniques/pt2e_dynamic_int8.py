@@ -92,4 +92,5 @@ def as_code(options: Options) -> str:
             "graph = prepare_pt2e(torch.export.export(model.eval(), inputs).module(), quantizer)\n"
             "graph(*inputs)\n"
             "program = torch.export.export(convert_pt2e(graph), inputs)\n"
-            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")
+            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
+            "model = torch._inductor.aoti_load_package(package)")

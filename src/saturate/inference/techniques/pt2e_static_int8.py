@@ -101,4 +101,5 @@ def as_code(options: Options) -> str:
             f"for batch in calibration[:{options.batches}]:\n"
             "    graph(*batch)\n"
             "program = torch.export.export(convert_pt2e(graph), inputs)\n"
-            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")
+            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
+            "model = torch._inductor.aoti_load_package(package)")

@@ -111,4 +111,5 @@ def as_code(options: Options) -> str:
             "for *batch, target in loader:\n"
             "    loss(graph(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
             "program = torch.export.export(convert_pt2e(graph), inputs)\n"
-            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})")
+            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
+            "model = torch._inductor.aoti_load_package(package)")

@@ -116,5 +116,5 @@ def as_code(options: Options) -> str:
     return (
         "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
         f"with sdpa_kernel(SDPBackend.{names[options.backend]}):\n"
-        "    output = model(*inputs)"
+        "    answers = model(*inputs)"
     )

@@ -1,0 +1,157 @@
+"""The lines that call a stored program without saturate: three of them, run where saturate cannot be imported, with the
+answers and the threads of the artifact."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saturate.inference import artifact, lines, session, structure
+from saturate.inference.candidates import Candidate, Part
+from saturate.inference.formats import _program, aoti, exported, onnx
+from saturate.inference.search import Tried
+from saturate.inference.techniques import _registry
+from saturate.inference.techniques._api import Context, Entry
+from saturate.records.inference import CandidateRecord, ModelFacts
+
+torch = pytest.importorskip("torch")
+
+FACTS = ModelFacts(kind="Net", torch=torch.__version__, batch_size=4)
+
+#: What is run instead of the user's program: no saturate, and what came of it in a file.
+BEFORE = "import sys; sys.modules['saturate'] = None\nimport torch\ninputs = torch.load('inputs.pt')\n"
+AFTER = "\nthreads = options.intra_op_num_threads if 'onnxruntime' in globals() else torch.get_num_threads()\n" \
+        "torch.save([threads, [torch.as_tensor(one) for one in answers]], 'answers.pt')\n"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 3)
+
+    def forward(self, x: Any, more: Any = None) -> Any:
+        y = self.linear(x)
+        return y.relu() if more is None else {"scaled": y * more["scale"], "plain": (y, None)}
+
+
+SIMPLE = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+NESTED = (*SIMPLE, {"unused": torch.zeros(4), "scale": torch.full((4, 1), 2.0)})
+
+
+def stored(folder: Path, kind: str, inputs: tuple[Any, ...], threads: int = 1, **how: Any) -> Path:
+    """An artifact of format `kind` in a folder of its own."""
+    torch.manual_seed(0)
+    model, program, scratch = Net().eval().requires_grad_(False), folder / "program", folder / "scratch"
+    program.mkdir()
+    scratch.mkdir()
+    context = Context(torch=torch, model=model, device="cpu", inputs=[inputs], calibration=[], facts=FACTS, folder=scratch, threads=threads)
+    if kind == "exported":
+        entry = exported.save(context, program, **how)
+    elif kind == "aoti":
+        captured = _program.capture(context)
+        entry = aoti.save(context, program, aoti.build(context, captured, folder / "made.pt2"), captured)
+    else:
+        entry = _onnx_file(context, program, **how)
+    return artifact.store(folder / "an artifact's", entry, program=program, record=CandidateRecord(
+        id=kind, techniques=[], fate="kept", reason="", code="answers = [model(*inputs)]"), facts=FACTS, threads=threads, inputs=[inputs],
+        outputs=[model(*inputs)])
+
+
+def _onnx_file(context: Context, program: Path, spin: bool = True) -> Entry:
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason="the extra saturate[inference]")
+    from saturate.inference.techniques import _onnx
+
+    made = _onnx.export(context)
+    settings = {**made.signature, "threads": context.threads, "spin": spin, "device": "cpu"}
+    return onnx.save(program, made.path, settings)
+
+
+def answered(folder: Path, source: str, inputs: tuple[Any, ...]) -> tuple[int, list[Any]]:
+    """The threads and the answers of a script that has no saturate."""
+    (folder / "script.py").write_text(BEFORE + source + AFTER)
+    torch.save(inputs, folder / "inputs.pt")
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    threads, answers = torch.load(folder / "answers.pt")
+    return threads, answers
+
+
+def agrees(folder: Path, inputs: tuple[Any, ...], threads: int) -> None:
+    """The three lines against the artifact that they call."""
+    source = lines.of_artifact(folder, artifact.read(folder))
+    assert len([line for line in source.splitlines() if not line.startswith("import ")]) == 3
+    assert source.splitlines()[-1].removeprefix("with torch.no_grad(): ").startswith("answers = ")
+    found, answers = answered(folder.parent, source, inputs)
+    expected = structure.flatten(torch, artifact.load(folder)(*inputs))[1]
+    assert found == threads and len(answers) == len(expected)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(answers, expected))
+
+
+@pytest.mark.parametrize("inputs", [SIMPLE, NESTED], ids=["a tensor", "nested, one unused"])
+@pytest.mark.parametrize(("kind", "how"), [("onnx", {}), ("onnx", {"spin": False}), ("exported", {})])
+def test_three_lines_call_the_stored_program_as_it_was_measured(tmp_path: Path, kind: str, how: dict[str, Any], inputs: Any) -> None:
+    agrees(stored(tmp_path, kind, inputs, threads=2, **how), inputs, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", [SIMPLE, NESTED], ids=["a tensor", "nested, one unused"])
+def test_three_lines_call_machine_code(tmp_path: Path, inputs: Any) -> None:
+    agrees(stored(tmp_path, "aoti", inputs), inputs, 1)
+
+
+@pytest.mark.slow
+def test_three_lines_compile_what_was_measured_compiled(tmp_path: Path) -> None:
+    runtime = {"kind": "compile", "mode": "default", "dynamic": False, "freezing": True}
+    agrees(stored(tmp_path, "exported", SIMPLE, runtime=runtime), SIMPLE, 1)
+
+
+def test_the_stored_module_runs_beside_its_program_wherever_it_is(tmp_path: Path) -> None:
+    """The folder may be renamed: no path of the machine that made it stands in it."""
+    folder = stored(tmp_path, "exported", SIMPLE).rename(tmp_path / "elsewhere")
+    source = (folder / "reproduce.py").read_text()
+    assert str(tmp_path) not in source and "# model: " in source and "# inputs: " in source
+    (folder / "with.py").write_text(BEFORE + "model = lambda x: 'made again'\n" + source.split("# The same")[0] + AFTER)
+    torch.save(SIMPLE, folder / "inputs.pt")
+    done = subprocess.run([sys.executable, "with.py"], cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert torch.allclose(torch.load(folder / "answers.pt")[1][0], artifact.load(folder)(*SIMPLE), atol=1e-6)
+
+
+@pytest.mark.parametrize("id", sorted(_registry.load()))
+def test_what_makes_a_candidate_begins_with_its_threads_and_ends_in_an_answer(id: str) -> None:
+    module = _registry.load()[id]
+    record = Tried(Candidate.of([Part(module, module.Options())]), "dominated", "").record(3)
+    assert record.code.startswith("torch.set_num_threads(3)\n")
+    if id != "tensorrt":
+        assert "answers = " in record.code
+    assert "answers" not in Tried(Candidate(), "dominated", "").record(3).code
+
+
+def test_onnx_runtime_takes_the_threads_that_were_set(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    module = _registry.load()["onnx-runtime"]
+    made = "model = torch.nn.Linear(8, 3).eval()\n"
+    threads, answers = answered(tmp_path, made + Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code, SIMPLE)
+    assert threads == 2 and answers[0].shape == (4, 3)
+
+
+def test_switches_are_one_line_that_does_what_loading_does() -> None:
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    try:
+        line = session.lines({"threads": "2", "float32_products": "high", "attention": "flash"}, 1)
+        exec(line, {"torch": torch})
+        assert "\n" not in line and torch.get_num_threads() == 2 and torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.set_num_threads(before[1])
+        for setter in session.ATTENTION.values():
+            getattr(torch.backends.cuda, setter)(True)
