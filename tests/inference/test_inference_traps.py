@@ -73,6 +73,8 @@ class InProcess:
         except Exception as error:      # what the process would report
             raise WorkerFailed("failed", f"{type(error).__name__}: {error}", "", True) from error
 
+    probe = run
+
     def outputs(self) -> list[list[Any]]:
         return [[self.run(*batch)] for batch in self.batches]
 
@@ -82,7 +84,7 @@ class InProcess:
     def memory_bytes(self) -> int:
         return 1
 
-    def sensitivity(self) -> list[tuple[str, float]]:
+    def sensitivity(self, limit_s: float) -> list[tuple[str, float]]:
         return []
 
     def ask(self, function: str, *arguments: Any) -> Any:

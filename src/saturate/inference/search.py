@@ -228,6 +228,7 @@ class Search:
                 self._measure(worker, found)
             except self.failed as error:
                 found.fate, found.reason = "failed", _reason(error, candidate)
+                found.out_of_limits = error.kind in ("timeout", "out_of_memory")        # type: ignore[attr-defined]
             finally:
                 worker.close()
         found.seconds = time.monotonic() - began
@@ -280,7 +281,7 @@ class Search:
 
     def _settle(self, found: Tried) -> Tried:
         self._know(found)
-        if self.journal is not None and found.fate not in ("not_applicable", "not_tried"):
+        if self.journal is not None and found.fate not in ("not_applicable", "not_tried") and not found.reason.startswith("disk full"):
             self.journal.add(found.candidate.label(), entry_of(found))
         self.progress(f"{found.candidate.label()}: {found.reason}")
         return found
