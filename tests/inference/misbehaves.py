@@ -27,6 +27,7 @@ tests/inference/test_inference_process.py.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -87,6 +88,8 @@ def misbehave(context: Any, how: str) -> Any:
         raise RuntimeError("no such luck\nmore lines")
     if how == "memory error":
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    if how == "disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if how == "hang":
         time.sleep(600)
     if how == "hog":

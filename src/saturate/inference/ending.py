@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference.confirm import Confirmed
+from saturate.inference.confirm import Confirmed, contenders
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, record_of
 from saturate.records.inference import OptimizeRecord, Unconfirmed
@@ -70,8 +70,8 @@ class Ending:
 
 
 def so_far(search: Search, lab: Lab) -> Unconfirmed | None:
-    """The best that works, where nothing is confirmed; what is stored has come further than what is not."""
-    better = [one for one in search.ranked() if search.value(one) > 1.0]
+    """The best that could have been confirmed; what is stored has come further than what is not."""
+    better = [one for one in contenders(search) if search.value(one) > 1.0]
     best = max(better, key=lambda one: (one.candidate in lab.stored, search.value(one)), default=None)
     if best is None:
         return None

@@ -116,6 +116,7 @@ class Worker:
         self.log = self.folder / "output.log"
         self.frozen = False
         self._deadline_s = deadline_s
+        self._killed: WorkerFailed | None = None        # why, where it was us
         self._round_s = 0.0             # that a call with each of the measured batches takes
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -270,6 +271,8 @@ class Worker:
         with self._lock:                # a check may call from several threads
             if self._stream.fileno() < 0:
                 raise WorkerFailed("failed", "the candidate's process is closed")
+            if self._killed is not None:
+                raise WorkerFailed(self._killed.kind, self._killed.reason, self._killed.log)
             frozen = self.frozen
             self.thaw()
             answer = self._exchange((request, arguments), time.monotonic() + limit_s,
@@ -318,7 +321,8 @@ class Worker:
     def _end(self, kind: Kind, reason: str) -> WorkerFailed:
         """Kill it, and return the exception to raise."""
         self._stop()
-        return WorkerFailed(kind, reason, self.output())
+        self._killed = WorkerFailed(kind, reason, self.output())
+        return self._killed
 
     def _stop(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """Wait `grace_s` for it to end by itself, then have the supervisor kill what is left. The supervisor's
