@@ -38,7 +38,7 @@ def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
     )
     tail = [
         _row(label, words.clean(path), paint)
-        for label, path in (("artifact", record.artifact), ("report", record.report))
+        for label, path in (("artifact", record.artifact), ("stored", record.unconfirmed and record.unconfirmed.artifact), ("report", record.report))
         if path
     ]
     if record.given_s is not None:

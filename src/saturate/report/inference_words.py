@@ -81,7 +81,7 @@ def so_far(record: OptimizeRecord) -> str:
     found = record.unconfirmed
     if found is None:
         return ""
-    return f"{found.id} {words.ratio(found.speedup)} in a screening, not confirmed{f'; stored in {found.artifact}' if found.artifact else ''}"
+    return f"{words.ratio(found.speedup)} in a screening, not confirmed: {found.id}"
 
 
 def unfinished(record: OptimizeRecord) -> str:
