@@ -7,7 +7,7 @@
     │   ├── TraceError            a trace cannot be read
     │   └── RuleError             a rule that looks for bottlenecks does not load or does not work
     ├── EnvironmentProblem    3   this machine or folder does not allow what was asked
-    │   ├── StudyLocked           another process works in the same study folder
+    │   ├── StudyLocked           another process works in the same folder
     │   ├── StudyDamaged          the study file is not one, or is of another version
     │   ├── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
     │   ├── CheckpointDamaged     a checkpoint, or a piece that it needs, is damaged or missing
@@ -101,7 +101,7 @@ class EnvironmentProblem(SaturateError):
 
 
 class StudyLocked(EnvironmentProblem):
-    """Another saturate is at work in the same study folder. Wait for it, stop it, or choose another with `--dir`."""
+    """Another saturate is at work in the same folder. Wait for it, stop it, or choose another with `--dir` or `--workdir`."""
 
     code = "E310"
 

@@ -11,7 +11,7 @@ import pytest
 
 from saturate.cli import main
 from saturate.cli._callables import resolve
-from saturate.errors import TooNoisy, UsageError, WorkloadFailed
+from saturate.errors import EnvironmentProblem, TooNoisy, UsageError, WorkloadFailed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "inference"))
 import optimizations
@@ -276,3 +276,15 @@ def test_an_interruption_hands_over_what_was_found(capfd, user, api, record, ver
     assert code == 130 and found["verdict"] == verdict and (found["best"] or {}).get("speedup") == speedup
     assert found["notes"][0].startswith("interrupted") and len(found["candidates"]) == (len(record.candidates) if record else 0)
     assert ("goes on from here" in err) is (record is not None)
+
+
+def test_a_machine_that_gives_out_hands_over_what_was_found(capfd, user, api):
+    """A full disk: the exit code is that of the machine, and what was measured is not lost."""
+    problem = EnvironmentProblem("int8 cannot be stored", cause="No space left on device", remedy="free some space")
+    problem.record = optimizations.stopped()
+    api.answer = lambda: (_ for _ in ()).throw(problem)
+    code, out, err = call(capfd, *CHECKED, "--json")
+    found = json.loads(out)
+    assert code == 3 and found["verdict"] == "inconclusive" and found["best"] is None
+    assert found["unconfirmed"]["artifact"] == "/home/u/runs/r18/artifacts/2" and len(found["candidates"]) == len(problem.record.candidates)
+    assert "not confirmed" in err and found["unconfirmed"]["artifact"] in err and "free some space" in err

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from saturate.records.inference import Best, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.inference import Best, CandidateRecord, OptimizeRecord, Timing, Unconfirmed
 
 MIB = 2**20
 
@@ -82,6 +82,13 @@ def lossless() -> OptimizeRecord:
 def nothing() -> OptimizeRecord:
     return win(verdict="nothing_helps", best=None, best_lossless=None, artifact=None, notes=[],
                candidates=[msgspec.structs.replace(one, fate="no_difference") if one.fate in ("kept", "dominated") else one for one in CANDIDATES])
+
+
+def stopped() -> OptimizeRecord:
+    """Interrupted in the confirmation."""
+    return win(verdict="inconclusive", best=None, best_lossless=None, artifact=None, notes=["interrupted: the same call goes on from here"],
+               candidates=[msgspec.structs.replace(one, fate="dominated") if one.fate == "kept" else one for one in CANDIDATES],
+               unconfirmed=Unconfirmed(id=WINNER.id, speedup=6.9, artifact="/home/u/runs/r18/artifacts/2"))
 
 
 def undecided() -> OptimizeRecord:

@@ -24,6 +24,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
+from saturate.inference import process  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
@@ -322,6 +323,37 @@ def test_a_signal_from_elsewhere_is_no_fault_of_a_candidate(start: Callable[...,
     with pytest.raises(WorkerFailed, match="ended by SIGTERM") as caught:
         worker.run(BATCHES[0][0])
     assert caught.value.kind == "failed" and caught.value.outside
+
+
+def test_a_hang_is_given_what_is_left_of_the_search_and_not_ten_minutes(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "GRACE_S", 1.0)
+    worker = start(deadline_s=time.monotonic() - 100)
+    assert len(worker.outputs()) == len(worker.block(2)) == 2, "honest calls have the time that they need, also when it is over"
+    limits = [worker._limit_s(rounds) for rounds in (1, 100)]
+    assert 1.0 <= limits[0] < limits[1] < 60
+    worker.freeze()         # nothing answers
+    monkeypatch.setattr(worker, "thaw", lambda: None)
+    for ask in (lambda: worker.run(*BATCHES[0]), worker.outputs):
+        with pytest.raises(WorkerFailed) as caught:
+            ask()
+        assert (caught.value.kind, caught.value.alive) == ("timeout", False) and "took longer" in caught.value.reason
+
+
+def test_a_check_may_ask_for_more_than_the_inputs_hold(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, asked = start(), []
+    monkeypatch.setattr(worker, "_ask", lambda *given, limit_s, **more: asked.append(limit_s))
+    monkeypatch.setattr(worker, "_round_s", 0.1)
+    worker.run(*BATCHES[0])
+    worker.run(torch.zeros(20, 6))
+    worker.run(torch.zeros(2 * 10**6, 6))
+    worker.probe(*BATCHES[0])
+    assert asked == pytest.approx([62.0, 60 + 20 * 0.1 * 100, process.REQUEST_S, 12.0])
+
+
+def test_a_full_disk_is_told_from_a_candidate_that_fails(start: Callable[..., Worker]) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        start().ask("misbehaves:misbehave", "disk full")
+    assert caught.value.kind == "disk_full" and "No space left" in caught.value.reason
 
 
 @pytest.mark.slow

@@ -104,6 +104,15 @@ def test_what_it_took_is_said_beside_what_was_given():
     assert "1 min 14 s, more than the 40 s given" in page.render(record)
 
 
+def test_the_best_so_far_of_a_search_that_ended_early_is_no_win():
+    record = optimizations.stopped()
+    lines = report.summary(record, width=120, color=False).splitlines()
+    assert lines[0] == "No answer yet"
+    assert lines[1].split(maxsplit=2)[2] == f"6.90x in a screening, not confirmed: {optimizations.WINNER.id}"
+    assert any(line.split() == ["stored", record.unconfirmed.artifact] for line in lines)
+    assert not any(line.startswith(("artifact", "why")) for line in lines) and any("interrupted" in line for line in lines)
+
+
 def test_nothing_helps_is_an_answer():
     text = report.summary(optimizations.nothing(), width=110, color=False)
     assert text.startswith("Nothing within the budget and the limits is faster\n")

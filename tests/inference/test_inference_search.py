@@ -404,6 +404,39 @@ def test_what_cannot_be_stored_gives_way() -> None:
     assert fates(search)["run"] == "not_deployable"
 
 
+class Hanging(FakeWorker):
+    def block(self, count: int) -> list[int]:
+        raise WorkerFailed("timeout", "a call took longer than 60 s")
+
+
+@pytest.mark.parametrize("other", [0.6, 0.51])      # 0.51: close enough to race it first
+def test_what_hangs_in_a_race_gives_way(other: float) -> None:
+    """Once, a failure there was that of the whole search."""
+    world = World({"run": 0.5, "other": other})
+    search = walk(world, RUN, OTHER)
+    world.load = lambda artifact: (Hanging if artifact.label() == "run" else FakeWorker)(0.5, artifact)  # type: ignore[method-assign]
+    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, time.monotonic() + 60)
+    assert won is not None and won.found.candidate.label() == "other" and final is not None and final.verdict == "faster"
+    lost = next(found for candidate, found in search.tried.items() if candidate.label() == "run")
+    assert lost.fate == "failed" and lost.reason.startswith("timeout: in the final race, a call took longer")
+
+
+@pytest.mark.parametrize(("kind", "known"), [("disk_full", False), ("failed", True)])
+def test_a_full_disk_is_not_remembered_against_a_candidate(tmp_path: Any, kind: str, known: bool) -> None:
+    world = World({"run": 0.5, "other": 0.5})
+
+    def start(candidate: Candidate) -> FakeWorker:
+        if candidate.label() == "other":
+            raise WorkerFailed(kind, "OSError: No space left on device")
+        return FakeWorker(0.5, candidate)
+
+    world.start = start         # type: ignore[method-assign]
+    search = walk(world, RUN, OTHER, journal=Journal(tmp_path, "key"))
+    found = next(found for candidate, found in search.tried.items() if candidate.label() == "other")
+    assert found.fate == "failed" and result.cut_short(found) is not known
+    assert ("other" in Journal(tmp_path, "key").known) is known and "run" in Journal(tmp_path, "key").known
+
+
 def test_what_takes_no_other_batch_gives_way() -> None:
     world = World({"run": 0.5, "other": 0.6}, stiff=frozenset({"run"}))
     search = walk(world, RUN, OTHER)

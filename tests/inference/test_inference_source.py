@@ -21,6 +21,8 @@ from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
 from saturate.inference import batches, guards, identity, pickles  # noqa: E402
+from saturate.inference.candidates import Candidate  # noqa: E402
+from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
 
@@ -357,6 +359,21 @@ def test_a_method_of_a_module_is_a_module_there(tmp_path: Path) -> None:
 def test_wrappers_are_taken_off_and_that_is_said(tmp_path: Path) -> None:
     source = Source.write(tmp_path, torch.compile(torch.nn.DataParallel(Pair())), images(2))
     assert source.kind == "Pair" and len(source.notes) == 2 and "torch.compile" in source.notes[0]
+
+
+def test_another_model_or_other_inputs_in_its_place_are_noticed(tmp_path: Path) -> None:
+    """A process of a search that is still at work must not run what another one has written there."""
+    made = Source.write(tmp_path / "source", Pair(), images(4))
+    assert Source.open(made.folder, made.identity) == made == Source.open(made.folder)
+    other = Pair()
+    other.layer.weight.data[0, 0] += 1
+    for model, inputs in ((other, images(4)), (Pair(), images(6))):
+        Source.write(made.folder, model, inputs)
+        with pytest.raises(EnvironmentProblem, match="holds another model, or other inputs") as caught:
+            Source.open(made.folder, made.identity)
+        assert "--workdir" in caught.value.remedy
+        with pytest.raises(WorkerFailed, match="holds another model"):
+            Worker(made, Candidate(), folder=tmp_path, threads=1, prepare_s=120.0)
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 import saturate
-from saturate.errors import CheckUnusable, NothingFaster, UsageError, WorkloadFailed
+from saturate.errors import CheckUnusable, EnvironmentProblem, NothingFaster, StudyLocked, UsageError, WorkloadFailed
 from saturate.inference import api, artifact, lab
 from saturate.inference.candidates import Candidate, Part
+from saturate.inference.ending import so_far
 from saturate.inference.process import WorkerFailed
 from saturate.inference.result import judged
 from saturate.inference.search import Tried
@@ -73,6 +74,8 @@ class InProcess:
         except Exception as error:      # what the process would report
             raise WorkerFailed("failed", f"{type(error).__name__}: {error}", "", True) from error
 
+    probe = run
+
     def outputs(self) -> list[list[Any]]:
         return [[self.run(*batch)] for batch in self.batches]
 
@@ -82,7 +85,7 @@ class InProcess:
     def memory_bytes(self) -> int:
         return 1
 
-    def sensitivity(self) -> list[tuple[str, float]]:
+    def sensitivity(self, limit_s: float) -> list[tuple[str, float]]:
         return []
 
     def ask(self, function: str, *arguments: Any) -> Any:
@@ -260,6 +263,99 @@ def test_what_was_ended_for_its_time_is_no_proof_that_nothing_helps(plant, here,
     monkeypatch.setattr(lab, "Worker", Late)
     result = saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
     assert (row(result, "trap-liar").fate, result.record.verdict) == ("failed", "inconclusive")
+
+
+# -- searches that end early, or are not alone ---------------------------------------------------------------------
+
+
+class EndsWhileStoring(InProcess):
+    """`error` is raised where the best is stored."""
+
+    error: BaseException
+
+    def store(self, folder: Path, limit_s: float) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "raised", "says"), [
+    (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
+    (WorkerFailed("disk_full", "OSError: No space left on device"), EnvironmentProblem, "cannot be stored"),
+    (OSError(28, "No space left on device"), EnvironmentProblem, "cannot be stored"),
+    (EnvironmentProblem("no space is left", cause="[Errno 28]"), EnvironmentProblem, "no space is left")])
+def test_what_was_found_outlives_an_end_in_the_confirmation(plant, here, monkeypatch, error, raised, says):
+    """A full disk says nothing about the candidate, and a user who presses Ctrl-C wants to know what there is."""
+    kit = plant("trap_honest", "trap_liar")
+    monkeypatch.setattr(EndsWhileStoring, "error", error, raising=False)
+    monkeypatch.setattr(lab, "Worker", EndsWhileStoring)
+    with pytest.raises(raised) as caught:
+        search(kit, check=correct(kit, 1600))
+    record = caught.value.record
+    assert (record.verdict, record.best, record.artifact) == ("inconclusive", None, None)
+    assert record.unconfirmed.id == "trap-honest" and record.unconfirmed.speedup > 2 and record.unconfirmed.artifact is None
+    assert {one.id: one.fate for one in record.candidates} == {"trap-honest": "dominated", "trap-liar": "rejected_behaviour"}
+    assert says in record.notes[0] and Path(record.report).exists()
+    assert msgspec.json.decode(Path("work/result.json").read_bytes())["unconfirmed"]["id"] == "trap-honest"
+    with pytest.raises(NothingFaster, match="nothing faster") as nothing:
+        caught.value.result.best        # noqa: B018
+    assert "not confirmed" in nothing.value.cause
+
+
+def test_the_best_so_far_is_the_one_that_is_stored():
+    tried = [Tried(Candidate((), frozenset({name})), "dominated", "", speed) for name, speed in (("a", 1.5), ("b", 2.0), ("c", 0.9))]
+    found = types.SimpleNamespace(tried={one.candidate: one for one in tried}, value=lambda one: one.speedup)
+    stored = {tried[0].candidate: Path("artifacts/1"), tried[2].candidate: Path("artifacts/2")}
+    assert so_far(found, types.SimpleNamespace(stored={})).speedup == 2.0
+    assert so_far(found, types.SimpleNamespace(stored=stored)).artifact == "artifacts/1"
+    for one in tried[:2]:
+        one.fate = "not_deployable"
+    assert so_far(found, types.SimpleNamespace(stored=stored)) is None
+
+
+def test_two_searches_do_not_share_a_folder(plant, here):
+    """The second one would put its model in the place of the first one's."""
+    kit = plant("trap_liar")
+    refused: list[StudyLocked] = []
+
+    def meanwhile(run: Any) -> Any:
+        with pytest.raises(StudyLocked) as caught:
+            search(kit)
+        refused.append(caught.value)
+        return correct(kit)(run)
+
+    search(kit, check=meanwhile)
+    assert refused and refused[0].cause and "--workdir" in refused[0].remedy
+
+
+def test_a_result_whose_folder_belongs_to_another_search_picks_nothing(plant, here):
+    kit = plant("trap_shortcut")
+    result = search(kit, check=correct(kit))
+    saturate.optimize(kit.Wasteful(7), loader(kit), threads=1, workdir="work", progress=lambda text: None)
+    with pytest.raises(EnvironmentProblem, match="holds another model"):
+        result.pick(0.5)
+
+
+@pytest.mark.parametrize("kind", ["timeout", "failed"])
+def test_inputs_that_saturate_made_up_end_no_search(plant, here, monkeypatch, kind):
+    """A model that hangs, or dies, on another batch size than the user's works on the user's."""
+    kit = plant("trap_liar")
+
+    class OneSize(InProcess):
+        ended = False
+
+        def probe(self, *inputs: Any) -> Any:
+            if len(inputs[0]) != len(self.batches[0][0]):
+                self.ended = True
+                raise WorkerFailed(kind, "a call took longer than 10 s")
+            return self.run(*inputs)
+
+        def block(self, count: int) -> list[int]:
+            assert not self.ended, "another process goes on"
+            return super().block(count)
+
+    monkeypatch.setattr(lab, "Worker", OneSize)
+    result = saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
+    assert row(result, "trap-liar").fate == "rejected_behaviour"
+    assert any(note.startswith("other batch sizes were not tried: with 1 the model") for note in result.record.notes)
 
 
 def test_what_a_check_prints_stays_off_stdout(plant, here, capsys):

@@ -123,7 +123,10 @@ def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseE
         with one_signal_interrupts():
             return 0, _search(arguments), None
     except SaturateError as problem:
-        return problem.exit_code, nothing(arguments, problem.message, problem.cause), problem
+        found = getattr(problem, "record", None)  # the machine gave out in the middle of it
+        if found is not None:
+            _show(found, sys.stderr)
+        return problem.exit_code, found or nothing(arguments, problem.message, problem.cause), problem
     except KeyboardInterrupt as interruption:
         found = getattr(interruption, "record", None)  # what the search had found until then, if it had begun
         record = _interrupted(found) if found is not None else nothing(arguments, "interrupted", "")
@@ -134,10 +137,11 @@ def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseE
 
 def _interrupted(record: OptimizeRecord) -> OptimizeRecord:
     """What was not tried may help: without a winner there is no answer."""
+    notes = [note for note in record.notes if not note.startswith("interrupted")]
     return msgspec.structs.replace(
         record,
         verdict=record.verdict if record.best is not None else "inconclusive",
-        notes=["interrupted: the same command goes on from here", *record.notes],
+        notes=["interrupted: the same command goes on from here", *notes],
     )
 
 

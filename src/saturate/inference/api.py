@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -27,11 +28,12 @@ from saturate.inference import checking, confirm, guards, identity, plan, sample
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
+from saturate.inference.ending import Ending
 from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
 from saturate.inference.racing import Race
-from saturate.inference.result import Result, record_of
+from saturate.inference.result import Result
 from saturate.inference.search import Search
 from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
@@ -39,6 +41,7 @@ from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
 from saturate.records.inference import OptimizeRecord
 from saturate.records.spelling import suggestion
+from saturate.trial.lock import FolderLock
 
 #: Limits that a user may set, with their units in the names.
 LIMITS = ("peak_memory_gb", "p50_ms", "p90_ms", "p99_ms")
@@ -88,36 +91,36 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     trainer = Train(*train) if isinstance(train, tuple) else train
     folder = Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4)
     say = progress or _to_stderr
-    source = Source.write(folder / "source", model, inputs, calibration, trainer)
-    for note in source.notes:
-        say(note)
-    lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
-              memory_bytes=memory_limit(source.device), signature=signature_of(model))
-    registry = known(_registry.load(), only, skip)
-    with running_model():
-        worker = lab.baseline()
-    try:
+    with FolderLock(folder, "workdir (--workdir DIR)"):
+        source = Source.write(folder / "source", model, inputs, calibration, trainer)
+        for note in source.notes:
+            say(note)
+        lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
+                  memory_bytes=memory_limit(source.device), signature=signature_of(model))
+        registry = known(_registry.load(), only, skip)
         with running_model():
-            notes = [*source.notes, *observe_baseline(lab, worker, threads)]
-        if check is not None:
-            notes += control(lab, worker, source, trainer, say)
-        assert lab.facts is not None
-        pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
-        journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
-        lab.remember(journal)
-        search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
-                        budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
+            worker = lab.baseline()
         try:
-            search.run(worker)
-        except KeyboardInterrupt as interruption:
-            # What is known is on disk, and goes with the interruption: nothing was confirmed, so nothing is claimed.
-            found = record_of(search, lab, notes=notes, began=began, complete=False) if search.baseline else None
-            interruption.record = found     # type: ignore[attr-defined]
-            raise
-    finally:
-        worker.close()
-    search.deadline_s, search.end_s = lab.deadline_s, math.inf
-    return conclude(search, lab, notes, began, say)
+            with running_model():
+                notes = [*source.notes, *observe_baseline(lab, worker, threads)]
+                worker, unknown = lab.probe(worker)
+                notes += unknown
+            if check is not None:
+                notes += control(lab, worker, source, trainer, say)
+            assert lab.facts is not None
+            pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
+            journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
+            lab.remember(journal)
+            search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
+                            budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
+            ending = Ending(search, lab, notes, began)
+            with ending.told():
+                search.run(worker)
+        finally:
+            worker.close()
+        search.deadline_s, search.end_s = lab.deadline_s, math.inf
+        with ending.told():
+            return conclude(ending, say)
 
 
 def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]) -> dict[str, Any]:
@@ -293,18 +296,21 @@ def _digest(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def conclude(search: Search, lab: Lab, notes: list[str], began: float, say: Callable[[str], None]) -> Result:
+def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     """Store, confirm and race the best; the result, whatever came of it."""
+    search, lab = ending.search, ending.lab
     say("confirm: store the best, load it in a fresh process, score and race it")
-    won, final = confirm.champion(search, lab, WorkerFailed, CheckFailed, lab.deadline_s)
-    lossless = won if won is not None and won.found.candidate.lossless else _best_lossless(search, lab)
-    versus = None
-    if won is not None and lossless is not None and lossless is not won:
-        versus = confirm.against(lab, won.artifact, lossless.artifact, lab.deadline_s)
-    record = record_of(search, lab, won, lossless, final, versus, notes=notes, began=began)
+    won, ending.final = confirm.champion(search, lab, WorkerFailed, CheckFailed, lab.deadline_s)
+    ending.won = won
+    ending.lossless = won if won is not None and won.found.candidate.lossless else _best_lossless(search, lab)
+    if won is not None and ending.lossless is not None and ending.lossless is not won:
+        with contextlib.suppress(WorkerFailed):         # then it is not known how much faster it is than that one
+            ending.versus = confirm.against(lab, won.artifact, ending.lossless.artifact, lab.deadline_s)
+    record = ending.recorded()
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
-        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - began, 1))
+        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - ending.began, 1))
+    ending.record = record
     lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
 

@@ -193,6 +193,10 @@ def tensors(torch: Any, value: Any) -> list[Any]:
     return taken_apart(value, torch)[1]
 
 
+def size_bytes(torch: Any, value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(torch, value))
+
+
 def _divisible(torch: Any, batch: tuple[Any, ...]) -> bool:
     """Whether all that belongs to single samples is in dense tensors: a list of texts beside them would keep its length,
     and others cannot be cut."""

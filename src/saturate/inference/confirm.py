@@ -94,7 +94,12 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
         won = winner(search, yard, failed, check_failed, search.mend)
         if won is None:
             break
-        final = against(yard, won.artifact, None, deadline_s)
+        try:
+            final = against(yard, won.artifact, None, deadline_s)
+        except failed as error:
+            won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
+            search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+            continue
         over, verdict = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits), outcome(final, search.objective)
         if over is not None:
             won.found.fate, won.found.reason = "over_limit", f"loaded from its artifact: {over}"
@@ -205,8 +210,13 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
 
 def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Confirmed:
     """The faster of two; the first where they cannot be told apart."""
-    race = racing.race(lambda: yard.load(first.artifact), lambda: yard.load(second.artifact), limits=DUEL,
-                       threshold=0.0, deadline_s=search.deadline_s)
+    try:
+        race = racing.race(lambda: yard.load(first.artifact), lambda: yard.load(second.artifact), limits=DUEL,
+                           threshold=0.0, deadline_s=search.deadline_s)
+    except search.failed as error:          # whose doing it was the final race will tell
+        second.found.reason = f"{second.found.speedup or 1.0:.2f}x in a screening; a race with {first.found.candidate.label()} failed: {error}"
+        search.progress(f"{second.found.candidate.label()}: {second.found.reason}")
+        return first
     faster = race.estimate is not None and race.estimate.log_ratio > 0
     loser, best = (first, second) if faster else (second, first)
     loser.found.fate, name = "dominated", best.found.candidate.label()

@@ -10,12 +10,13 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import SaturateError
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
 from saturate.inference import accuracy, artifact, batches, checking, guards, samples
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
@@ -33,11 +34,17 @@ _LEAST_PREPARE_S = 30.0
 #: What was prepared once may take so many times as long when it is prepared again, to be stored.
 AGAIN = 4.0
 
+#: The model itself may take all the time that is left, and so long beside it: a process starts, and torch with it.
+BASELINE_GRACE_S = 60.0
+
 #: An artifact may take so long to load; one that is compiled when it is loaded takes most of a minute.
 LOAD_S = 180.0
 
-#: ... and so long to be stored.
+#: ... and so long to be stored, where there is time.
 STORE_S = 1800.0
+
+#: Layers are ranked for so long, where there is time.
+RANKING_S = 300.0
 
 #: Calls after which a process has the memory that serving takes.
 _SERVED_CALLS = 8
@@ -51,7 +58,7 @@ EXAMPLES = 2
 
 @dataclass
 class Lab:
-    """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts."""
+    """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts. `stored`: where they are."""
 
     source: Source
     folder: Path
@@ -73,42 +80,51 @@ class Lab:
     confirmation: tuple[int, ...] | None = None
     turns: list[str] = field(default_factory=list)              # who met the confirmation's samples, in that order
     journal: Journal | None = None                              # remembers the turns
-    stored: list[Path] = field(default_factory=list)            # artifacts of candidates; see `discard`
+    stored: dict[Candidate, Path] = field(default_factory=dict)
+    made: list[Path] = field(default_factory=list)              # artifacts of candidates; see `discard`
+    _prepared_s: float = 0.0
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
     _agreement: tuple[Any, Any] | None = None
 
     # -- processes -------------------------------------------------------------------------------------------------
 
     def baseline(self) -> Worker:
-        """It may take all the time that is left: without it there is nothing."""
-        return self._worker(Candidate(), max(LOAD_S, self.deadline_s - time.monotonic()))
+        """It may take all the time that is left: without it there is nothing. Once it has been prepared it is known what that
+        takes."""
+        worker = self._worker(Candidate(), self._left_s() + BASELINE_GRACE_S + AGAIN * self._prepared_s)
+        self._prepared_s = max(self._prepared_s, worker.ready.prepare_s + worker.ready.first_call_s)
+        return worker
 
     def start(self, candidate: Candidate) -> Worker:
         return self._worker(candidate)
 
     def load(self, folder: Path) -> Worker:
-        return self._worker(folder, LOAD_S)
+        with of_the_machine(f"{folder} cannot be loaded"):
+            return self._worker(folder, LOAD_S)
 
     def serve(self, source: Source, artifact: Path | None, threads: int) -> Worker:
         """An artifact (None: the model itself) on the inputs of another source."""
-        left = self.deadline_s - time.monotonic()
         return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(_LEAST_PREPARE_S, left), facts=self.facts)
+                      prepare_s=max(_LEAST_PREPARE_S, self._left_s()), deadline_s=self.deadline_s, facts=self.facts)
 
     def _worker(self, what: Candidate | Path, least_s: float = 0.0) -> Worker:
         """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end."""
-        left = self.deadline_s - time.monotonic()
         return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(_LEAST_PREPARE_S, least_s, PREPARE_SHARE * left), facts=self.facts)
+                      prepare_s=max(_LEAST_PREPARE_S, least_s, PREPARE_SHARE * self._left_s()), deadline_s=self.deadline_s,
+                      facts=self.facts)
+
+    def _left_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
 
     def deploy(self, found: Tried) -> Path:
-        """Store a candidate from a fresh process of its own."""
+        """Store a candidate from a fresh process of its own. Raises NotDeployable, and EnvironmentProblem where the machine
+        does not allow it: that says nothing about the candidate."""
+        before_s = AGAIN * ((found.prepare_s or 0.0) + (found.first_call_s or 0.0))
+        with storing(found):
+            worker = self._worker(found.candidate, before_s)
         try:
-            worker = self._worker(found.candidate, AGAIN * ((found.prepare_s or 0.0) + (found.first_call_s or 0.0)))
-        except WorkerFailed as error:
-            raise NotDeployable(error.reason) from error
-        try:
-            return self._stored(worker, found)
+            self.stored[found.candidate] = self._stored(worker, found, min(STORE_S, self._left_s() + LOAD_S + before_s))
+            return self.stored[found.candidate]
         finally:
             worker.close()
 
@@ -117,7 +133,7 @@ class Lab:
         quantizing leave behind in a process is no part of what will be deployed."""
         folder = None
         try:
-            folder = self._stored(worker, found, max(_LEAST_PREPARE_S, PREPARE_SHARE * (self.deadline_s - time.monotonic())))
+            folder = self._stored(worker, found, max(_LEAST_PREPARE_S, PREPARE_SHARE * self._left_s()))
             served = self._worker(folder)
             try:
                 served.outputs()
@@ -131,36 +147,34 @@ class Lab:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _stored(self, worker: Worker, found: Tried, limit_s: float = STORE_S) -> Path:
-        """The artifact of a living candidate. Raises NotDeployable."""
+    def _stored(self, worker: Worker, found: Tried, limit_s: float) -> Path:
+        """The artifact of a living candidate. Raises as `deploy`."""
         target = artifact.next_folder(self.folder / "artifacts")
         program = self.folder / "program"
         shutil.rmtree(program, ignore_errors=True)
-        program.mkdir(parents=True)
-        target.parent.mkdir(exist_ok=True)
-        self.stored.append(target)
+        self.made.append(target)
         try:
-            entry = worker.store(program, limit_s)
-            examples = self.source.inputs(self._torch())[:EXAMPLES]
-            answers = [worker.run(*batch) for batch in examples]
-            assert self.facts is not None
-            stored = artifact.store(target, entry, program=program, record=found.record(self.threads), facts=self.facts, threads=self.threads,
-                                    inputs=examples, outputs=answers)
-            found.size_bytes = artifact.size_bytes(stored)
-            return stored
-        except WorkerFailed as error:
-            raise NotDeployable(error.reason) from error
-        except SaturateError as error:
-            raise NotDeployable(f"{error.message}: {error.cause}") from error
+            with storing(found):
+                program.mkdir(parents=True)
+                target.parent.mkdir(exist_ok=True)
+                entry = worker.store(program, limit_s)
+                examples = self.source.inputs(self._torch())[:EXAMPLES]
+                answers = [worker.run(*batch) for batch in examples]
+                assert self.facts is not None
+                stored = artifact.store(target, entry, program=program, record=found.record(self.threads), facts=self.facts,
+                                        threads=self.threads, inputs=examples, outputs=answers)
+                found.size_bytes = artifact.size_bytes(stored)
+                return stored
         finally:
             shutil.rmtree(program, ignore_errors=True)
 
     def discard(self, kept: Path | None) -> None:
         """Remove the artifacts of those that lost: a copy of the model each, and `Result.pick` makes what it needs again."""
-        for path in self.stored:
+        for path in self.made:
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
-        self.stored.clear()
+        self.made.clear()
+        self.stored = {candidate: path for candidate, path in self.stored.items() if path == kept}
 
     # -- guards ----------------------------------------------------------------------------------------------------
 
@@ -176,22 +190,36 @@ class Lab:
         return None
 
     def observe(self, worker: Worker) -> None:
-        """What candidates are compared with: the outputs of the baseline, twice, on inputs one rounding away, and on
-        batches of other sizes (where it takes them)."""
-        torch = self._torch()
+        """What candidates are compared with: the outputs of the baseline, twice."""
         self.reference, self.again = worker.outputs(), worker.outputs()
-        inputs = self.source.inputs(torch)
-        moved = [self._taken(worker, batch) for batch in guards.perturbed(torch, inputs) or ()]
-        whole = [answer for answer in moved if answer is not None]
-        self.twin = whole if moved and len(whole) == len(moved) else None
+
+    def probe(self, worker: Worker) -> tuple[Worker, list[str]]:
+        """Its outputs on inputs one rounding away, and on batches of other sizes (where it takes them). The process to go on
+        with, another one where these inputs ended it: they are not the user's; and what is therefore not known."""
+        inputs = self.source.inputs(self._torch())
+        try:
+            moved = [self._taken(worker, batch) for batch in guards.perturbed(self._torch(), inputs) or ()]
+            whole = [answer for answer in moved if answer is not None]
+            self.twin = whole if moved and len(whole) == len(moved) else None
+        except WorkerFailed as error:
+            worker.close()
+            return self.baseline(), [f"inputs one rounding away, and other batch sizes, were not tried: there {_ended(error)}"]
         for batch in guards.other_batches(inputs):
-            if (answer := self._taken(worker, batch)) is not None:
+            try:
+                answer = self._taken(worker, batch)
+            except WorkerFailed as error:
+                worker.close()
+                size = samples.tensors(batch)[0].shape[0]
+                return self.baseline(), [f"other batch sizes were not tried: with {size} {_ended(error)}"]
+            if answer is not None:
                 self.others.append((batch, answer))
+        return worker, []
 
     def _taken(self, worker: Worker, batch: tuple[Any, ...]) -> list[Any] | None:
-        """The answer to a batch that is not the user's own; None where the model refuses it."""
+        """The answer to a batch that is not the user's own; None where the model refuses it. Raises WorkerFailed where it
+        ends the process."""
         try:
-            return samples.tensors(worker.run(*batch))
+            return samples.tensors(worker.probe(*batch))
         except WorkerFailed as error:
             if not error.alive:
                 raise
@@ -291,12 +319,45 @@ class Lab:
         if self._ranking is None:
             worker = self.baseline()
             try:
-                names = [name for name, _ in worker.sensitivity()]
+                names = [name for name, _ in worker.sensitivity(min(RANKING_S, max(_LEAST_PREPARE_S, self._left_s())))]
                 placed = [name for name in worker.ask(f"{__name__}:module_names") if name in set(names)]
                 self._ranking = names, (placed[0], placed[-1]) if placed else ()
             finally:
                 worker.close()
         return self._ranking
+
+
+@contextmanager
+def storing(found: Tried) -> Iterator[None]:
+    """What cannot be stored in here is NotDeployable; a machine that does not allow it is an EnvironmentProblem."""
+    label = found.candidate.label()
+    try:
+        with of_the_machine(f"{label} cannot be stored"):
+            yield
+    except WorkerFailed as error:
+        raise NotDeployable(error.reason) from error
+    except EnvironmentProblem as problem:
+        if isinstance(problem, ArtifactDamaged):
+            raise NotDeployable(f"{problem.message}: {problem.cause}") from problem
+        raise
+    except SaturateError as error:
+        raise NotDeployable(f"{error.message}: {error.cause}") from error
+
+
+@contextmanager
+def of_the_machine(message: str) -> Iterator[None]:
+    """Raises EnvironmentProblem where the disk is full, here or in a candidate's process."""
+    try:
+        yield
+    except (OSError, WorkerFailed) as error:
+        if isinstance(error, WorkerFailed) and error.kind != "disk_full":
+            raise
+        raise EnvironmentProblem(message, cause=str(error), remedy="free some space, or choose another folder with workdir (--workdir "
+                                 "DIR), and give the same command again: it goes on from here") from error
+
+
+def _ended(error: WorkerFailed) -> str:
+    return f"the model takes too long ({error.reason})" if error.kind == "timeout" else f"the model's process ends: {error.reason}"
 
 
 def module_names(context: Any) -> list[str]:

@@ -9,6 +9,7 @@ the memory of the tree. While it is frozen nothing of the tree runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -39,10 +40,20 @@ _MARK = "SATURATE_WORKER"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
-Kind = Literal["not_applied", "failed", "out_of_memory", "timeout"]
+Kind = Literal["not_applied", "failed", "out_of_memory", "timeout", "disk_full"]
 
 #: A call, a block of calls or all outputs: longer is a hang.
 REQUEST_S = 600.0
+
+#: ... and so is what takes so many times as long as its first calls did, and some seconds.
+PATIENCE, LEAST_REQUEST_S = 20.0, 60.0
+
+#: When the search's time is over, a request may still take so many times as long as its first calls did, and some seconds:
+#: what was found is confirmed then.
+LATE_PATIENCE, GRACE_S = 4.0, 30.0
+
+#: A call with inputs that saturate made up, beside a multiple of its usual time.
+PROBE_S = 10.0
 
 #: Characters of the log that come with a failure.
 _TAIL = 4000
@@ -66,6 +77,16 @@ class WorkerFailed(Exception):
         self.alive = alive
 
 
+def request_limit_s(expected_s: float, left_s: float = math.inf) -> float:
+    """Seconds after which a request counts as hanging: one that takes `expected_s` by what is known, while `left_s` of the
+    search's time are left. Generous, for a crowded machine; but a hang must not take the time of everything else.
+
+    >>> [request_limit_s(*given) for given in ((0.01,), (0.01, 10), (20, -5), (100,))]
+    [60.2, 40.04, 110.0, 600.0]
+    """
+    return min(REQUEST_S, LEAST_REQUEST_S + PATIENCE * expected_s, max(0.0, left_s) + GRACE_S + LATE_PATIENCE * expected_s)
+
+
 @dataclass(frozen=True)
 class Ready:
     """A process that has answered its first call. `prepare_s` is all before it but the first call itself: start of
@@ -73,6 +94,8 @@ class Ready:
 
     prepare_s: float
     first_call_s: float
+    longest_call_s: float               # of the first calls with every shape
+    batch_bytes: int                    # of the largest batch
     done: list[str]                     # what each technique said that it did, in the order of application
     proofs: list[Proof]                 # whether it took effect, in the same order
     peak_memory_bytes: int | None       # until now: of the allocator on a GPU, resident in the processes on a CPU
@@ -84,16 +107,19 @@ class Worker:
     """Starts and prepares at construction. Every method but `close` raises WorkerFailed."""
 
     def __init__(self, source: Source, what: Candidate | Path, *, folder: Path, threads: int,
-                 memory_bytes: int | None = None, prepare_s: float, request_s: float = REQUEST_S,
+                 memory_bytes: int | None = None, prepare_s: float, deadline_s: float = math.inf,
                  facts: ModelFacts | None = None):
         """`what`: a candidate, or the folder of an artifact. `folder`: where the process gets a private folder of its
-        own. `memory_bytes`: of all its processes on a CPU, of the allocator on a GPU. `facts`: None: the first
+        own. `memory_bytes`: of all its processes on a CPU, of the allocator on a GPU. `deadline_s`: of the search, by
+        `time.monotonic()`: `request_limit_s` says what that means for a request. `facts`: None: the first
         process of a source observes them and leaves them there."""
         self.source = source
         self.folder = _private(Path(folder))
         self.log = self.folder / "output.log"
         self.frozen = False
-        self._request_s = request_s
+        self._deadline_s = deadline_s
+        self._killed: WorkerFailed | None = None        # why, where it was us
+        self._round_s = 0.0             # that a call with each of the measured batches takes
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._token = secrets.token_hex(12)
@@ -115,7 +141,7 @@ class Worker:
             self._meter = meter.Meter(self._supervisor.pid,
                                       memory_bytes if memory_bytes and self._on_cpu else float("inf"))
             order = Order(
-                source=str(source.folder.absolute()),
+                source=str(source.folder.absolute()), identity=source.identity,
                 artifact=str(what.absolute()) if isinstance(what, Path) else None,
                 techniques=_techniques(what) if isinstance(what, Candidate) else [],
                 keep=what.keep if isinstance(what, Candidate) else frozenset(), folder=str(scratch.absolute()),
@@ -126,6 +152,7 @@ class Worker:
             started_s = time.monotonic() - began - found["prepare_s"] - found["first_call_s"]
             found["prepare_s"] += max(0.0, started_s)
             self.ready = Ready(peak_memory_bytes=self._meter.peak_bytes() if self._on_cpu else peak, **found)
+            self._round_s = self.ready.longest_call_s * source.batches
             self._meter.begin()
         except BaseException as error:          # also Ctrl-C: nobody else knows this process
             self.close()
@@ -137,16 +164,26 @@ class Worker:
 
     def run(self, *inputs: Any) -> Any:
         """The candidate's output for these inputs. Tensors of it are on the device of the first input tensor."""
-        return self._ask("run", inputs, device=_device_of(inputs))
+        # Others than the measured ones may be many more samples, or longer ones: attention takes the square.
+        larger = _bytes_of(inputs) / max(1, self.ready.batch_bytes)
+        return self._ask("run", inputs, device=_device_of(inputs), limit_s=self._limit_s(max(1.0, larger) ** 2))
+
+    def probe(self, *inputs: Any) -> Any:
+        """The same for inputs that are not the user's own, as large as one of theirs: nobody must wait for them as long."""
+        usual = PROBE_S + PATIENCE * self._round_s
+        return self._ask("run", inputs, device=_device_of(inputs), limit_s=min(usual, self._limit_s(1.0)))
 
     def block(self, count: int, start: int | None = None) -> list[int]:
         """Nanoseconds of each of `count` calls. Inputs take turns in a fixed order: from number `start`, or from
         where the block before ended."""
-        return self._ask("block", count, start)
+        return self._ask("block", count, start, limit_s=self._limit_s(max(1.0, count / max(1, self.source.batches))))
 
     def outputs(self) -> list[list[Any]]:
         """For each measured batch the tensors of the output, on the CPU, in order."""
-        return self._ask("outputs")
+        began = time.monotonic()
+        found = self._ask("outputs", limit_s=self._limit_s(1.0))
+        self._round_s = time.monotonic() - began        # the first calls may have compiled
+        return found
 
     def memory_bytes(self) -> int | None:
         """The most that was taken since the preparation: by the allocator on a GPU, resident in all processes on a
@@ -166,6 +203,10 @@ class Worker:
         """What `function` ("package.module:name", importable there) returns for the candidate's Context and
         `arguments`."""
         return self._ask("ask", function, arguments, limit_s=limit_s, what=function)
+
+    def _limit_s(self, rounds: float) -> float:
+        """Of a request that is as much as calling it so many times with each of the measured batches."""
+        return request_limit_s(rounds * self._round_s, self._deadline_s - time.monotonic())
 
     # -- freezing --------------------------------------------------------------------------------------------------
 
@@ -228,10 +269,12 @@ class Worker:
         if os.getpid() != self._owner:
             raise WorkerFailed("failed",
                                "a candidate can be called from the process that started it, not from a fork of it")
-        limit_s = self._request_s if limit_s is None else limit_s
+        limit_s = REQUEST_S if limit_s is None else limit_s
         with self._lock:                # a check may call from several threads
             if self._stream.fileno() < 0:
                 raise WorkerFailed("failed", "the candidate's process is closed")
+            if self._killed is not None:
+                raise WorkerFailed(self._killed.kind, self._killed.reason, self._killed.log)
             frozen = self.frozen
             self.thaw()
             answer = self._exchange((request, arguments), time.monotonic() + limit_s,
@@ -282,7 +325,8 @@ class Worker:
     def _end(self, kind: Kind, reason: str) -> WorkerFailed:
         """Kill it, and return the exception to raise."""
         self._stop()
-        return WorkerFailed(kind, reason, self.output())
+        self._killed = WorkerFailed(kind, reason, self.output())
+        return self._killed
 
     def _stop(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """Wait `grace_s` for it to end by itself, then have the supervisor kill what is left. The supervisor's
@@ -340,3 +384,7 @@ def _device_of(inputs: tuple[Any, ...]) -> str:
     """Where the first input tensor lives: a check that works on a GPU gets its answers there."""
     found = trees.tensors(sys.modules["torch"], inputs) if "torch" in sys.modules else []
     return str(found[0].device) if found else "cpu"
+
+
+def _bytes_of(inputs: tuple[Any, ...]) -> int:
+    return trees.size_bytes(sys.modules["torch"], inputs) if "torch" in sys.modules else 0

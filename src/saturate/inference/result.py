@@ -18,9 +18,11 @@ from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
+from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
 from saturate.records.inference import Best, CandidateRecord, Fate, OptimizeRecord
+from saturate.trial.lock import FolderLock
 
 if TYPE_CHECKING:
     from saturate.inference.lab import Lab
@@ -57,7 +59,7 @@ class Result:
     def best(self) -> Artifact:
         """The winner, loaded from its artifact. Raises NothingFaster where there is none."""
         if self._best is None:
-            if self.record.artifact is None:
+            if self.record.artifact is None:        # also where the best so far is stored, and nothing was confirmed
                 raise NothingFaster("nothing faster was found, so there is no artifact", cause=self._why(),
                                     remedy="use the model as it is; result.table() says what was tried")
             self._best = artifact.load(self.record.artifact)
@@ -102,10 +104,15 @@ class Result:
         winner. `time`: seconds that it may take, beside storing and loading. The result itself stays as it is.
 
         Raises UsageError where the search had no check, and NothingFaster where nothing is shown to be faster within
-        that budget.
+        that budget, and EnvironmentProblem where another search works in the folder by now, or has.
         """
         if self._lab.budget is None:
             raise UsageError("pick needs a search with a check", remedy="optimize(model, inputs, check=..., budget=...)")
+        with FolderLock(self._lab.folder, "workdir"):
+            Source.open(self._lab.source.folder, self._lab.source.identity)
+            return self._picked(max_drop, time)
+
+    def _picked(self, max_drop: float, time: float) -> Artifact:
         until_s = clock.monotonic() + time
         lab = dataclasses.replace(self._lab, budget=dataclasses.replace(self._lab.budget, max_drop=max_drop), deadline_s=until_s)
         search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
@@ -115,7 +122,10 @@ class Result:
         if won is None:
             raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried")
-        final = confirm.against(lab, won.artifact, None, until_s)
+        try:
+            final = confirm.against(lab, won.artifact, None, until_s)
+        except search.failed as error:
+            raise NothingFaster(f"{won.found.candidate.label()} fails in the final race", cause=str(error), remedy="use the model as it is") from error
         best = best_of(won, won if won.found.candidate.lossless else None, final, None, lab)
         if best is None or verdict_of(won, final, search, True) != "faster":
             raise NothingFaster(f"the fastest within a drop of {max_drop:g} is not shown to be faster than the model as it is",

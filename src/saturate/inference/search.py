@@ -328,4 +328,4 @@ def _fail(found: Tried, error: Any) -> None:
     ids = [part.id for part in found.candidate.parts]
     said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason
     found.fate, found.reason = "not_applied" if error.kind == "not_applied" else "failed", f"{error.kind.replace('_', ' ')}: {said}"
-    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), getattr(error, "outside", False)
+    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), error.kind == "disk_full" or getattr(error, "outside", False)

@@ -105,19 +105,29 @@ class Source:
                                      remedy="free some space, or choose another folder with workdir") from error
         return made
 
+    @property
+    def identity(self) -> str:
+        """Of the model and its inputs."""
+        return f"{self.model_hash} {self.inputs_hash}"
+
     @staticmethod
-    def open(folder: Path) -> Source:
-        """What `write` left in `folder`. Raises EnvironmentProblem where it is not there, or others could have
-        changed it."""
+    def open(folder: Path, identity: str | None = None) -> Source:
+        """What `write` left in `folder`. Raises EnvironmentProblem where it is not there, others could have changed
+        it, or another model or other inputs than those of `identity` are in its place by now."""
         folder = Path(folder)
         check_private(folder)
         try:
             fields = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            return Source(folder=folder, **{**fields, "notes": tuple(fields["notes"])})
+            found = Source(folder=folder, **{**fields, "notes": tuple(fields["notes"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise EnvironmentProblem(f"{folder} holds no source of a search",
                                      cause=f"{type(error).__name__}: {error}",
                                      remedy="run the search again") from error
+        if identity not in (None, found.identity):
+            raise EnvironmentProblem(f"{folder} holds another model, or other inputs, than this search began with",
+                                     cause="another search has worked in the same folder since",
+                                     remedy="run the search again, in a folder of its own: workdir (--workdir DIR)")
+        return found
 
     def model(self, torch: Any) -> Any:
         """A module on the CPU, in the mode in which it came; a method of one is a module of its own here."""

@@ -43,6 +43,9 @@ _TRAINING_SHARE = 0.6
 #: glibc's limits grow up to 32 MiB.
 _LARGEST_KEPT_BYTES = 31 * 2**20
 
+#: In a traceback: what the system says of a full disk, and what torch's writer says, which keeps that to itself.
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "unexpected pos ")
+
 #: Calibration batches that layers are ranked with.
 _RANKING_BATCHES = 8
 
@@ -75,6 +78,8 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
         print(text, flush=True)
         kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
+        if kind == "failed" and any(words in text for words in _DISK_FULL):
+            kind = "disk_full"
         return "raised", kind, server.reason(error), text
 
 
@@ -91,6 +96,7 @@ class Order:
     limit_s: float
     memory_bytes: int | None
     facts: ModelFacts | None            # None: found in the source, or observed
+    identity: str | None = None         # of what the source must hold: see `Source.open`
     home: frozenset[tuple[str, str]] = frozenset()      # classes that came by value: see `wire.send`
 
 
@@ -119,7 +125,7 @@ class Server:
         self.torch, self.home = torch, order.home
         torch.set_num_threads(order.threads)
         _grow_allocator(torch)
-        source = Source.open(Path(order.source))
+        source = Source.open(Path(order.source), order.identity)
         if order.artifact is None:
             done = self._become_candidate(order, source, began)
         else:
@@ -127,11 +133,12 @@ class Server:
         prepared = time.monotonic()
         self._call(self._own(self.inputs[0]))
         called = time.monotonic()
-        self._meet_other_shapes()
+        longest = max(called - prepared, self._meet_other_shapes())
         proofs = [self._proof(module, options) for module, options in self._parts]
         peak = self.do_memory()
         self._settle()
         return {"prepare_s": time.monotonic() - began - (called - prepared), "first_call_s": called - prepared,
+                "longest_call_s": longest, "batch_bytes": max(trees.size_bytes(self.torch, batch) for batch in self.inputs),
                 "done": done, "proofs": proofs, "device_peak_bytes": peak, "facts": self.facts,
                 "notes": dict(self.context.notes) if self.context else {}}
 
@@ -206,13 +213,16 @@ class Server:
         self._doing = ""
         return proof
 
-    def _meet_other_shapes(self) -> None:
-        """A shape that is new inside a timed block would compile there."""
-        met = {trees.signature(self.torch, self.inputs[0])}
+    def _meet_other_shapes(self) -> float:
+        """A shape that is new inside a timed block would compile there. The longest call's seconds."""
+        met, longest = {trees.signature(self.torch, self.inputs[0])}, 0.0
         for batch in self.inputs[1:]:
             if (shapes := trees.signature(self.torch, batch)) not in met:
                 met.add(shapes)
+                began = time.monotonic()
                 self._call(self._own(batch))
+                longest = max(longest, time.monotonic() - began)
+        return longest
 
     def _settle(self) -> None:
         """Give back what preparation left, so that the memory of serving is that of serving."""

@@ -125,6 +125,14 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int | None = None
 
 
+class Unconfirmed(msgspec.Struct, frozen=True, kw_only=True):
+    """The best so far of a search that ended early. A screening is no claim: loaded and raced it may be slower, or lose more."""
+
+    id: str                                 # of its row among the candidates
+    speedup: float
+    artifact: str | None                    # where it is stored; None: it was not, yet
+
+
 class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What `saturate optimize --json` prints, and what the report is made from."""
 
@@ -145,6 +153,7 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     best_lossless: CandidateRecord | None
     best: Best | None
     candidates: list[CandidateRecord]
+    unconfirmed: Unconfirmed | None = None  # interrupted, or the machine gave out, before anything was confirmed
     throughput: list[ThroughputRow] = []    # objective throughput: what was measured, of both
     throughput_ratio: float | None = None   # samples per second of the winner over the model's own, each at its best setting
     throughput_ratio_ci: tuple[float, float] | None = None

@@ -38,7 +38,7 @@ def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
     )
     tail = [
         _row(label, words.clean(path), paint)
-        for label, path in (("artifact", record.artifact), ("report", record.report))
+        for label, path in (("artifact", record.artifact), ("stored", record.unconfirmed and record.unconfirmed.artifact), ("report", record.report))
         if path
     ]
     if record.given_s is not None:
@@ -69,7 +69,8 @@ def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:
     counts, reason = say.lost(record)
     if record.best is None:
         return [
-            ("why", say.unfinished(record) or reason or say.why_nothing(record)),
+            ("so far", say.so_far(record)),
+            ("why", "" if record.unconfirmed else say.unfinished(record) or reason or say.why_nothing(record)),
             ("latency", say.latency_words(record.baseline.latency_ms)),
             ("tried", counts),
             note,

@@ -77,6 +77,14 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
     return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better}"
 
 
+def so_far(record: OptimizeRecord) -> str:
+    """Of a search that ended early."""
+    found = record.unconfirmed
+    if found is None:
+        return ""
+    return f"{words.ratio(found.speedup)} in a screening, not confirmed: {found.id}"
+
+
 def unfinished(record: OptimizeRecord) -> str:
     """What came as far as the final race, where that did not decide, else the fastest that misses samples: it comes before
     what was refused."""
@@ -92,6 +100,8 @@ def unfinished(record: OptimizeRecord) -> str:
 def why_nothing(record: OptimizeRecord) -> str:
     if record.baseline.fate == "failed":
         return record.baseline.reason
+    if record.unconfirmed is not None:
+        return f"the search ended early: {so_far(record)}"
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)

@@ -7,7 +7,6 @@ questions again and finds the answers already there.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -17,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged, StudyLocked
+from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged
 from saturate.trial import mounts
+from saturate.trial.lock import FolderLock
 
 VERSION = 1
 NAME = "study.sqlite"
@@ -43,38 +43,13 @@ _ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READON
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
 
-class StudyLock:
-    """Held by the one process that works in a study folder. The kernel drops it however that process ends."""
+class StudyLock(FolderLock):
+    """Held by the one process that works in a study folder."""
 
-    def __init__(self, folder: Path):
-        refused = f"cannot write in {folder}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / ".gitignore").exists():
-                (folder / ".gitignore").write_text("*\n", encoding="utf-8")     # nobody wants a study in a commit
-            self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - held open as long as the lock
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.seek(0)
-            holder = self._file.read(20).strip() or "unknown"
-            self._file.close()
-            raise StudyLocked(
-                f"another saturate is working in {folder}", evidence=f"process {holder}",
-                remedy="wait until it has ended, or give this one a folder of its own with --dir FOLDER",
-            ) from error
-        except OSError as error:
-            raise EnvironmentProblem(refused, cause=str(error), remedy="choose a writable folder with --dir FOLDER") from error
-        try:
-            self._file.truncate(0)
-            self._file.write(str(os.getpid()))
-            self._file.flush()
-        except OSError as error:
-            os.close(self._file.detach().detach().fileno())     # an ordinary close would try to write once more
-            raise EnvironmentProblem(refused, cause=str(error), remedy="free space there, or choose another disk with --dir FOLDER",
-                                     ) from error
-
-    def release(self) -> None:
-        self._file.close()
+    def _make(self, folder: Path) -> None:
+        super()._make(folder)
+        if not (folder / ".gitignore").exists():
+            (folder / ".gitignore").write_text("*\n", encoding="utf-8")     # nobody wants a study in a commit
 
 
 class Store:

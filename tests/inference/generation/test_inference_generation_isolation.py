@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 
 import generation_models as toys  # noqa: E402
 
-from saturate.errors import CheckUnusable, UsageError, WorkloadFailed  # noqa: E402
+from saturate.errors import CheckUnusable, StudyLocked, UsageError, WorkloadFailed  # noqa: E402
 from saturate.inference.generation import Budget, host, optimize, prompts, tune  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
@@ -81,6 +81,31 @@ def test_a_draft_that_ends_its_process_costs_a_row(monkeypatch, how, words):
 def test_a_model_that_fails_in_another_process_is_the_users_to_know():
     with pytest.raises(WorkloadFailed):
         optimize(Ending("crashes"), PROMPTS, max_new_tokens=4, time="1m", ways=("lookup",))
+
+
+def test_two_searches_do_not_share_a_folder(tmp_path):
+    """The processes of one would load the other's model."""
+    refused = []
+
+    def meanwhile(line):
+        with pytest.raises(StudyLocked) as caught:
+            optimize(toys.Cached(1), PROMPTS, max_new_tokens=4, workdir=tmp_path, isolate=False, ways=("lookup",))
+        refused.append(caught.value)
+
+    optimize(toys.Cached(), PROMPTS, max_new_tokens=4, workdir=tmp_path, isolate=False, ways=("lookup",), say=meanwhile)
+    assert refused and "workdir" in refused[0].remedy
+    optimize(toys.Cached(1), PROMPTS, max_new_tokens=4, workdir=tmp_path, isolate=False, ways=("lookup",))
+
+
+def test_a_way_that_hangs_has_what_is_left_and_a_slow_plain_loop_is_waited_for():
+    yard = host.Yard(torch, None, None, time.monotonic() + 300)
+    assert 290 < yard._batch_s() <= 300, "nothing is known yet"
+    yard.slowest_s = 20.0
+    assert 400 < yard._batch_s() <= 410, "what is left, and 30 s + 4 x 20 s"
+    yard.deadline = time.monotonic() - 100
+    assert yard._batch_s() == 110
+    yard.slowest_s = 0.0
+    assert yard._batch_s() == 60
 
 
 def test_the_prompts_that_choose_do_not_confirm():

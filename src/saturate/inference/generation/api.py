@@ -24,6 +24,7 @@ from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
 from saturate.records.generation import GenerationRecord
+from saturate.trial.lock import FolderLock
 
 #: Time to prove an artifact: to load it, to generate a few times, and to do the same without it.
 _SAVING_S = 600.0
@@ -206,7 +207,7 @@ def optimize(
     change numbers; check(run) gets run(prompts) -> lists of new tokens. Without them only lossless ways are tried.
     ways: which kinds are tried, "draft", "lookup", "compile" (half a minute and more on a CPU), "weights". isolate:
     False keeps all in this process, for a model of which the device does not hold two: then nothing limits the time
-    and memory of a way. workdir: a folder in which the same call goes on after an interruption. say: gets a line as
+    and memory of a way. workdir: a folder in which the same call goes on after an interruption; one call at a time works in it. say: gets a line as
     each way begins. The other arguments are those of `generate`. Ctrl-C ends the search and returns the best so far.
 
     Raises UsageError, by name, where the model cannot be called rightly, WorkloadFailed where it fails, and
@@ -245,9 +246,11 @@ def optimize(
 
 @contextmanager
 def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[Path | None]:
-    """Where processes and what was found live; None: nowhere."""
+    """Where processes and what was found live, for this call alone; None: nowhere. Raises EnvironmentProblem where another
+    search works there."""
     if workdir is not None:
-        yield Path(workdir)
+        with FolderLock(Path(workdir), "workdir"):
+            yield Path(workdir)
     elif isolate:
         with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
             yield Path(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from saturate.inference.generation.decode import Request, Run
 from saturate.inference.generation.draft_length import Costs
 from saturate.inference.generation.models import plain_forward
 from saturate.inference.generation.recipe import Given, Recipe
-from saturate.inference.process import Worker, WorkerFailed
+from saturate.inference.process import REQUEST_S, Worker, WorkerFailed, request_limit_s
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import NotApplied
 from saturate.records.inference import Fate, ModelFacts
@@ -34,8 +34,8 @@ _HERE, _STORED = "saturate.inference.generation.host", "saturate.inference.gener
 #: A way may take so long to start, as a share of the time that is left: compilers hang.
 _PREPARE_SHARE, _LEAST_PREPARE_S = 0.5, 60.0
 
-#: A batch may take so many times as long as the plain loop took for its slowest, and not less than so many seconds.
-_PATIENCE, _LEAST_BATCH_S = 20.0, 60.0
+#: The first batch of the plain loop, before anything is known, may take all the time that is left, and not less than this.
+_LEAST_BATCH_S = 60.0
 
 
 class Refused(Exception):
@@ -120,8 +120,8 @@ class Remote:
     """In a process of its own, which stands still between requests."""
 
     def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: float,
-                 batch_s: float):
-        """what: a recipe, or the folder of an artifact."""
+                 batch_s: Callable[[], float]):
+        """what: a recipe, or the folder of an artifact. batch_s: how long a batch may take from now on."""
         self._worker, self._batch_s = worker, batch_s
         where, said = (_STORED, str(what)) if isinstance(what, Path) else (_HERE, what)
         try:
@@ -135,10 +135,10 @@ class Remote:
             raise
 
     def generate(self, batch: Batch, request: Request) -> Run:
-        return self._worker.ask(f"{_HERE}:generate", [list(row) for row in batch], request, limit_s=self._batch_s)
+        return self._worker.ask(f"{_HERE}:generate", [list(row) for row in batch], request, limit_s=self._batch_s())
 
     def last_logits(self, text: Sequence[int]) -> Any:
-        return self._worker.ask(f"{_HERE}:last_logits", list(text), limit_s=self._batch_s)
+        return self._worker.ask(f"{_HERE}:last_logits", list(text), limit_s=self._batch_s())
 
     def close(self) -> None:
         self._worker.close()
@@ -170,7 +170,12 @@ class Yard:
         worker = Worker(self.source, Candidate(), folder=self._folder / "processes",
                         threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=prepare_s,
                         facts=ModelFacts(device=self.source.device))
-        return Remote(worker, what, batch, request, prepare_s, max(_LEAST_BATCH_S, _PATIENCE * self.slowest_s))
+        return Remote(worker, what, batch, request, prepare_s, self._batch_s)
+
+    def _batch_s(self) -> float:
+        """By what the plain loop took for its slowest batch: a hang must not take the time of everything else."""
+        left = self.deadline - time.monotonic()
+        return request_limit_s(self.slowest_s, left) if self.slowest_s else min(REQUEST_S, max(_LEAST_BATCH_S, left))
 
     @contextlib.contextmanager
     def running(self, what: Recipe | Path, batch: Batch, request: Request) -> Iterator[Host]:

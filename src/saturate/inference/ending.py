@@ -1,0 +1,79 @@
+"""A search that ends early: Ctrl-C, or a machine that gives out, takes with it what was found until then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from saturate.errors import EnvironmentProblem
+from saturate.inference.confirm import Confirmed, contenders
+from saturate.inference.racing import Race
+from saturate.inference.result import Result, record_of
+from saturate.records.inference import OptimizeRecord, Unconfirmed
+
+if TYPE_CHECKING:
+    from saturate.inference.lab import Lab
+    from saturate.inference.search import Search
+
+
+@dataclass
+class Ending:
+    """What is known of the winner, filled in step by step. `began`: time.monotonic() of the call."""
+
+    search: Search
+    lab: Lab
+    notes: list[str]
+    began: float
+    won: Confirmed | None = None
+    final: Race | None = None
+    lossless: Confirmed | None = None
+    versus: Race | None = None
+    record: OptimizeRecord | None = None        # complete: only the files are missing
+
+    def recorded(self, complete: bool = True) -> OptimizeRecord:
+        return record_of(self.search, self.lab, self.won, self.lossless, self.final, self.versus, notes=self.notes, began=self.began,
+                         complete=complete)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """What ends the search in here has attributes `record` and `result`, unless not even the model was measured. The report
+        and result.json are written, where that is possible."""
+        try:
+            yield
+        except KeyboardInterrupt as interruption:
+            self._attach(interruption, "interrupted: the same call goes on from here")
+            raise
+        except EnvironmentProblem as problem:
+            self._attach(problem, f"{problem.message}: {problem.cause}")
+            raise
+
+    def _attach(self, error: Any, note: str) -> None:
+        if self.search.baseline is None:
+            return
+        self.notes = [note, *self.notes]
+        record = self._cut_off() if self.record is None else msgspec.structs.replace(self.record, notes=self.notes)
+        try:
+            result = Result.of(record, self.search, self.lab)
+        except EnvironmentProblem:              # a full disk, perhaps
+            result = Result(record, self.search, self.lab)
+        error.result, error.record = result, result.record
+
+    def _cut_off(self) -> OptimizeRecord:
+        if self.search.objective == "throughput":       # one call that answers sooner was not the objective
+            self.won = self.final = None
+        record = self.recorded(complete=False)
+        return record if record.best is not None else msgspec.structs.replace(record, unconfirmed=so_far(self.search, self.lab))
+
+
+def so_far(search: Search, lab: Lab) -> Unconfirmed | None:
+    """The best that could have been confirmed; what is stored has come further than what is not."""
+    better = [one for one in contenders(search) if search.value(one) > 1.0]
+    best = max(better, key=lambda one: (one.candidate in lab.stored, search.value(one)), default=None)
+    if best is None:
+        return None
+    stored = lab.stored.get(best.candidate)
+    return Unconfirmed(id=best.candidate.label(), speedup=best.speedup or 1.0, artifact=None if stored is None else str(stored))
