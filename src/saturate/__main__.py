@@ -2,7 +2,10 @@
 
 import sys
 
-from saturate.cli.main import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]         # the working directory: what lies there is the command's, and is not to run in here
+
+    from saturate.cli.main import main
+
     sys.exit(main())

@@ -23,6 +23,9 @@ Codes (`E...`) are stable: `saturate explain CODE` prints the class's docstring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 
 class SaturateError(Exception):
     """Something went wrong that the user can act on."""
@@ -62,6 +65,12 @@ class RecipeError(UsageError):
     """
 
     code = "E210"
+
+    @classmethod
+    def outdated(cls, changes: Sequence[str]) -> Self:
+        """What `run --strict` refuses with, in front of the command and within it."""
+        return cls("the recipe was made for something else", evidence="; ".join(changes),
+                   remedy="tune again here, or run without --strict")
 
 
 class TechniqueError(UsageError):

@@ -1,70 +1,34 @@
-"""The agent wakes when torch is imported, whatever happened to the import system before."""
+"""The plan names the imports that wake the agent: all of those that it acts on."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
+import json
+import random
 
 import pytest
 
-from saturate.agent.bootstrap import ImportWatch
+from saturate.agent import bootstrap, redirect
+from saturate.trial import launch
 
 
-@pytest.fixture
-def watched(tmp_path, monkeypatch):
-    """A watch on the module `watched_toy`, and the modules that it reported."""
-    (tmp_path / "watched_toy.py").write_text("value = 7\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    seen = []
-    watch = ImportWatch({"watched_toy": seen.append})
-    sys.meta_path.insert(0, watch)
-    yield watch, seen
-    if watch in sys.meta_path:
-        sys.meta_path.remove(watch)
-    sys.modules.pop("watched_toy", None)
+@pytest.mark.parametrize(("mode", "more", "as_well"), [
+    ("run", {}, set()), ("trial", {}, set()), ("verify", {"capture": {"seed": 7}}, {"random"}),
+])
+def test_a_plan_wakes_the_agent_at_each_import_that_it_acts_on(mode, more, as_well):
+    state = random.getstate()
+    text = launch.plan_text(mode, [], **more)
+    assert text.startswith('{"wakes": "torch'), "read without a parser"
+    plan = json.loads(text)
+    try:
+        assert set(plan["wakes"].split()) == set(bootstrap.start(plan)) | as_well
+    finally:
+        random.setstate(state)
 
 
-def test_the_callback_runs_once_after_the_import(watched):
-    watch, seen = watched
-    toy = importlib.import_module("watched_toy")
-    assert seen == [toy] and toy.value == 7
-    assert watch not in sys.meta_path
-    assert "exec_module" not in vars(toy.__spec__.loader)
-    importlib.reload(toy)
-    assert seen == [toy]
-
-
-def test_a_library_that_asks_whether_the_module_exists_does_not_use_up_the_callback(watched):
-    """`datasets` and others call find_spec("torch") before anything imports it."""
-    _, seen = watched
-    assert importlib.util.find_spec("watched_toy") is not None
-    assert importlib.util.find_spec("watched_toy") is not None
-    assert seen == []
-    toy = importlib.import_module("watched_toy")
-    assert seen == [toy]
-
-
-def test_a_failed_import_can_be_tried_again(watched, tmp_path):
-    _, seen = watched
-    (tmp_path / "watched_toy.py").write_text("raise RuntimeError('not yet')\n")
-    with pytest.raises(RuntimeError):
-        importlib.import_module("watched_toy")
-    assert seen == []
-    (tmp_path / "watched_toy.py").write_text("value = 1234567\n")
-    toy = importlib.import_module("watched_toy")
-    assert seen == [toy]
-
-
-def test_two_finders_that_ask_each_other_do_not_loop(watched, monkeypatch):
-    class Curious:
-        def find_spec(self, name, path=None, target=None):
-            for finder in sys.meta_path:
-                if finder is not self and (spec := finder.find_spec(name, path, target)):
-                    return spec
-            return None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Curious()])
-    watch = ImportWatch({"watched_missing": print})
-    sys.meta_path.insert(0, watch)
-    assert importlib.util.find_spec("watched_missing") is None
+def test_redirection_begins_with_the_process(monkeypatch):
+    installed = []
+    monkeypatch.setattr(redirect, "install_from_plan", installed.append)
+    plan = json.loads(launch.plan_text("trial", [], redirect={"root": "/r", "allowed": []}))
+    assert plan["wakes"] == ""
+    assert {"torch", "sqlite3", "safetensors", "wandb"} <= set(bootstrap.start(plan))
+    assert installed == [plan["redirect"]]

@@ -48,7 +48,7 @@ def _run(fakes: Path, prelude: str) -> list[str]:
 WATCH = """
     import sys
     from saturate.agent import trackers
-    from saturate.agent.bootstrap import ImportWatch
+    from saturate.agent.importwatch import ImportWatch
     sys.meta_path.insert(0, ImportWatch(trackers.callbacks()))
 """
 

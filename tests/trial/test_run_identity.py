@@ -116,7 +116,7 @@ def test_shell_script_and_pipe(place: Place) -> None:
 
 
 def test_environment_with_an_empty_recipe(place: Place) -> None:
-    for language in ({}, {"LANG": "C"}, {"LANG": "C.UTF-8"}):
+    for language in ({}, {"LANG": "C"}, {"LANG": "C.UTF-8"}, {"LC_CTYPE": "C"}, {"LC_CTYPE": "POSIX", "LANG": "C.UTF-8"}):
         place.environment = {**{k: v for k, v in place.environment.items() if not k.startswith(("LANG", "LC_"))}, **language}
         assert place.under([], "env", "-0").stdout == place.plain("env", "-0").stdout
 
@@ -147,6 +147,56 @@ def test_env_in_front_of_the_command(place: Place, options: list[str]) -> None:
 def test_torch_is_not_imported_before_the_script_does(place: Place) -> None:
     place.write("import sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'msgspec', 'rich')])")
     assert place.same(sys.executable, "train.py") == b"[]\n"
+
+
+def test_nothing_is_loaded_before_the_script(place: Place) -> None:
+    """Helper processes of a training, say, lie beside modules of their own that are called like those of the standard library."""
+    place.write("import sys; print(sorted(sys.modules))")
+    place.same(sys.executable, "train.py")
+    names = ["json", "types", "enum", "functools", "operator", "random", "saturate"]
+    for name in names:
+        place.write(f"def mine(): return {name!r}\n", f"prep/{name}.py")
+    place.write("".join(f"import {name}; print({name}.mine())\n" for name in names), "prep/make.py")
+    assert place.same("bash", "-c", f"cd prep && {sys.executable} make.py").split() == [name.encode() for name in names]
+
+
+def test_a_module_of_the_users_that_is_called_saturate(place: Place) -> None:
+    """It is theirs, whether torch is imported before or after it; the agent says that it cannot be there as well."""
+    place.write("def mine(): return 5\n", "prep/saturate.py")
+    for source in ("import saturate\nimport torch\n", "import torch\nimport saturate\n"):
+        place.write(source + "print(saturate.mine())", "prep/train.py")
+        ours = place.under(["zero-grad-none"], sys.executable, "prep/train.py")
+        assert (ours.returncode, ours.stdout) == (0, b"5\n")
+        assert str(place.folder / "prep/saturate.py").encode() in ours.stderr and b"nothing was changed" in ours.stderr
+    strict = place.under(["zero-grad-none"], sys.executable, "prep/train.py", options=("--strict",))
+    assert (strict.returncode, strict.stdout) == (3, b"")
+
+
+def test_what_lies_in_the_working_directory_is_not_run(place: Place) -> None:
+    """By saturate's own process, that is; it leaves standard input alone, too."""
+    for name in ("csv", "platform", "shutil", "hashlib", "tomllib", "msgspec"):
+        place.write(f"open('ran-{name}', 'w')\n", f"{name}.py")
+    place.write("import sys; print(sys.stdin.read())", "scripts/train.py")
+    assert place.same(sys.executable, "scripts/train.py", stdin=b"one\ntwo") == b"one\ntwo\n"
+    assert not list(place.folder.glob("ran-*"))
+
+
+def test_other_versions_of_our_libraries_in_pythonpath(place: Place) -> None:
+    for name in ("msgspec", "tomlkit", "rich", "pynvml"):
+        place.write("X = 1\n", f"lib/{name}.py")
+    place.write("import msgspec, rich; print(msgspec.X, rich.X)")
+    place.environment = {**place.environment, "PYTHONPATH": "lib"}
+    assert place.same(sys.executable, "train.py") == b"1 1\n"
+    unusable = place.plain(*SATURATE, "bench", "artifact/")      # looks for modules in the user's order
+    assert unusable.returncode == 3 and b"error[E300] saturate cannot use the library" in unusable.stderr
+    assert b"help: check PYTHONPATH" in unusable.stderr and b"Traceback" not in unusable.stderr
+
+
+def test_a_working_directory_that_was_removed(place: Place) -> None:
+    recipe = place.recipe("zero-grad-none")
+    for front in ("", f"{' '.join(SATURATE)} run {recipe} -- "):
+        done = place.plain("bash", "-c", f"mkdir -p gone; cd gone; rmdir ../gone; {front}{sys.executable} -c 'print(1)'")
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"1\n", b"")
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------------

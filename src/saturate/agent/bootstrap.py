@@ -1,70 +1,23 @@
-"""From interpreter start to the first sign of training: import hooks, and the seams in torch."""
+"""From the first import that matters to the first sign of training: what to do after which import, and the seams in torch."""
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import PathFinder
+from collections.abc import Callable
 from typing import Any
 
 
-class ImportWatch:
-    """A meta-path finder that runs a callback right after a named module was imported, once, and imports nothing."""
+def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
+    """Called by `sitecustomize` with the plan that the launcher wrote, when the first module was imported that the plan waits
+    for. Returns what to call with which module, right after its import.
 
-    def __init__(self, callbacks: dict[str, Any]):
-        self.callbacks = callbacks
-        self._looking: set[str] = set()     # another finder of this kind may ask everybody, us included
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        # Being looked for is not being imported: libraries ask `importlib.util.find_spec("torch")` whether it is there.
-        if name not in self.callbacks or name in self._looking:
-            return None
-        self._looking.add(name)
-        try:
-            spec = self._find(name, path, target)
-        finally:
-            self._looking.discard(name)
-        if spec is None or not hasattr(spec.loader, "exec_module"):
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            vars(spec.loader).pop("exec_module", None)      # the class's method shows again
-            run(module)
-            self._imported(name, module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-    def _imported(self, name: str, module: Any) -> None:
-        callback = self.callbacks.pop(name, None)
-        if not self.callbacks and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        if callback is not None:
-            callback(module)
-
-    def _find(self, name: str, path: Any, target: Any) -> Any:
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None:
-            return spec
-        for finder in sys.meta_path:        # zip files, editable installs
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
-
-
-def start(plan: dict[str, Any]) -> None:
-    """Called by `sitecustomize` with the plan that the launcher wrote.
-
-    Plan keys: `package` (folder of this package), `mode` ("trial", "verify" or "run"), `techniques` (id, module, path,
-    options), `step` (known motif or null), and per mode `socket` and `token`, `capture`, `drill`, `fit` (see
-    `agent.batching`), `redirect`, `on_divergence`.
+    Plan keys: `wakes` (names of those modules, see `trial.launch.plan_text`), `package` (folder of this package), `mode`
+    ("trial", "verify" or "run"), `techniques` (id, module, path, options), `step` (known motif or null), and per mode `socket`
+    and `token`, `capture`, `drill`, `fit` (see `agent.batching`), `redirect`, `on_divergence`, `strict`, `doubts` (see `agent.versions`).
     `early` (true: techniques that must act before memory is taken do so in a verification run, too) and `early_facts` (a path:
     what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`; `ended` (the
     beginning of a path: what was seen by a process that trained and ended before the gate is written there).
     """
-    callbacks: dict[str, Any] = {"torch": lambda torch: _on_torch(torch, plan)}
+    callbacks: dict[str, Callable[[Any], None]] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
         from saturate.agent import redirect
 
@@ -81,14 +34,17 @@ def start(plan: dict[str, Any]) -> None:
         seeds = capture["seed"], capture.get("seed_offset", 0)
         randomness.seed_standard_library(*seeds)
         callbacks["numpy"] = lambda numpy: randomness.seed_numpy(numpy, *seeds)
-    watch = ImportWatch(callbacks)
-    sys.meta_path.insert(0, watch)
+    return callbacks
 
 
 def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
     from saturate.agent import seams
     from saturate.agent.session import Session
 
+    if plan.get("doubts"):
+        from saturate.agent import versions
+
+        versions.check(torch, plan)
     if plan.get("redirect"):
         from saturate.agent import redirect
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import saturate
-from saturate.errors import SaturateError, UsageError
+from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 
 #: name, module, one line for `saturate --help`
 VERBS = (
@@ -39,6 +39,12 @@ VERBS = (
     ("doctor", "saturate.cli.doctor", "look for what keeps this machine from tuning, with the fix"),
     ("report", "saturate.cli.report", "print the path of the last report"),
 )
+
+#: Verbs that import the user's code into this process, which finds modules in the user's order.
+_IMPORT_THE_USERS = (["optimize"], ["bench"])
+
+#: What saturate is installed with.
+_LIBRARIES = ("msgspec", "tomlkit", "rich", "pynvml")
 
 _INTERRUPTED = 130                              # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141                              # 128 + SIGPIPE: what `saturate techniques | head` would give in C
@@ -81,14 +87,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names and recipes may hold what this terminal's encoding cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and words[:1] not in _IMPORT_THE_USERS:
+        _own_libraries_first()
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(words)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, so that a reader who left is noticed while it can still be handled
         return code
     except SaturateError as error:
         print(_card(error), file=sys.stderr)
         return error.exit_code
+    except (ImportError, AttributeError) as error:
+        problem = _library_problem(error)
+        if problem is None:
+            raise
+        print(_card(problem), file=sys.stderr)
+        return problem.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -96,6 +111,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+
+
+def _library_problem(error: ImportError | AttributeError) -> EnvironmentProblem | None:
+    """What to say where one of saturate's own libraries is missing, or another than the one it was installed with."""
+    owner = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
+    library = str(owner).partition(".")[0]
+    if library not in _LIBRARIES:
+        return None
+    place = getattr(sys.modules.get(library), "__file__", None)
+    return EnvironmentProblem(
+        f"saturate cannot use the library {library}, which it needs", cause=str(error), evidence=place or "",
+        remedy="check PYTHONPATH: it leads to packages of another environment" if os.environ.get("PYTHONPATH")
+        else "install saturate again: its libraries come with it")
+
+
+def _own_libraries_first() -> None:
+    """Look into PYTHONPATH last: it is meant for the command, and may hold other versions of what saturate needs."""
+    if not os.environ.get("PYTHONPATH"):
+        return
+    given = os.environ["PYTHONPATH"].split(os.pathsep)
+    try:
+        given += [os.path.abspath(entry) for entry in given]        # as Python enters them
+    except FileNotFoundError:
+        pass            # the working directory was removed: then it cannot either
+    sys.path.sort(key=lambda entry: entry in given)
 
 
 def _open_standard_streams() -> None:

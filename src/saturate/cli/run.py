@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not recipe.techniques:
         _replace(command, _environment())
     chosen = _chosen(recipe)
-    _compare(recipe, command, arguments.strict)
+    doubts = _compare(recipe, command, arguments.strict)
     option = launch.defeated_by(command)
     if option is not None:
         problem = InjectionDefeated(
@@ -48,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
             raise problem
         print(problem.card(), file=sys.stderr)
         _replace(command, _environment())
-    plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence)
+    plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence, strict=arguments.strict, doubts=doubts)
     environment = launch.injected(_environment(), plan, chosen)
     _replace(launch.carried(command, environment, chosen), environment)
     return 0
@@ -61,8 +59,11 @@ def _environment() -> dict[str, str]:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return environment              # no /proc here: nothing to compare with
-    if not any(entry.startswith(b"LC_CTYPE=") for entry in given):
+    language = next((entry.partition(b"=")[2] for entry in given if entry.startswith(b"LC_CTYPE=")), None)
+    if language is None:
         environment.pop("LC_CTYPE", None)
+    else:
+        environment["LC_CTYPE"] = os.fsdecode(language)
     return environment
 
 
@@ -91,52 +92,36 @@ def _chosen(recipe: Recipe) -> list[launch.Chosen]:
             for entry in recipe.techniques]
 
 
-def _compare(recipe: Recipe, command: list[str], strict: bool) -> None:
+def _compare(recipe: Recipe, command: list[str], strict: bool) -> dict[str, tuple[str, str]]:
+    """Say what has changed as far as it shows from here. Returns what the agent is to compare: which torch and which Python
+    the command ends in is known where it has imported torch."""
     from saturate.machine import fingerprint
 
-    changes = fingerprint.compare(recipe.made_for, _now(recipe.made_for, command), [entry.id for entry in recipe.techniques])
+    ids = [entry.id for entry in recipe.techniques]
+    changes = fingerprint.compare(recipe.made_for, _now(recipe.made_for, command), ids)
     if changes and strict:
-        raise RecipeError("the recipe was made for something else", evidence="; ".join(changes),
-                          remedy="tune again here, or run without --strict")
+        raise RecipeError.outdated(changes)
     for change in changes:
         print(f"saturate: {change}", file=sys.stderr)
+    doubts = fingerprint.doubts(recipe.made_for, ids)
+    return {field: doubts[field] for field in ("torch", "python") if field in doubts}
 
 
 def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
-    """The fingerprint of this machine and command, as far as it shows without importing torch; the rest is left empty
+    """The fingerprint of this machine and command, as far as it shows without starting anything; the rest is left empty
     and not compared."""
     import saturate
     from saturate.machine import facts, fingerprint
 
-    script = fingerprint.script_of(command, Path.cwd())
-    torch, python = _versions(command)
+    script = fingerprint.script_of(command)
     device_name = _gpu_name() if made_for.device == "cuda" else ""
     return MadeFor(
         device=made_for.device if made_for.device != "cuda" or device_name else "cpu",
         device_name=device_name,
         cpu=facts.observe(command[0]).cpu_name,
-        torch=torch, python=python, saturate=saturate.__version__,
+        saturate=saturate.__version__,
         script=fingerprint.digest(script) if script else "",
     )
-
-
-def _versions(command: list[str]) -> tuple[str, str]:
-    """Versions of torch and Python behind the command, read from package metadata; empty when they cannot be known."""
-    interpreter = shutil.which(command[0]) or ""
-    if not Path(interpreter).name.startswith("python"):
-        beside = Path(interpreter).parent / "python"      # console scripts live beside their interpreter
-        if not beside.exists():
-            return "", ""
-        interpreter = str(beside)
-    code = ("import platform, importlib.metadata as m\n"
-            "try: t = m.version('torch')\nexcept m.PackageNotFoundError: t = ''\n"
-            "print(t, platform.python_version(), sep='\\n')")
-    try:
-        answer = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    torch, python, *_ = [*answer.stdout.splitlines(), "", ""]
-    return torch, python
 
 
 def _gpu_name() -> str:

@@ -93,20 +93,31 @@ def compare(made_for: MadeFor, now: MadeFor, techniques: Sequence[str] = ()) -> 
     """What has changed since the recipe was made, one sentence each, with the entries (`techniques`: their ids, in the
     recipe) that it puts in doubt. Fields that one side does not know are not compared."""
     sentences = []
-    for field, (why, untouched) in _AFFECTS.items():
-        old, new = getattr(made_for, field), getattr(now, field)
-        if field == "python":
-            old, new = _minor(old), _minor(new)
-        if not old or not new or old == new:
-            continue
-        affected = [name for name in techniques if untouched is None or name not in untouched]
-        if techniques and not affected:
-            continue
-        whom = "all entries" if len(affected) == len(techniques) else ", ".join(affected)
-        if field == "script":
-            old, new = old[:12], new[:12]
-        sentences.append(f"{field.replace('_', ' ')} changed from {old} to {new}: {why} (affects {whom})")
+    for field, (old, consequence) in doubts(made_for, techniques).items():
+        new = known_as(field, getattr(now, field))
+        if new and old != new:
+            if field == "script":
+                old, new = old[:12], new[:12]
+            sentences.append(f"{field.replace('_', ' ')} changed from {old} to {new}: {consequence}")
     return sentences
+
+
+def doubts(made_for: MadeFor, techniques: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """By field of the fingerprint: its value, and what a change of it puts in doubt. Fields that are not known, and those that
+    no entry of the recipe depends on, are left out."""
+    found = {}
+    for field, (why, untouched) in _AFFECTS.items():
+        old = known_as(field, getattr(made_for, field))
+        affected = [name for name in techniques if untouched is None or name not in untouched]
+        if old and (affected or not techniques):
+            whom = "all entries" if len(affected) == len(techniques) else ", ".join(affected)
+            found[field] = old, f"{why} (affects {whom})"
+    return found
+
+
+def known_as(field: str, value: str) -> str:
+    """The part of a field's value that is compared: of Python's version the first two numbers."""
+    return ".".join(value.split(".")[:2]) if field == "python" else value
 
 
 def _of_python(arguments: list[str], folder: Path) -> Path | None:
@@ -194,7 +205,3 @@ def _file(word: str, folder: Path) -> Path | None:
         return path if path.is_file() else None
     except (OSError, ValueError):  # a name that is too long, or holds a NUL, is no file
         return None
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

@@ -24,15 +24,29 @@ class Chosen:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+#: Modules that may go online, see `agent.trackers`.
+_TRACKERS = ("wandb", "mlflow", "comet_ml", "neptune", "clearml", "swanlab")
+
+
 def plan_text(mode: str, techniques: list[Chosen], **more: Any) -> str:
     """What the agent reads at its start, as JSON. `more`: see `agent.bootstrap.start`."""
     return json.dumps({
+        "wakes": " ".join(_wakes(mode, more)),      # stays the first: it is read without a parser
         "package": str(PACKAGE),
         "mode": mode,
         "techniques": [asdict(chosen) for chosen in techniques],
         "environment": sorted({name for chosen in techniques for name in chosen.environment}),
         **more,
     })
+
+
+def _wakes(mode: str, more: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules whose import the agent acts on: a process that imports none of them is left alone. None: it acts on
+    files, from the start of every process."""
+    if more.get("redirect"):
+        return ()
+    random = ("random", "numpy") if more.get("capture") else ()
+    return ("torch", *random, *(_TRACKERS if mode != "run" else ()))
 
 
 def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> dict[str, str]:

@@ -1,20 +1,24 @@
 """Runs at the start of every Python process below `saturate`, before the user's code.
 
 It removes its own folder from `sys.path`, runs the user's own `sitecustomize` if there is one, and leaves one import
-hook behind that wakes the agent when torch is imported. A process that never imports torch pays about a millisecond.
+hook behind that wakes the agent when torch is imported. A process that never imports torch pays about a millisecond and
+is left alone: nothing is loaded that the interpreter has not loaded by itself, so that a module of the user's that is
+called like one of the standard library, or `saturate`, is found as ever.
 """
 
 import os
 import sys
 
+# Not `importlib.machinery` and `importlib.util`: those load `functools`, `types` and others.
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import PathFinder, spec_from_file_location
+
+_HERE = os.path.dirname(__file__)
+
 
 def _chain():
     """Run the `sitecustomize` that Python would have run without us; None when there is none."""
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return None
@@ -24,24 +28,67 @@ def _chain():
     return module
 
 
-def _wake(plan_text):
-    """Load the `saturate` package from where the plan says, without touching `sys.path`, and start the agent."""
-    import json
-    from importlib.util import module_from_spec, spec_from_file_location
+class _Guest:
+    """The agent, which is loaded when the first import happens that it acts on."""
 
-    if not plan_text.startswith("{"):       # a file's path: plans of trials are long
-        with open(plan_text, encoding="utf-8") as file:
-            plan_text = file.read()
-    plan = json.loads(plan_text)
-    if "saturate" not in sys.modules:
-        root = plan["package"]
-        spec = spec_from_file_location("saturate", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
-        module = module_from_spec(spec)
-        sys.modules["saturate"] = module
-        spec.loader.exec_module(module)
-    from saturate.agent import bootstrap
+    def __init__(self, plan_text):
+        self.plan_text = plan_text
+        self.plan = {}
+        self.callbacks = None
 
-    bootstrap.start(plan)
+    def imported(self, name, module):
+        try:
+            if self.callbacks is None:
+                self.callbacks = {}         # tried once
+                self.callbacks = self.load()
+            callback = self.callbacks.pop(name, None)
+            if callback is not None:
+                callback(module)
+        except Exception as error:  # noqa: BLE001 - a guest fails open: the user's program must run whatever happens here
+            self.stays_out(f"the agent could not start ({type(error).__name__}: {error})")
+
+    def load(self):
+        """Start the agent: what it has to do after which import. {} where it cannot live here."""
+        import json
+
+        self.plan = json.loads(self.plan_text)
+        if sys.version_info < (3, 11):  # noqa: UP036 - the workload's Python may be older than saturate's own
+            version = ".".join(map(str, sys.version_info[:2]))
+            self.stays_out(f"needs Python >= 3.11 in the workload, found {version}")
+            return {}
+        namesake = _namesake()
+        if namesake is not None:
+            self.stays_out(f"this program has a module of that name itself, {namesake}, and both cannot be loaded")
+            return {}
+        if "saturate" not in sys.modules:
+            root = self.plan["package"]
+            spec = spec_from_file_location("saturate", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
+            module = sys.modules["saturate"] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        from saturate.agent import bootstrap
+
+        return bootstrap.start(self.plan)
+
+    def stays_out(self, why):
+        sys.stderr.write(f"saturate: {why}; nothing was changed\n")
+        if self.plan.get("strict"):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(3)         # the environment does not allow what was asked; an exception could be caught
+
+
+def _namesake():
+    """The file of a module `saturate` that the program imports, or would, and that is not this package; else None."""
+    module = sys.modules.get("saturate")
+    if module is None:
+        spec = PathFinder.find_spec("saturate", sys.path)
+        origin = spec.origin if spec is not None else None
+        if origin is None:              # none, or a folder without __init__.py, which gives way to any package
+            return None
+    else:
+        origin = getattr(module, "__file__", None) or repr(module)
+    ours = os.path.join(os.path.dirname(origin), "agent", "inject", "sitecustomize.py")
+    return None if os.path.exists(ours) else origin
 
 
 def _start():
@@ -51,14 +98,35 @@ def _start():
     plan_text = os.environ.get("SATURATE_PLAN")
     if not plan_text:
         return
-    if sys.version_info < (3, 11):  # noqa: UP036 - the workload's Python may be older than saturate's own
-        version = ".".join(map(str, sys.version_info[:2]))
-        sys.stderr.write(f"saturate: needs Python >= 3.11 in the workload, found {version}; nothing was changed\n")
-        return
     try:
-        _wake(plan_text)
-    except Exception as error:  # noqa: BLE001 - a guest fails open: the user's program must run whatever happens here
+        if not plan_text.startswith("{"):       # a file's path: plans of trials are long
+            with open(plan_text, encoding="utf-8") as file:
+                plan_text = file.read()
+        _watch(_Guest(plan_text))
+    except Exception as error:  # noqa: BLE001 - as above
         sys.stderr.write(f"saturate: the agent could not start ({type(error).__name__}: {error}); nothing was changed\n")
+
+
+def _watch(guest):
+    """Wait for the imports that the plan names. None: what the agent does begins with the process."""
+    names = guest.plan_text.split('"', 4)[3].split()        # its first value: `json` may be the user's, see above
+    if not names:
+        guest.callbacks = guest.load()
+        names = list(guest.callbacks)
+    spec = spec_from_file_location("saturate.agent.importwatch", os.path.join(os.path.dirname(_HERE), "importwatch.py"))
+    module = module_from_spec(spec)         # not in sys.modules: there it would bring the package
+    spec.loader.exec_module(module)
+    watch = module.ImportWatch({})
+    for name in names:
+        if name in sys.modules:             # the user's `sitecustomize` was first
+            guest.imported(name, sys.modules[name])
+        else:
+            watch.callbacks[name] = _telling(guest, name)
+    sys.meta_path.insert(0, watch)
+
+
+def _telling(guest, name):
+    return lambda module: guest.imported(name, module)
 
 
 _user = _chain()

@@ -1,0 +1,81 @@
+"""`saturate run` says which torch and which Python the recipe was not made for, whatever command they are behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SATURATE = [sys.executable, "-m", "saturate", "run"]
+#: Which torch it is is known before anything else of it is used.
+TORCH = '__version__ = "9.9"\nprint("imported", __version__)\n'
+
+
+@pytest.fixture
+def run(tmp_path, clean_environment):
+    """Run a command under a recipe made for these versions, in a folder with a script and a small thing called torch."""
+    (tmp_path / "train.py").write_text("import torch\nprint('trained')\n")
+    (tmp_path / "train.sh").write_text(f"{sys.executable} train.py\n")
+    (tmp_path / "torch.py").write_text(TORCH)
+
+    def run(command, *options, torch="9.9", python="3.11.0"):
+        (tmp_path / "recipe.toml").write_text(
+            f'schema = 1\n[made_for]\ntorch = "{torch}"\npython = "{python}"\n[[technique]]\nid = "zero-grad-none"\n')
+        return subprocess.run([*SATURATE, *options, "recipe.toml", "--", *command], cwd=tmp_path, env=clean_environment,
+                              capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.mark.parametrize("command", [
+    [sys.executable, "train.py"], ["bash", "train.sh"], ["env", "A=1", sys.executable, "train.py"], ["nice", sys.executable, "train.py"],
+    ["sh", "-c", f"{sys.executable} train.py"],
+])
+def test_strict_refuses_behind_any_command(command, run):
+    done = run(command, "--strict", torch="2.0.0", python="3.9.1")
+    assert (done.returncode, done.stdout) == (2, "imported 9.9\n"), done.stderr
+    here = ".".join(map(str, sys.version_info[:2]))
+    assert done.stderr.startswith("error[E210] the recipe was made for something else\nevidence: torch changed from 2.0.0 to 9.9: ")
+    assert f"; python changed from 3.9 to {here}: " in done.stderr and "help: tune again here" in done.stderr
+    assert done.stderr.count("error[") == 1
+
+
+def test_refusal_cannot_be_caught(run, tmp_path):
+    (tmp_path / "train.py").write_text("try:\n    import torch\nexcept BaseException:\n    pass\nprint('trained')\n")
+    assert run([sys.executable, "train.py"], "--strict", torch="2.0.0").returncode == 2
+
+
+def test_the_versions_are_those_of_the_process_that_imports_torch(run, tmp_path):
+    """Not what another Python, or what a customisation prints, says."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nprint('hello', file=sys.stderr)\n")
+    same = ".".join(map(str, sys.version_info[:3]))
+    done = run(["env", "PYTHONPATH=.", sys.executable, "train.py"], "--strict", torch="9.9", python=same)
+    assert "error[" not in done.stderr and "trained" in done.stdout
+
+
+WARNS = """
+import subprocess, sys
+import torch
+subprocess.run([sys.executable, "-c", "import torch"], check=True)
+"""
+
+
+def test_a_warning_is_said_once(tmp_path, clean_environment):
+    """Not again by loader workers, or by the ranks of a launcher."""
+    (tmp_path / "train.py").write_text(WARNS)
+    (tmp_path / "recipe.toml").write_text('schema = 1\n[made_for]\ntorch = "2.0.0"\n[[technique]]\nid = "zero-grad-none"\n')
+    done = subprocess.run([*SATURATE, "recipe.toml", "--", sys.executable, "train.py"], cwd=tmp_path, env=clean_environment,
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0
+    assert done.stderr.startswith("saturate: torch changed from 2.0.0 to ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_strict_refuses_in_front_of_the_ranks(tmp_path, clean_environment):
+    """One message, the exit code of a refusal, and no ranks that wait for each other."""
+    (tmp_path / "train.py").write_text("import torch\nprint('trained')\n")
+    (tmp_path / "recipe.toml").write_text('schema = 1\n[made_for]\ntorch = "2.0.0"\n[[technique]]\nid = "zero-grad-none"\n')
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = subprocess.run([*SATURATE, "--strict", "recipe.toml", "--", *launcher], cwd=tmp_path, env=clean_environment,
+                          capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("error[E210]") == 1, done.stderr
