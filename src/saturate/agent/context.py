@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from saturate.techniques._api import NotApplied
@@ -105,7 +107,7 @@ def forward_overridden(module: Any) -> bool:
 
 
 #: What `_bind_forward` leaves on an instance.
-_BOUND = ("forward", "__getstate__", "__deepcopy__")
+_BOUND = ("forward", "__getstate__", "__reduce_ex__", "__deepcopy__")
 
 
 def _bind_forward(module: Any, wrappers: list[Any]) -> None:
@@ -114,7 +116,8 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
 
     A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
     compilation or the type. A bound method alone is pickled as a call of `getattr`, which `torch.load(weights_only=True)`
-    refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11).
+    refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11). `copy.copy` asks the
+    class how to reduce it, and the instance only for its state.
     """
     original = type(module).forward
     inner = original
@@ -132,21 +135,40 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         return {name: value for name, value in found.items()
                 if name not in ours or getattr(value, "__func__", None) is not ours[name]}
 
+    def reduced(self: Any, protocol: int) -> Any:
+        with as_it_was(self):
+            found = type(self).__reduce_ex__(self, protocol)    # the class may take all of __dict__, itself or a copy
+            return _with_copies_of(vars(self), found)
+
     def deepcopied(self: Any, memo: dict[int, Any]) -> Any:
-        bound = vars(self).pop("__deepcopy__")
-        try:
+        with as_it_was(self):
             twin = copy.deepcopy(self, memo)
-        finally:
-            vars(self)["__deepcopy__"] = bound
-        bind(twin)
+        if type(twin) is type(self):        # one with a class of its own, as graphs have, has a forward of its own
+            bind(twin)
         return twin
+
+    @contextlib.contextmanager
+    def as_it_was(instance: Any) -> Iterator[None]:
+        bound = {name: vars(instance).pop(name) for name, function in ours.items()
+                 if getattr(vars(instance).get(name), "__func__", None) is function}
+        try:
+            yield
+        finally:
+            vars(instance).update(bound)
 
     def bind(instance: Any) -> None:
         for name, function in ours.items():
             setattr(instance, name, types.MethodType(function, instance))
 
-    ours = dict(zip(_BOUND, (forward, state, deepcopied)))
+    ours = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
     bind(module)
+
+
+def _with_copies_of(own: dict[str, Any], found: Any) -> Any:
+    """What `__reduce_ex__` returned, with a copy in place of `own` itself."""
+    if found is own:
+        return dict(own)
+    return tuple(_with_copies_of(own, part) for part in found) if type(found) is tuple else found
 
 
 def _name(owner: Any) -> str:
