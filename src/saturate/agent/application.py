@@ -79,7 +79,7 @@ def _connect(session: Any) -> None:
                             lambda order: answer(session, order), lambda: standing(session))
         atexit.register(_farewell, session)
     else:
-        session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
+        session.gate.greet(hello)
     if session.capture is not None:
         session.capture.on_done = lambda: session.gate.boundary(False)
     else:

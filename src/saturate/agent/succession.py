@@ -25,7 +25,7 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
         role = _predecessor(session, optimizer)
         if role is not None:
             session.roles[name] = role
-        elif session.succession is None:
+        elif session.succession is None and name not in step.tokens:      # else a step that was known before it began
             session.succession = Succession(step, session.phase, len(session.tokens))
     session.held[name] = [weakref.ref(p) for group in optimizer.param_groups for p in group["params"]]
     return known and name not in session.roles
