@@ -76,6 +76,9 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 #: What else may help a command that asks and gets no answer.
 _NO_INPUT = "if it reads its standard input: trials get that from a file only, as in `saturate tune -- COMMAND < FILE`"
 
+PIPED_INPUT = ("what waits on standard input is a pipe's, which can be read only once, so trials get none of it: give it as a file, as "
+               "in `saturate tune -- COMMAND < FILE`")
+
 _TRACEBACK = "Traceback (most recent call last)"
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
