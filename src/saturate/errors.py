@@ -12,7 +12,8 @@
     │   ├── InjectionDefeated     the agent never woke up in the workload (`python -I`, a wiped environment)
     │   ├── CheckpointDamaged     a checkpoint, or a piece that it needs, is damaged or missing
     │   ├── ArtifactDamaged       an artifact is damaged, foreign, or not one
-    │   └── NothingFaster         a search found nothing to hand out
+    │   ├── NothingFaster         a search found nothing to hand out
+    │   └── SaturateFailed        an error of saturate's own
     ├── WorkloadFailed        4   the user's own command fails without saturate's help
     │   └── CheckUnusable         the user's check fails, or cannot tell good answers from bad ones
     ├── VerificationFailed    5   no final set of techniques verifies
@@ -163,6 +164,20 @@ class NothingFaster(EnvironmentProblem):
     """A search found nothing that is faster within the budget, so there is no artifact. That is an answer, too."""
 
     code = "E360"
+
+
+class SaturateFailed(EnvironmentProblem):
+    """An error of saturate's own, not of the command. Its traceback is shown above it; please report it with that.
+
+    A study goes on from where it was when the same command is given again; its recipe is empty, or holds what was kept.
+    """
+
+    code = "E370"
+
+    @classmethod
+    def of(cls, bug: Exception) -> SaturateFailed:
+        """The error to raise `from bug`."""
+        return cls(f"saturate itself failed: {type(bug).__name__}: {bug}", remedy="report it with the traceback above")
 
 
 class CheckUnusable(WorkloadFailed):

@@ -166,8 +166,10 @@ def test_a_step_goes_on_with_other_optimizers(name, told, script, start):
     assert all(abs(counted[token] - expected[token]) <= 2 for token in counted), (counted, expected)
 
 
-@pytest.mark.parametrize(("name", "follows"), [("folds", True), ("an optimizer for every epoch", True), ("another model", False)])
-def test_what_is_recorded_goes_on_with_the_model_that_is_trained(name, follows, script, start, tmp_path):
+@pytest.mark.parametrize(("name", "follows", "told"), [
+    ("folds", True, False), ("folds", True, True), ("an optimizer for every epoch", True, False), ("another model", False, False),
+])
+def test_what_is_recorded_goes_on_with_the_model_that_is_trained(name, follows, told, script, start, tmp_path):
     """Else the parameters of the first fold would stand still for the rest of a verification run."""
     other = {"folds": "range(8)", "another model": "(8, 9)"}
     source = SUCCESSIONS.get(name) or f"""
@@ -178,8 +180,9 @@ for width in {other[name]}:
         opt.zero_grad(); loss_of(m).backward(); opt.step()
 """
     capture = {"folder": str(tmp_path), "updates": 52, "seed": 1, "aligned": False, "perturb": None}
-    trial = start(str(script(HEAD + source)), capture=capture)
+    trial = start(str(script(HEAD + source)), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]} if told else None)
     trial.wait_capture()
+    assert trial.first_gate_s > 0
     recorded = series.read(tmp_path)
     moving = sum(before != after for before, after in itertools.pairwise(recorded.samples))
     assert len(recorded) == 52 and (moving == 51) == follows, moving

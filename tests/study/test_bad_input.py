@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import tune_kit
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, recipe_is_empty, untouched
 
 from saturate.study.store import StudyLock
@@ -122,6 +123,16 @@ def test_every_end_of_a_command_has_a_name(name, folder):
     assert logs < 2 * 1024 * 1024
     if case.code:
         assert "error[E4" in ended.stderr and "help: " in ended.stderr
+
+
+def test_a_bug_of_our_own_leaves_an_object_a_recipe_and_a_code(folder, monkeypatch):
+    """Seen: a traceback, exit code 1, and no recipe in a folder that held a study."""
+    folder.write("train.py", TRAINING)
+    monkeypatch.setattr("tune_kit._SATURATE", "from saturate.study import baseline\nbaseline.establish = None\n" + tune_kit._SATURATE)
+    ended = folder.tune()
+    assert ended.code == 3 and "Traceback" in ended.stderr and "error[E370]" in ended.stderr
+    assert "saturate itself failed: TypeError" in ended.result.verified_reason
+    assert recipe_is_empty(ended.result)
 
 
 def test_a_missing_script_is_the_commands_own_failure(folder):

@@ -84,6 +84,8 @@ class Bench:
 
     def finish_live(self, live): ...
 
+    def prove_still(self, live): ...
+
 
 ONE_PAIR = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
 
@@ -97,6 +99,19 @@ def test_scattering_rounds_are_repeated_while_they_cost_less_than_a_start():
     assert run(Bench(start_s=0.2)).record.rounds == MOST_ROUNDS     # rounds cost nothing here
     assert run(Bench(start_s=0.0, process=Unhurried)).record.rounds < MOST_ROUNDS
     assert run(Bench(start_s=0.2, scatter=0.001)).record.rounds == 4    # nothing scatters: no more are needed
+
+
+@pytest.mark.parametrize("mode", ["concurrent", "alternate"])
+def test_what_is_no_longer_in_effect_at_the_end_was_not_applied(mode):
+    """Seen: a model that was built anew after the warm-up was raced without its technique, and called undecided."""
+    class Lapsed(Bench):
+        def prove_still(self, live):
+            if live.techniques:
+                raise TrialEnded(Outcome("not_active", "nothing in the autograd graph was computed in bfloat16"))
+
+    with pytest.raises(TrialEnded, match="not_active") as ended:
+        Racer(Lapsed(), 0.02, mode).run("q", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60)
+    assert ended.value.side == "b"
 
 
 def test_a_race_that_time_ended_is_judged_by_the_level_of_a_whole_pair():

@@ -23,8 +23,10 @@ CANDIDATE = SimpleNamespace(id="compile")
 
 CASES = {
     "everything was tried": ("no_difference", {"compile": Fate("no_difference", "", CANDIDATE, 0.001)}),
-    "a promising gain was left open": ("inconclusive", {"compile": Fate("inconclusive", "", CANDIDATE, 0.2)}),
-    "a small gain was left open": ("no_difference", {"compile": Fate("inconclusive", "", CANDIDATE, 0.001)}),
+    "a promising gain was left open": ("inconclusive", {"compile": Fate("inconclusive", "", CANDIDATE, 0.2, (0.01, 0.4))}),
+    "a gain that counts is neither seen nor excluded": ("inconclusive", {"compile": Fate("inconclusive", "", CANDIDATE, 0.0, (-0.062, 0.066))}),
+    "only a loss was left open": ("no_difference", {"compile": Fate("inconclusive", "", CANDIDATE, 0.001, (-0.05, 0.015))}),
+    "it ended before it could be raced": ("inconclusive", {"compile": Fate("inconclusive", "too short", CANDIDATE)}),
     "the budget ended first": ("inconclusive", {"compile": Fate("not_tried", "the budget ended before its turn", CANDIDATE)}),
     "the user did not want it": ("no_difference", {"compile": Fate("not_tried", "excluded with --skip")}),
 }

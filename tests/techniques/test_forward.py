@@ -491,4 +491,41 @@ def test_a_whole_model_that_was_saved_loads_with_weights_only():
     assert "forward" not in vars(loaded) and torch.equal(loaded[0].weight, model[0].weight)
     assert "forward" in vars(copy.deepcopy(model)), "a copy that trains keeps the technique"
     context.undo()
-    assert not {"forward", "__getstate__", "__deepcopy__"} & set(vars(model))
+    assert not {"forward", "__getstate__", "__reduce_ex__", "__deepcopy__"} & set(vars(model))
+
+
+class Reduced(torch.nn.Linear):
+    """Says itself how it is pickled, as older code and torch.fx do: from all that the instance holds."""
+
+    live = False
+
+    def __reduce__(self):
+        return reduced_again, (vars(self) if self.live else dict(vars(self)),)
+
+
+def reduced_again(attributes):
+    made = Reduced(4, 4)
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["a copy of __dict__", "__dict__ itself", "graph"])
+def test_a_model_that_reduces_itself_to_all_it_holds_is_copied_and_saved(kind, monkeypatch):
+    """Seen: endless recursion within torch.save, after the last checkpoint had been truncated."""
+    monkeypatch.setattr(Reduced, "live", "itself" in kind)
+    model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 4))) if kind == "graph" else Reduced(4, 4)
+    context = context_of(model.train())
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    x = torch.rand(2, 4)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model)), pickle.loads(pickle._dumps(model))):
+        assert "forward" not in vars(loaded) and all(map(torch.equal, loaded.parameters(), model.parameters()))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    assert torch.equal(model(x), expected) and not torch.equal(twin(x), expected)
+    context.undo()
+    assert not {"forward", "__getstate__", "__reduce_ex__", "__deepcopy__"} & set(vars(model))

@@ -41,6 +41,7 @@ BROKEN = {
     "id": ('id="third-party"', 'id="other"', "the file says 'third-party'"),
     "numerics": ('numerics="exact"', 'numerics="fine"', "TECHNIQUE.numerics is 'fine'"),
     "stage": ('stage="model"', 'stage="late"', "TECHNIQUE.stage is 'late'"),
+    "acts_on": ('stage="model"', 'stage="model", acts_on="all"', "TECHNIQUE.acts_on is 'all'"),
     "title": ('title="t"', 'title=" "', "title is empty"),
     "touches": ('(Touch("x"),)', "()", "at least one Touch"),
     "thawed": ("@dataclass(frozen=True)", "@dataclass", "not frozen"),

@@ -256,3 +256,23 @@ subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zer
 def test_a_launcher_does_not_hide_why_its_process_failed(log: str) -> None:
     ended = outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None)
     assert (ended.kind, ended.reason) == ("crashed", "ValueError: no such file of mine")
+
+
+@pytest.mark.parametrize("piped", [True, False])
+def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) -> None:
+    """Seen: `echo lr=0.1 | saturate tune -- ...` was told to make the command work first."""
+    source = "import sys; line = sys.stdin.readline(); assert line == 'lr=0.1\\n', line"
+    reader, writer = os.pipe()
+    before = os.dup(0)
+    try:
+        if piped:
+            os.write(writer, b"lr=0.1\n")
+        os.dup2(reader, 0)
+        trial = start(str(script(source)))
+        with pytest.raises(TrialEnded) as ended:
+            trial.wait_ready()
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (before, reader, writer):
+            os.close(descriptor)
+    assert ended.value.outcome.kind == "crashed" and ("COMMAND < FILE" in ended.value.outcome.remedy) == piped

@@ -18,6 +18,9 @@ from saturate.techniques._api import NotApplied
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
 WATCHED_ENTRIES = 16
 
+#: Before the reason why a technique is not applied to what takes over in a training.
+_GONE_ON = "the training goes on with another model or optimizer, and there "
+
 
 def on_wake(session: Any) -> None:
     """First sign of training: stages `environment` and `import`, and what listens to losses."""
@@ -28,6 +31,7 @@ def on_wake(session: Any) -> None:
         from saturate.agent.capture import Capture
 
         session.capture = Capture(capture, rank=observe.rank())
+        session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
     if session.plan["mode"] == "run":
         from saturate.agent.watchdog import Watchdog
 
@@ -51,21 +55,42 @@ def advance(session: Any) -> None:
         session.phase = "inspect"
     elif session.phase == "inspect":
         session.inspection.finish()
-        session.context.modules = session.inspection.modules
-        session.context.optimizers = tuple(session.living_optimizers())
         session.context.device = session.inspection.device
-        apply_stage(session, "model")
+        place(session, session.inspection.modules, tuple(session.living_optimizers()))
         session.phase = "active"
         session.loaders_known = session.plan["mode"] == "run"
-        _report_run(session)
+        report_run(session)
         if session.plan["mode"] != "run":
             _connect(session)
 
 
-def _connect(session: Any) -> None:
-    from saturate.agent.gate import Gate
+def place(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
+    """Apply the techniques of stage "model" to what is trained; those that acted on what was trained before are moved."""
+    context = session.context
+    if session.placed:
+        moving = _outdated(session, {id(m) for m in modules} != {id(m) for m in context.modules})
+        context.undo(moving)
+        session.applied = [(entry, problem) for entry, problem in session.applied if entry["id"] not in moving]
+    context.modules, context.optimizers = modules, optimizers
+    apply_stage(session, "model")
+    session.placed += 1
 
-    hello = {
+
+def _outdated(session: Any, other_modules: bool) -> set[str]:
+    """The techniques that must be applied anew to other optimizers, and modules where those are others as well."""
+    from saturate.techniques import _registry
+
+    found = set()
+    for entry, _ in session.applied:
+        technique = _registry.load_one(entry["module"], entry.get("path")).TECHNIQUE
+        if technique.stage == "model" and (technique.acts_on == "optimizers" or (technique.acts_on == "modules" and other_modules)):
+            found.add(entry["id"])
+    return found
+
+
+def hello_of(session: Any) -> dict[str, Any]:
+    """What a rank says when it comes to the gate for the first time, and when any of it has changed."""
+    return {
         "rank": observe.rank(),
         "world_size": observe.world_size(),
         "step": {"token": session.step.token, "count": session.step.count, "tokens": list(session.step.tokens)},
@@ -74,12 +99,18 @@ def _connect(session: Any) -> None:
         "applied": [{"id": entry["id"], "problem": problem} for entry, problem in session.applied],
         "changes": session.context.changes,
     }
+
+
+def _connect(session: Any) -> None:
+    from saturate.agent.gate import Gate
+
+    hello = hello_of(session)
     if session.gate is None:        # a motif that changed keeps its connection
         session.gate = Gate(session.plan, hello, session.clock, session.drain,
                             lambda order: answer(session, order), lambda: standing(session))
         atexit.register(_farewell, session)
     else:
-        session.gate.tell({"at": "hello", "token": session.plan["token"], "pid": os.getpid(), **hello})
+        session.gate.greet(hello)
     if session.capture is not None:
         session.capture.on_done = lambda: session.gate.boundary(False)
     else:
@@ -190,14 +221,15 @@ def apply_stage(session: Any, stage: str, before_training: bool = False) -> None
             module = _registry.load_one(entry["module"], entry.get("path"))
             if module.TECHNIQUE.stage != stage or (before_training and not getattr(module, "EARLY", False)):
                 continue
-            session.context.owner = entry["id"]
-            module.apply(session.context, module.Options(**entry["options"]))
+            module.apply(session.context.of(entry["id"]), module.Options(**entry["options"]))
         except NotApplied as refusal:
             if before_training:
                 continue
-            problem = f"not_applied: {refusal}"
+            problem = f"not_applied: {_GONE_ON if session.placed else ''}{refusal}"
         except Exception as error:  # noqa: BLE001 - third-party code: named in the report, the run goes on
             problem = f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        if problem:
+            session.context.forget(entry["id"])
         session.applied.append((entry, problem))
 
 
@@ -218,14 +250,15 @@ def rewrite_loader(session: Any, loader: Any, init: Any, args: tuple[Any, ...], 
     return (), {**final, **changed}
 
 
-def _report_run(session: Any) -> None:
+def report_run(session: Any) -> None:
     """In `run` mode there is no controller: say on stderr what did not take effect, once, from rank 0."""
     if session.plan["mode"] != "run" or observe.rank() != 0:
         return
     for entry, problem in session.applied:
-        if problem:
-            first_line = problem.splitlines()[0]
-            sys.stderr.write(f"saturate: {entry['id']} did not take effect: {first_line}\n")
+        line = f"saturate: {entry['id']} did not take effect: {problem.partition(chr(10))[0]}\n"
+        if problem and line not in session.told:
+            session.told.add(line)
+            sys.stderr.write(line)
 
 
 def _report_end(session: Any) -> None:
@@ -239,7 +272,7 @@ def _report_end(session: Any) -> None:
             why = ("the script ran out of memory within the first steps; such techniques act once those have shown what a "
                    "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
         sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: {why}\n")
-        _report_run(session)
+        report_run(session)
 
 
 def _died_of_memory(session: Any) -> bool:

@@ -61,7 +61,7 @@ class Capture:
 
     def _begin(self, session: Any) -> None:
         self._parameters = observe.trained_parameters(session)
-        session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
+        session.context.gradient_norms.clear()
         if self.rank != 0:
             return
         segments = [len(sample.strided(p, ENTRIES)) for p in self._parameters]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from saturate.techniques._api import NotApplied
@@ -12,13 +14,20 @@ from saturate.techniques._api import NotApplied
 _ABSENT = object()
 
 
+class _Training:
+    """What is trained now: shared, so that no technique keeps what a training has left behind."""
+
+    modules: tuple[Any, ...] = ()
+    optimizers: tuple[Any, ...] = ()
+
+
 class Context:
-    """Implements `saturate.techniques._api.Context`. One per process; `owner` is the id of the technique applying."""
+    """Implements `saturate.techniques._api.Context`. One per process, and a view of it for each technique (`of`); `owner` is
+    the id of the technique."""
 
     def __init__(self, torch: Any):
         self.torch = torch
-        self.modules: tuple[Any, ...] = ()
-        self.optimizers: tuple[Any, ...] = ()
+        self._training = _Training()
         self.device = ""
         self.early = False
         self.gradient_norms: dict[int, Any] | None = None
@@ -26,27 +35,43 @@ class Context:
         self.notes: dict[str, str] = {}
         self.changes: list[str] = []            # the patch manifest: one line per change
         self.loader_rewrites: list[Any] = []
-        self._undo: list[Any] = []
+        self._undo: list[tuple[str, Any]] = []
         self._stacks: dict[int, tuple[Any, list[tuple[int, Any]]]] = {}     # id(module) -> (module, wrappers by order)
+
+    modules = property(lambda self: self._training.modules, lambda self, found: setattr(self._training, "modules", found))
+    optimizers = property(lambda self: self._training.optimizers, lambda self, found: setattr(self._training, "optimizers", found))
+
+    def of(self, owner: str) -> Context:
+        """The same, as one technique has it: what it does later is its own as well."""
+        view = copy.copy(self)
+        view.owner = owner
+        return view
 
     def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
         if id(module) not in self._stacks:
+            if is_ours(module):         # a deep copy of a module that was wrapped
+                _unbind(module)
             if forward_overridden(module):
                 raise NotApplied(
                     f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
                 )
             self._stacks[id(module)] = (module, [])
-            self.on_undo(lambda: self._unwrap(module))
         stack = self._stacks[id(module)][1]
-        stack.append((order, wrap))
+        entry = (order, wrap)
+        stack.append(entry)
         stack.sort(key=lambda entry: entry[0])
         self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped (training mode only)")
+        self.on_undo(lambda: self._unwrap(module, entry))
         _bind_forward(module, [wrapper for _, wrapper in stack])
 
-    def _unwrap(self, module: Any) -> None:
-        self._stacks.pop(id(module), None)
-        for name in _BOUND:
-            vars(module).pop(name, None)
+    def _unwrap(self, module: Any, entry: tuple[int, Any]) -> None:
+        stack = self._stacks[id(module)][1]
+        stack[:] = [other for other in stack if other is not entry]
+        _unbind(module)
+        if stack:
+            _bind_forward(module, [wrapper for _, wrapper in stack])
+        else:
+            del self._stacks[id(module)]
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         # Read what is stored on this very object: an inherited value must be inherited again after the undo.
@@ -79,7 +104,7 @@ class Context:
         self.on_undo(undo)
 
     def on_undo(self, callback: Any) -> None:
-        self._undo.append(callback)
+        self._undo.append((self.owner, callback))
 
     def on_loader(self, rewrite: Any) -> None:
         self.loader_rewrites.append(rewrite)
@@ -89,12 +114,26 @@ class Context:
     def note(self, key: str, value: str) -> None:
         self.notes[key] = value
 
-    def undo(self) -> None:
-        """Take back everything, newest first."""
-        while self._undo:
-            self._undo.pop()()
-        self.changes.clear()
-        self.notes.clear()
+    def undo(self, owners: Collection[str] | None = None) -> None:
+        """Take back everything, newest first; or what the techniques `owners` did, whose notes stay."""
+        others: list[tuple[str, Any]] = []
+        try:
+            while self._undo:
+                owner, callback = self._undo.pop()
+                if owners is None or owner in owners:
+                    callback()
+                else:
+                    others.append((owner, callback))
+        finally:
+            self._undo.extend(reversed(others))
+        self.changes[:] = [line for line in self.changes if owners is not None and line.partition(":")[0] not in owners]
+        if owners is None:
+            self.notes.clear()
+
+    def forget(self, owner: str) -> None:
+        """Drop the notes of a technique: they are of what is no longer there."""
+        for key in [key for key in self.notes if key.partition(":")[0] == owner]:
+            del self.notes[key]
 
 
 def forward_overridden(module: Any) -> bool:
@@ -104,8 +143,19 @@ def forward_overridden(module: Any) -> bool:
     return own is not None and getattr(own, "__func__", own) is not type(module).forward
 
 
+def is_ours(module: Any) -> bool:
+    """Whether the forward on the instance is one that `wrap_forward` left there, or its deep copy."""
+    function = getattr(vars(module).get("__reduce_ex__"), "__func__", None)     # the forward says that it is the class's
+    return getattr(function, "__module__", None) == __name__
+
+
+def _unbind(module: Any) -> None:
+    for name in _BOUND:
+        vars(module).pop(name, None)
+
+
 #: What `_bind_forward` leaves on an instance.
-_BOUND = ("forward", "__getstate__", "__deepcopy__")
+_BOUND = ("forward", "__getstate__", "__reduce_ex__", "__deepcopy__")
 
 
 def _bind_forward(module: Any, wrappers: list[Any]) -> None:
@@ -114,7 +164,8 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
 
     A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
     compilation or the type. A bound method alone is pickled as a call of `getattr`, which `torch.load(weights_only=True)`
-    refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11).
+    refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11). `copy.copy` asks the
+    class how to reduce it, and the instance only for its state.
     """
     original = type(module).forward
     inner = original
@@ -132,21 +183,40 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         return {name: value for name, value in found.items()
                 if name not in ours or getattr(value, "__func__", None) is not ours[name]}
 
+    def reduced(self: Any, protocol: int) -> Any:
+        with as_it_was(self):
+            found = type(self).__reduce_ex__(self, protocol)    # the class may take all of __dict__, itself or a copy
+            return _with_copies_of(vars(self), found)
+
     def deepcopied(self: Any, memo: dict[int, Any]) -> Any:
-        bound = vars(self).pop("__deepcopy__")
-        try:
+        with as_it_was(self):
             twin = copy.deepcopy(self, memo)
-        finally:
-            vars(self)["__deepcopy__"] = bound
-        bind(twin)
+        if type(twin) is type(self):        # one with a class of its own, as graphs have, has a forward of its own
+            bind(twin)
         return twin
+
+    @contextlib.contextmanager
+    def as_it_was(instance: Any) -> Iterator[None]:
+        bound = {name: vars(instance).pop(name) for name, function in ours.items()
+                 if getattr(vars(instance).get(name), "__func__", None) is function}
+        try:
+            yield
+        finally:
+            vars(instance).update(bound)
 
     def bind(instance: Any) -> None:
         for name, function in ours.items():
             setattr(instance, name, types.MethodType(function, instance))
 
-    ours = dict(zip(_BOUND, (forward, state, deepcopied)))
+    ours = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
     bind(module)
+
+
+def _with_copies_of(own: dict[str, Any], found: Any) -> Any:
+    """What `__reduce_ex__` returned, with a copy in place of `own` itself."""
+    if found is own:
+        return dict(own)
+    return tuple(_with_copies_of(own, part) for part in found) if type(found) is tuple else found
 
 
 def _name(owner: Any) -> str:

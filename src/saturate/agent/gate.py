@@ -3,7 +3,7 @@
 At the gate a rank has drained its device and waits; the controller may freeze the whole process tree then, and only
 then. Between gates a step costs one clock reading and two integer operations.
 
-    agent -> {"at": "hello", ...}         once per rank
+    agent -> {"at": "hello", ...}         of each rank; again when what it says has changed
     agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
     <- {"do": "go", "skip": 1, "steps": 10, "split": false}   run, time the last 10, come back
        with "watch": {...} look closely at some of them (see `agent.profiling`)
@@ -37,7 +37,12 @@ class Gate:
         self.stamps: list[int] = []
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
-        self._send({"at": "hello", "token": plan["token"], "pid": os.getpid(), "t_ns": clock(), **hello})
+        self._name = {"at": "hello", "token": plan["token"], "pid": os.getpid(), "t_ns": clock()}
+        self.greet(hello)
+
+    def greet(self, hello: dict[str, Any]) -> None:
+        """Say who this is and what was found; the latest greeting counts. Its time is that of the first."""
+        self._send({**self._name, **hello})
 
     def boundary(self, evaluated: bool) -> None:
         """One step has ended."""

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from saturate.agent.context import forward_overridden
+from saturate.agent.context import forward_overridden, is_ours
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 
 
@@ -270,15 +270,10 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
         attentions=sum("attention" in type(m).__name__.lower() for m in everything),
         repeated_block=repeated if repeats >= 4 else None,
         repeats=repeats if repeats >= 4 else 0,
-        forward_overridden=forward_overridden(module) and not _is_ours(module),
+        forward_overridden=forward_overridden(module) and not is_ours(module),
         compiled=inspection.compiled,
         distributed=inspection.distributed,
     )
-
-
-def _is_ours(module: Any) -> bool:
-    function = getattr(vars(module)["forward"], "__func__", None)       # dynamo binds plain functions there
-    return getattr(function, "__module__", None) == "saturate.agent.context"
 
 
 def _drops(nn: Any, module: Any) -> bool:

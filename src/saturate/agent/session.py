@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import leaves, motif, observe, succession
+from saturate.agent import leaves, motif, observe, succession, takeover
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -62,6 +62,10 @@ class Session:
         self.held: dict[str, list[weakref.ref[Any]]] = {}       # parameters by optimizer; see agent.succession
         self.roles: dict[str, str] = {}         # successors of the step's optimizers
         self.succession: succession.Succession | None = None
+        self.stepped: dict[str, weakref.ref[Any]] = {}          # optimizers by name, the latest that stepped last
+        self.placed = 0                         # how often techniques were applied to what is trained
+        self.moved_to: set[str] = set()         # optimizers that techniques act on, or did
+        self.lagging = 0                        # steps of optimizers that techniques do not act on
         self.steps_before: dict[int, int] = {}  # `step_counts` at the latest gate
         self.constructed: list[weakref.ref[Any]] = []
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
@@ -90,6 +94,7 @@ class Session:
         self.seen: dict[str, Any] | None = None # what the last one saw
         self.watched: list[Any] | None = None   # parameters that are looked at whenever the gate is reached
         self.applied: list[tuple[dict[str, Any], str]] = []
+        self.told: set[str] = set()             # what the user of a `run` was told
         self._woke = 0
         self._began = 0
         self._collecting = 0
@@ -262,13 +267,13 @@ class Session:
         return any((o := reference()) is not None and id(o) not in stepped for reference in self.constructed)
 
     def _name(self, optimizer: Any) -> str:
-        for index, reference in enumerate(self.optimizers):
-            if reference() is optimizer:
-                return self.roles.get(f"S{index}", f"S{index}")
-        name = f"S{len(self.optimizers)}"
-        self.optimizers.append(weakref.ref(optimizer))
-        if succession.meet(self, name, optimizer) and not self.plan.get("step"):
-            self._rediscover()
+        name = next((f"S{index}" for index, reference in enumerate(self.optimizers) if reference() is optimizer), None)
+        if name is None:
+            name = f"S{len(self.optimizers)}"
+            self.optimizers.append(weakref.ref(optimizer))
+            if succession.meet(self, name, optimizer) and not self.plan.get("step"):
+                self._rediscover()
+        self.stepped[name] = self.stepped.pop(name, None) or weakref.ref(optimizer)
         return self.roles.get(name, name)
 
     def living_optimizers(self) -> list[Any]:
@@ -347,6 +352,8 @@ class Session:
             self.losses = []
             self.recording = self.boundaries < EARLY_UPDATES
         if self.phase == "active":
+            if self.roles and self.plan["techniques"] and takeover.due(self):
+                takeover.move(self)
             if self.gate is not None and self.capture is None:
                 self.gate.boundary(self.evaluated)
                 self.released()

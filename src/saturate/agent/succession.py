@@ -25,7 +25,7 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
         role = _predecessor(session, optimizer)
         if role is not None:
             session.roles[name] = role
-        elif session.succession is None:
+        elif session.succession is None and name not in step.tokens:      # else a step that was known before it began
             session.succession = Succession(step, session.phase, len(session.tokens))
     session.held[name] = [weakref.ref(p) for group in optimizer.param_groups for p in group["params"]]
     return known and name not in session.roles
@@ -64,10 +64,15 @@ def at_work(session: Any) -> list[Any]:
     return [p for o in stepped for group in o.param_groups for p in group["params"]]
 
 
+def players(session: Any) -> list[Any]:
+    """The optimizers that play the step's parts now: of each part, the one that stepped last."""
+    last = {session.roles.get(name, name): reference for name, reference in session.stepped.items()}
+    return [optimizer for reference in last.values() if (optimizer := reference()) is not None]
+
+
 def heirs(session: Any) -> list[Any]:
-    """Parameters of the optimizers that play the step's parts now: of each part, the last that took it over."""
-    last = {session.roles.get(f"S{index}", f"S{index}"): reference for index, reference in enumerate(session.optimizers)}
-    return [p for reference in last.values() if (o := reference()) is not None for group in o.param_groups for p in group["params"]]
+    """The parameters of the players."""
+    return [p for optimizer in players(session) for group in optimizer.param_groups for p in group["params"]]
 
 
 class Succession:

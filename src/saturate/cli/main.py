@@ -4,7 +4,7 @@ A verb is a module with `configure(parser)` and `execute(arguments) -> exit code
 so that `saturate --help` costs no more than argparse. With `TAKES_COMMAND = True`, everything behind the first `--` is the
 workload's command and arrives as `arguments.command`, untouched.
 
-Exit codes: 0 done, 2 usage, 3 environment, 4 the workload itself failed, 5 no final set verifies, 6 too noisy, 130 interrupted.
+Exit codes: 0 done, 2 usage, 3 environment, also a bug of our own, 4 the workload itself failed, 5 no final set verifies, 6 too noisy, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import saturate
-from saturate.errors import EnvironmentProblem, SaturateError, UsageError
+from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, UsageError
 
 #: name, module, one line for `saturate --help`
 VERBS = (
@@ -96,14 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, so that a reader who left is noticed while it can still be handled
         return code
     except SaturateError as error:
-        print(_card(error), file=sys.stderr)
-        return error.exit_code
+        return _fail(error)
     except (ImportError, AttributeError) as error:
-        problem = _library_problem(error)
-        if problem is None:
-            raise
-        print(_card(problem), file=sys.stderr)
-        return problem.exit_code
+        return _fail(_library_problem(error) or _bug(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -111,6 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except Exception as bug:  # noqa: BLE001 - the last resort: shown with its traceback
+        return _fail(_bug(bug))
+
+
+def _bug(error: Exception) -> SaturateFailed:
+    failed = SaturateFailed.of(error)
+    failed.__cause__ = error
+    return failed
 
 
 def _library_problem(error: ImportError | AttributeError) -> EnvironmentProblem | None:
@@ -217,6 +220,16 @@ def _unknown(kind: str, word: str, known: Sequence[str], prog: str = "saturate")
     from saturate.records.spelling import suggestion
 
     return UsageError(f"{prog}: unknown {kind} '{word}'", remedy=suggestion(word, known) or f"{prog} --help")
+
+
+def _fail(error: SaturateError) -> int:
+    """Show an error, below its traceback where it is one of our own; returns the exit code."""
+    if isinstance(error, SaturateFailed) and error.__cause__ is not None:
+        import traceback
+
+        traceback.print_exception(error.__cause__)
+    print(_card(error), file=sys.stderr)
+    return error.exit_code
 
 
 def _card(error: SaturateError) -> str:

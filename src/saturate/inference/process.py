@@ -286,8 +286,8 @@ class Worker:
             return answer[1]
         _, kind, reason, text = answer
         cause = classify({"ended": "exit", "code": 1}, text, 0, True, None).kind
-        if kind == "failed" and cause in OUT_OF_MEMORY:
-            kind = "out_of_memory"
+        if kind == "failed":
+            kind = "out_of_memory" if cause in OUT_OF_MEMORY else "disk_full" if cause in NO_ROOM else kind
         raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True, outside=cause in NO_ROOM)
 
     def _exchange(self, message: Any, deadline_s: float, late: str, device: str) -> Any:

@@ -43,9 +43,6 @@ _TRAINING_SHARE = 0.6
 #: glibc's limits grow up to 32 MiB.
 _LARGEST_KEPT_BYTES = 31 * 2**20
 
-#: In a traceback: what the system says of a full disk, and what torch's writer says, which keeps that to itself.
-_DISK_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "unexpected pos ")
-
 #: Calibration batches that layers are ranked with.
 _RANKING_BATCHES = 8
 
@@ -78,8 +75,6 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
         print(text, flush=True)
         kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
-        if kind == "failed" and any(words in text for words in _DISK_FULL):
-            kind = "disk_full"
         return "raised", kind, server.reason(error), text
 
 

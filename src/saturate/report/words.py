@@ -233,7 +233,8 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         why = _NONE_HELPS if _anything_raced(record) else _NO_TURN
         if not any(outcome.fate == "not_tried" for outcome in result.techniques):
             why = reason
-        return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or why)
+        unmeasured = next((f"{o.id}: {o.reason}" for o in result.techniques if o.fate == "inconclusive" and o.reason), "")
+        return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or unmeasured or why)
     return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
 
 

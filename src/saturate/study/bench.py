@@ -283,14 +283,7 @@ class Bench:
             size = min(16, size * 2) if sum(steps[-size:]) < 2e9 else size
         rates = {token: count / ran for token, count in events.items()}
         self._check_events(trial, rates, ran)
-        evidence = msgspec.convert(trial.ask("evidence"), Evidence)
-        for candidate in techniques:
-            try:
-                proof = candidate.module.active(evidence, candidate.options)
-            except Exception as error:  # third-party code may raise anything; it becomes this technique's fate
-                raise trial.end(Outcome("failed_to_apply", f"{candidate.id}: active() raised {error!r}")) from error
-            if not proof.active:
-                raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
+        evidence = self._prove(trial, techniques)
         trial.freeze()
         self._note_losses(trial, techniques)        # a process that races share lives long: what it says is asked for before it ends
         startup_s = trial.first_gate_s or 0.0
@@ -302,6 +295,24 @@ class Bench:
         )
         return Live(trial, techniques, hello, evidence, startup_s, sum(steps[:first]) / 1e9,
                     stationary.typical_ms(steps[first:]), settled is not None, rates, record)
+
+    def _prove(self, trial: Trial, techniques: Set) -> Evidence:
+        """Raise TrialEnded unless every technique shows that it took effect."""
+        evidence = msgspec.convert(trial.ask("evidence"), Evidence)
+        for candidate in techniques:
+            try:
+                proof = candidate.module.active(evidence, candidate.options)
+            except Exception as error:  # third-party code may raise anything; it becomes this technique's fate
+                raise trial.end(Outcome("failed_to_apply", f"{candidate.id}: active() raised {error!r}")) from error
+            if not proof.active:
+                raise trial.end(Outcome("not_active", f"{candidate.id}: {proof.evidence}"))
+        return evidence
+
+    def prove_still(self, live: Live) -> None:
+        """Raise TrialEnded unless every technique is still in effect: the training may have gone on with another model since."""
+        live.trial.thaw()
+        self.check_applied(live.trial, live.techniques, live.trial.greeting())
+        self._prove(live.trial, live.techniques)
 
     def _check_events(self, trial: Trial, rates: dict[str, float], steps: int) -> None:
         """A step must consist of the same events as the baseline's: what skips backward passes or reports steps that

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from saturate.errors import EnvironmentProblem, StudyDamaged, WorkloadFailed
+from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, StudyDamaged, WorkloadFailed
 from saturate.records.result import StudyRecord
 from saturate.trial.process import TrialEnded
 
@@ -24,9 +24,12 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def in_our_words(folder: Path) -> Iterator[None]:
-    """Turn what the workload, the study file and the operating system may raise into a SaturateError with cause and remedy."""
+    """Turn what the workload, the study file and the operating system may raise into a SaturateError with cause and remedy, and
+    a bug of our own into SaturateFailed, so that what was found until then is written all the same."""
     try:
         yield
+    except SaturateError:
+        raise
     except TrialEnded as ended:
         raise WorkloadFailed(
             "the command failed when it was run again", cause=f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}",
@@ -46,3 +49,5 @@ def in_our_words(folder: Path) -> Iterator[None]:
         raise EnvironmentProblem(
             "the operating system refuses something that tuning needs", cause=str(error), remedy="saturate doctor looks for the cause",
         ) from error
+    except Exception as bug:
+        raise SaturateFailed.of(bug) from bug

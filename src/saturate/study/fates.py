@@ -24,6 +24,10 @@ class Fate:
     gain: float | None = None
     gain_ci: tuple[float, float] | None = None
 
+    def is_open(self, threshold: float) -> bool:
+        """Whether a gain that counts (`threshold`) is neither shown nor excluded: undecided, and its interval reaches that far."""
+        return self.fate == "inconclusive" and (self.gain_ci is None or self.gain_ci[1] > threshold)
+
     def outcome(self, identity: str, numerics: str) -> TechniqueOutcome:
         return TechniqueOutcome(
             id=identity, fate=self.fate, reason=self.reason, numerics=numerics,  # type: ignore[arg-type]

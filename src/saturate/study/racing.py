@@ -209,6 +209,7 @@ class Racer:
                         loader_bound = True
                         skip, steps = block_size(first, second)
                         pair.forget()
+                on_side("b", partial(self.bench.prove_still, second))
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
                 if ended.outcome.kind != "too_short" or len(pair.ratios) < LEAST_ROUNDS:
@@ -248,7 +249,9 @@ class Racer:
         try:
             before = _falls_behind(live)
             found = blocks(before)
-            return blocks(True) if _falls_behind(live) and not before else found
+            found = blocks(True) if _falls_behind(live) and not before else found
+            on_side(side, partial(self.bench.prove_still, live))
+            return found
         finally:
             self.bench.finish_live(live)
 

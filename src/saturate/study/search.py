@@ -277,8 +277,8 @@ class Search:
     def _look_again(self) -> None:
         """Race what is undecided once more, and for longer, what could give most first: time that is left is for this."""
         undecided = [(fate.gain_ci[1], fate.candidate) for fate in self.fates.values()
-                     if fate.fate == "inconclusive" and fate.candidate is not None and fate.candidate.id not in self.verified
-                     and fate.gain_ci is not None and fate.gain_ci[1] > self.racer.threshold]
+                     if fate.is_open(self.racer.threshold) and fate.gain_ci is not None
+                     and fate.candidate is not None and fate.candidate.id not in self.verified]
         for _, candidate in sorted(undecided, key=lambda entry: -entry[0]):
             if time.monotonic() > self._last():
                 return

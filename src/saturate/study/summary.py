@@ -109,7 +109,7 @@ def _verdict(study: Study) -> Any:
     if study.refusal or study.error or study.starved or study.search is None:
         return "inconclusive"
     if not study.search.kept:
-        open_ends = [f for f in study.search.fates.values() if f.fate == "inconclusive" and (f.gain or 0) > study.request.threshold]
+        open_ends = any(fate.is_open(study.request.threshold) for fate in study.search.fates.values())
         return "inconclusive" if open_ends or _out_of_budget(study) else "no_difference"
     return study.final.decision.verdict if study.final else "inconclusive"
 

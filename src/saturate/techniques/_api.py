@@ -24,6 +24,12 @@ NUMERICS = ("exact", "reordering", "stream", "precision", "convergence")
 STAGES = ("environment", "import", "model")
 
 
+#: What `apply` of a technique of stage "model" acts on. A training may go on with other optimizers of the same modules, or with
+#: other modules: then what was done is undone, and applied to those. With "modules" it stays when only optimizers are others,
+#: with "process" always. Other modules always have other optimizers.
+ACTS_ON = ("optimizers", "modules", "process")
+
+
 @dataclass(frozen=True)
 class Touch:
     """A resource that a technique changes. `order=None` claims it alone; a number is the place in a shared stack
@@ -45,6 +51,7 @@ class Technique:
     since: str = "0.1"
     status: str = "stable"              # or "experimental"
     slow_start: bool = False            # its first steps take long (a compiler runs): tried late unless the diagnosis names it
+    acts_on: str = "optimizers"         # stage "model": applied anew when these are others, see `ACTS_ON`
     starts_alone: bool = False          # times something while the script starts: no other trial may start beside it
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from saturate import plugins
 from saturate.errors import TechniqueError
-from saturate.techniques._api import FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
+from saturate.techniques._api import ACTS_ON, FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
 
 GROUP = "saturate.techniques"
 
@@ -108,6 +108,7 @@ def metadata_problems(module: ModuleType, stages: Collection[str]) -> list[str]:
     for label, value, allowed in (
         ("numerics", technique.numerics, NUMERICS),
         ("stage", technique.stage, stages),
+        ("acts_on", technique.acts_on, ACTS_ON),
         ("status", technique.status, ("stable", "experimental")),
     ):
         if value not in allowed:

@@ -46,6 +46,7 @@ TECHNIQUE = Technique(
     title="bfloat16 autocast",
     numerics="precision",
     stage="model",
+    acts_on="modules",
     touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast")),
 )
 

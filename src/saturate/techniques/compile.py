@@ -52,6 +52,7 @@ TECHNIQUE = Technique(
     title="torch.compile",
     numerics="stream",
     stage="model",
+    acts_on="modules",
     touches=(Touch("forward", ORDER), Touch("compiler")),
     slow_start=True,
 )

@@ -41,6 +41,7 @@ TECHNIQUE = Technique(
     title="cuDNN algorithm search",
     numerics="reordering",
     stage="model",
+    acts_on="process",
     touches=(Touch("cudnn-benchmark"),),
 )
 

@@ -47,6 +47,7 @@ TECHNIQUE = Technique(
     title="linear layers in float8",
     numerics="precision",
     stage="model",
+    acts_on="modules",
     touches=(Touch("linear-layers"),),
     status="experimental",
 )

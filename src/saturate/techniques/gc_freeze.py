@@ -43,6 +43,7 @@ TECHNIQUE = Technique(
     title="frozen garbage collector",
     numerics="exact",
     stage="model",
+    acts_on="process",
     touches=(Touch("garbage-collector"),),
 )
 

@@ -45,6 +45,7 @@ TECHNIQUE = Technique(
     title="attention kernel choice",
     numerics="stream",
     stage="model",
+    acts_on="modules",
     touches=(Touch("forward", ORDER), Touch("attention-kernel")),
 )
 

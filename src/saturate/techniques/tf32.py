@@ -43,6 +43,7 @@ TECHNIQUE = Technique(
     title="TensorFloat-32 matrix products",
     numerics="precision",
     stage="model",
+    acts_on="process",
     touches=(Touch("float32-matmul"),),
 )
 

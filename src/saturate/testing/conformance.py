@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _registry
@@ -221,6 +222,7 @@ def _training(module: ModuleType, options: Any) -> Iterator[str]:
             workload.train(toy.STEPS_AFTER)
         yield from _numerics(module, plain, tuned)
         yield from _copies(module, plain, tuned)
+        yield from _reduced(tuned, toy)
         yield from _checkpoints(plain, tuned, toy)
         tuned.context.undo()
         loader_was_built_with_it = module.TECHNIQUE.stage == "import"
@@ -293,6 +295,18 @@ def _copies(module: ModuleType, plain: Any, tuned: Any) -> Iterator[str]:
         loaded = pickle.loads(stored) if label == "pickle" else torch.load(io.BytesIO(stored), weights_only=False)
         if loaded.forward.__func__ is not type(loaded).forward:
             yield f"a model loaded from {label} still carries a wrapped forward"
+
+
+def _reduced(tuned: Any, toy: Any) -> Iterator[str]:
+    """Classes that say themselves how they are pickled may hand out their whole `__dict__` (torch.fx.GraphModule does)."""
+    with mock.patch.object(toy.Model, "__reduce__", lambda model: (toy.remade, (vars(model),))):
+        try:
+            loaded = pickle.loads(pickle.dumps(tuned.model))
+        except Exception as error:  # noqa: BLE001 - the violation is that it cannot be stored, whatever is raised
+            yield f"pickle of a model with a __reduce__ of its own fails: {type(error).__name__}: {error}"
+            return
+    if loaded.forward.__func__ is not type(loaded).forward:
+        yield "a pickled model with a __reduce__ of its own still carries a wrapped forward"
 
 
 def _torch_save(model: Any) -> bytes:

@@ -74,11 +74,15 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("out_of_memory_device", r"torch\.OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
                              r"|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|triton\S*OutOfResources|NCCL[^\n]*out of memory"),
     ("out_of_memory_host", r"DefaultCPUAllocator: (?:can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"),
-    ("disk_full", r"No space left on device|Disk quota exceeded|File too large"),
+    # torch's writer of archives keeps to itself what the system said.
+    ("disk_full", r"No space left on device|Disk quota exceeded|File too large|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"),
 )
 
 #: What else may help a command that asks and gets no answer.
 _NO_INPUT = "if it reads its standard input: trials get that from a file only, as in `saturate tune -- COMMAND < FILE`"
+
+PIPED_INPUT = ("what waits on standard input is a pipe's, which can be read only once, so trials get none of it: give it as a file, as "
+               "in `saturate tune -- COMMAND < FILE`")
 
 _TRACEBACK = "Traceback (most recent call last)"
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank

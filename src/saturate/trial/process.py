@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 import math
 import os
 import secrets
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +23,7 @@ from saturate.machine import redaction
 from saturate.records import sizes
 from saturate.trial import launch, meter, ports, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
-from saturate.trial.outcome import NO_STEP_REMEDY, LastWords, Outcome, classify, stalled
+from saturate.trial.outcome import NO_STEP_REMEDY, PIPED_INPUT, LastWords, Outcome, classify, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks of at least this length before it is not believed.
 CLOCK_TOLERANCE = 0.10
@@ -61,6 +65,17 @@ def standard_input() -> tuple[str, int]:
     except OSError:
         pass            # it is closed
     return os.devnull, 0
+
+
+def input_withheld() -> bool:
+    """Whether something waits in a pipe on our standard input, where no trial gets it."""
+    try:
+        kind = os.fstat(0).st_mode
+        if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+            return False
+        return struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, bytes(4)))[0] > 0
+    except OSError:
+        return False    # it is closed
 
 
 class TrialEnded(Exception):
@@ -207,6 +222,12 @@ class Trial:
             self.sample, self.sample != sample,
         )
 
+    def greeting(self) -> dict[str, Any]:
+        """Rank 0's latest: what it says of its techniques may have changed since `wait_ready`."""
+        hello = self.server.hello()
+        assert hello is not None    # it has come to the gate
+        return hello
+
     def ask(self, question: str) -> Any:
         """Facts or evidence, while at the gate."""
         self._looked_at = self._looked_at or question == "ceilings"
@@ -232,7 +253,8 @@ class Trial:
                 if time.monotonic() - began < patience_s:
                     raise
                 raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s of the budget",
-                                       "give it a longer --budget, or a configuration that starts sooner")) from None
+                                       "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
+                                       "torch.func or torch.autograd.grad alone, without loss.backward(), is not followed")) from None
 
         gates = self._guarded(wait)
         self.gates = gates
@@ -330,6 +352,8 @@ class Trial:
         said = redaction.without_secrets(self.output(), self.workload.environment)
         self.ended = classify(report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
                               self._last_words() if hello is None else None)
+        if self.ended.kind in ("crashed", "exited") and not self.ended.remedy and input_withheld():
+            self.ended = dataclasses.replace(self.ended, remedy=PIPED_INPUT)
         return TrialEnded(self.ended)
 
     def _last_words(self) -> LastWords | None:

@@ -41,6 +41,9 @@ WIDEST_RATIO = math.log(100.0)
 #: range, and what is broken outright (not finite, not moving) still fails.
 SEPARATED = 1.0
 
+#: To either side of an update, those that its length is compared with.
+AROUND = 5
+
 #: A tensor may always travel this much less than in the baseline (a factor of two): noise of few sampled entries.
 LEAST_LAG = math.log(2.0)
 
@@ -74,6 +77,14 @@ def _running(found: Sequence[list[float]], floor: Sequence[float], widest: float
     return allowed
 
 
+def _shorter(baseline: Series) -> list[float]:
+    """How many times shorter each update is than the median of those around it, at least 1. In a short one terms cancel, as where
+    momentum turns round, and errors are as large as the terms: a relative deviation of its length shows them so many times larger."""
+    lengths = [norm(update_of(baseline, k)) if k else 0.0 for k in range(len(baseline))]
+    around = [median(lengths[max(1, k - AROUND): k + AROUND + 1] or [0.0]) for k in range(len(lengths))]
+    return [max(1.0, usual / length) if length > 0 and math.isfinite(usual) else 1.0 for length, usual in zip(lengths, around)]
+
+
 def _of_twin(baseline: Series, twin: Series) -> Deviation:
     """A twin's deviation, without the update whose sampled difference holds the perturbation itself."""
     found = deviation(baseline, twin, FIRST_ACTING + 1)
@@ -100,7 +111,7 @@ def tolerance(
                 their own size, so entries whose exact gradient is zero (the biases of attention keys) move by noise;
                 a fused AdamW turned a public transformer's updates by 0.012 rad in update 51, its twin by 3e-5 only,
                 while a wrong gradient turns them by tenths
-    stretch     1e-3, or four roundings
+    stretch     1e-3, or four roundings; more where an update is shorter than those around it, as many times as it is
     drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
     """
     n = len(baseline)
@@ -121,6 +132,7 @@ def tolerance(
     columns = zip(*(run.series() for run in runs)) if runs else ((),) * len(floors)
     loss, gradient, turn, stretch, drift = (
         _running(*column) for column in zip(columns, floors, widest, safety))
+    stretch = [min(WIDEST_RATIO, allowed * times) for allowed, times in zip(stretch, _shorter(baseline))]
     for k in range(n):
         if turn[k] >= SEPARATED:
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))

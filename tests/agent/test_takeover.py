@@ -1,0 +1,78 @@
+"""A training that goes on with another model or optimizer keeps its techniques, or it is said that it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from saturate.techniques import _registry
+from saturate.trial.launch import Chosen
+
+HEAD = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.a = nn.Linear(8, 8); self.b = nn.Linear(8, 1)
+    def forward(self, x): return self.b(torch.relu(self.a(x)))
+class Other(Net): pass
+x, y = torch.randn(16, 8), torch.randn(16, 1)
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad(); ((model(x) - y) ** 2).mean().backward(); optimizer.step()
+def adam(model): return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def told(model, optimizer): print("forward" in vars(model), optimizer.param_groups[0].get("fused"), flush=True)
+"""
+IDS = ("bf16-autocast", "fused-optimizer")
+
+#: name -> (source, what is printed of each model and optimizer: whether its forward is wrapped, whether it is fused)
+TRAININGS = {
+    "folds": ("""
+model = None
+for _ in range(3):
+    before, model = model, Net(); optimizer = adam(model); train(model, optimizer, 30); told(model, optimizer)
+told(before, optimizer)
+""", ["True True"] * 3 + ["False True"]),
+    "an optimizer for every epoch": ("""
+model = Net()
+for _ in range(3):
+    optimizer = adam(model); train(model, optimizer, 12); told(model, optimizer)
+""", ["True True"] * 3),
+    "a deep copy": ("""
+import copy
+model = Net(); optimizer = adam(model); train(model, optimizer, 20)
+model = copy.deepcopy(model); optimizer = adam(model); train(model, optimizer, 20); told(model, optimizer)
+""", ["True True"]),
+    "two that take turns": ("""
+models = [Net(), Net()]; optimizers = [adam(m) for m in models]
+for turn in range(3):
+    model, optimizer = models[turn % 2], optimizers[turn % 2]; train(model, optimizer, 40); told(model, optimizer)
+""", ["True True"] * 3),
+    "a model of another class": ("""
+model = Net(); train(model, adam(model), 30)
+model = Other(); optimizer = adam(model); train(model, optimizer, 30); told(model, optimizer)
+""", ["False True"]),
+}
+
+
+def chosen() -> list[Chosen]:
+    found = []
+    for identity in IDS:
+        name, path = _registry.origin(_registry.load()[identity])
+        found.append(Chosen(id=identity, module=name, path=path, options={}))
+    return found
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_techniques_act_on_what_is_trained_now(name, script, start):
+    source, expected = TRAININGS[name]
+    step = {"token": "S0", "count": 1, "tokens": ["B", "S0"]}
+    trial = start(str(script(HEAD + source + "train(model, optimizer, 10**6)")), techniques=chosen(), step=step)
+    trial.wait_ready()
+    trial.run_block(1, 150)
+    assert trial.output().split("\n")[:-1] == expected
+    problems = [applied["problem"] for applied in trial.greeting()["applied"]]
+    notes = trial.ask("evidence")["notes"]
+    if "another class" in name:
+        assert ["the training goes on with another model" in problem for problem in problems] == [True, False]
+        assert list(notes) == ["fused-optimizer"]
+    else:
+        assert problems == ["", ""] and set(notes) == set(IDS)
