@@ -108,7 +108,7 @@ def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module.artifact, "read", lambda folder: SimpleNamespace(files=[SimpleNamespace(size_bytes=5), SimpleNamespace(size_bytes=7)]))
     lab = Lab(SimpleNamespace(inputs=lambda torch: []), tmp_path, 1, time.monotonic(), facts=ModelFacts())      # type: ignore[arg-type]
     found = Tried(Candidate(), "dominated", "")
-    lab._stored(SimpleNamespace(store=lambda *given: None), found)                                              # type: ignore[arg-type]
+    lab._stored(SimpleNamespace(store=lambda *given: None), found, 60.0)                                           # type: ignore[arg-type]
     assert found.size_bytes == found.record().size_bytes == 12
 
 
