@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from importlib.machinery import PathFinder
 from typing import Any
@@ -64,6 +65,10 @@ def start(plan: dict[str, Any]) -> None:
     what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`; `ended` (the
     beginning of a path: what was seen by a process that trained and ended before the gate is written there).
     """
+    if plan.get("on_divergence") == "stop":
+        from saturate.agent import watchdog
+
+        atexit.register(watchdog.leave, plan)       # the first to be registered is the last to be called
     callbacks: dict[str, Any] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
         from saturate.agent import redirect
