@@ -91,16 +91,20 @@ def plan(
 def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
     """The same trial in the other mode, with a TMPDIR of its own that `layers.discard` deletes."""
     guarded = landlock.abi() > 0
-    scratch = str(make_scratch(Path(plan.run_dir)))
     attributes = guarded and _attributes_guarded()
-    guard = "no Landlock here: writes by C libraries and other programs are not covered"
-    if guarded:
-        guard = "Landlock blocks other writes but those in /dev/shm" if attributes else (
-            "Landlock blocks other writes but those in /dev/shm; chmod, chown and touch by C libraries and other programs are not covered")
+    scratch = str(make_scratch(Path(plan.run_dir)))
     return plan._replace(
-        mode="intercept", reason=f"writes are intercepted: {reason}; {guard}", guarded=guarded, attributes=attributes, scratch=scratch,
+        mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
         environment=plan.environment | {"TMPDIR": scratch},
     )
+
+
+def guards() -> str:
+    """Mode "intercept": what stops writes that do not go through Python, and what they still reach."""
+    if not landlock.abi():
+        return "no Landlock here: writes by C libraries and other programs are not covered"
+    stopped = "Landlock blocks other writes but those in /dev/shm"
+    return stopped if _attributes_guarded() else f"{stopped}; chmod, chown and touch by C libraries and other programs are not covered"
 
 
 @functools.cache
