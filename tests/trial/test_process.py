@@ -256,3 +256,14 @@ subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zer
 def test_a_launcher_does_not_hide_why_its_process_failed(log: str) -> None:
     ended = outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None)
     assert (ended.kind, ended.reason) == ("crashed", "ValueError: no such file of mine")
+
+
+@pytest.mark.parametrize("said", [
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_25494_2589082127_0>: No space left on device (28)",
+    "RuntimeError: unable to open shared memory object </torch_7_1_0> in read-write mode: No space left on device (28)",
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+])
+def test_a_full_dev_shm_is_not_a_full_disk(said: str) -> None:
+    """The remedy is another one."""
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"Traceback (most recent call last):\n{said}\n", 0, False, None)
+    assert ended.kind == "shared_memory_full" and "/dev/shm" in ended.remedy
