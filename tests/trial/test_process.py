@@ -276,3 +276,14 @@ def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) 
         for descriptor in (before, reader, writer):
             os.close(descriptor)
     assert ended.value.outcome.kind == "crashed" and ("COMMAND < FILE" in ended.value.outcome.remedy) == piped
+
+
+@pytest.mark.parametrize("said", [
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_25494_2589082127_0>: No space left on device (28)",
+    "RuntimeError: unable to open shared memory object </torch_7_1_0> in read-write mode: No space left on device (28)",
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+])
+def test_a_full_dev_shm_is_not_a_full_disk(said: str) -> None:
+    """The remedy is another one."""
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"Traceback (most recent call last):\n{said}\n", 0, False, None)
+    assert ended.kind == "shared_memory_full" and "/dev/shm" in ended.remedy

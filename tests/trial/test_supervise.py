@@ -46,6 +46,19 @@ train()
             path.unlink(missing_ok=True)
 
 
+def test_what_is_only_read_in_shared_memory_is_not_the_trials():
+    """Another program may have put it there meanwhile."""
+    path = Path("/dev/shm", f"saturate-test-{uuid.uuid4().hex[:8]}")
+    path.write_bytes(b"another program's")
+    try:
+        with open(path, "rb"):
+            assert str(path) not in tree.shared_memory([os.getpid()])
+            with open(path, "ab"):
+                assert str(path) in tree.shared_memory([os.getpid()])
+    finally:
+        path.unlink()
+
+
 def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch):
     """And not on the supervisor's own standard error, which nobody reads: "exit code 126 without a word" names no cause."""
     monkeypatch.setattr(process, "standard_input", lambda: ("/no/such/input", 0))

@@ -36,6 +36,7 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+        atexit.register(session.guard, session.watchdog.finish, session)
         atexit.register(session.guard, _report_end, session)
     if "ended" in session.plan:
         atexit.register(session.guard, _leave_word, session)

@@ -2,8 +2,8 @@
 
 For machines that forbid namespaces (see `trial/cage.py`). Covered: `open`, `os`, and what is built on them (pathlib,
 shutil, tempfile, numpy, pickle, zipfile, logging...), `torch.save` and TorchScript files, `sqlite3.connect`,
-safetensors. Not covered, and stopped by the Landlock guard where there is one: writes by other C libraries and by
-programs that are not Python. Standard library only.
+safetensors. Not covered, and stopped by the guards where they are there (`trial/landlock.py`, `trial/metadata.py`): writes
+and changes of mode, owner and times by other C libraries and by programs that are not Python. Standard library only.
 """
 
 from __future__ import annotations
@@ -180,10 +180,11 @@ class _Patches:
         shadow = self.shadow
         table = {name: self._on_existing(name, shadow.get) for name in
                  ("stat", "access", "statvfs", "getxattr", "listxattr")}
-        table |= {name: self._on_existing(name, self._existing) for name in
-                  ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr")}
+        table["truncate"] = self._on_existing("truncate", self._existing)
+        table |= {name: self._on_attributes(name) for name in ("chmod", "chown", "utime", "setxattr", "removexattr")}
+        table |= {"fchmod": table["chmod"], "fchown": table["chown"]}
         table |= {name: self._on_existing(name, shadow.get, follow=False) for name in ("lstat", "readlink")}
-        table["lchown"] = self._on_existing("lchown", self._existing, follow=False)
+        table["lchown"] = self._on_existing("lchown", shadow.change_attributes, follow=False)
         table |= {name: getattr(self, name) for name in (
             "open", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "mkfifo", "mknod",
             "chdir", "getcwd", "getcwdb",
@@ -211,6 +212,21 @@ class _Patches:
                 failed.filename = path
                 raise
             return self.shadow.logical(result) if name == "readlink" and isinstance(result, str) else result
+
+        return function
+
+    def _on_attributes(self, name: str) -> Any:
+        """Of a path, or of an open file: one that was opened to be read is the user's own, and is changed in its copy."""
+        by_path, original = self._on_existing(name, self.shadow.change_attributes), ORIGINAL[name]
+
+        def function(path: Any, *arguments: Any, **keywords: Any) -> Any:
+            if isinstance(path, int):
+                real = ORIGINAL["readlink"](f"/proc/self/fd/{path}")
+                ours = real != self.shadow.logical(real) or self.shadow.allows(real)
+                if ours or not real.startswith("/") or self.shadow.seen(real) is None:
+                    return original(path, *arguments, **keywords)
+                return original(self.shadow.change_attributes(real), *arguments, **keywords)
+            return by_path(path, *arguments, **keywords)
 
         return function
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 
@@ -79,7 +80,8 @@ def _scaler(session: Any, torch: Any) -> None:
         result = original(self, optimizer, *args, **kwargs)
         if session.steps_of(optimizer) == before and self.is_enabled():
             session.step_ends(optimizer)    # skipped for an overflow: still an attempt, and the end of a step
-        session.grad_scaler = session.grad_scaler or self.is_enabled()
+        if self.is_enabled():
+            session.grad_scaler, session.scaler = True, weakref.ref(self)
         return result
 
     replace(session, GradScaler, "step", step)

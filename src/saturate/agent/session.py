@@ -1,7 +1,7 @@
 """The agent's state in one process: from the first sign of training, through step finding, to the gate.
 
     asleep -> discover -> inspect -> active
-              (motif)     (one step: which modules are called?)   (techniques on; gate, capture or watchdog)
+              (motif)     (one step: which modules are called?)   (techniques on; gate or capture)
 
 Loader workers and helpers never get past `asleep`: only a process that trains produces backward passes.
 """
@@ -88,6 +88,7 @@ class Session:
         self.gate: Any = None
         self.capture: Any = None
         self.watchdog: Any = None
+        self.scaler: weakref.ref[Any] | None = None     # what scales the script's losses
         self.inspection: Any = None
         self.batching: Any = None               # batches of other sizes than the script's: see agent.batching
         self.window: Any = None                 # a close look at a few steps: see agent.profiling
@@ -202,10 +203,13 @@ class Session:
         if self.splitting:
             self._add_part("backward")
             self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
-        if self.capture is not None or self.recording or (self.watchdog is not None and self.phase == "active"):
+        if self.capture is not None or self.recording or self.watchdog is not None:
             loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
-            # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
-            self.losses.append(loss.detach().clone() if self.recording else loss.detach())
+            if self.watchdog is not None:
+                self.guard(self.watchdog.saw, self, loss)
+            if self.capture is not None or self.recording:
+                # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
+                self.losses.append(loss.detach().clone() if self.recording else loss.detach())
         if not self.constructed and not self.leaves:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
@@ -351,14 +355,14 @@ class Session:
             self.early.append(self.losses)
             self.losses = []
             self.recording = self.boundaries < EARLY_UPDATES
+        if self.watchdog is not None:
+            self.watchdog.boundary(self)
         if self.phase == "active":
             if self.roles and self.plan["techniques"] and takeover.due(self):
                 takeover.move(self)
             if self.gate is not None and self.capture is None:
                 self.gate.boundary(self.evaluated)
                 self.released()
-            if self.watchdog is not None:
-                self.watchdog.check(self)
         else:
             from saturate.agent import application
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from typing import Any
 
 ORIGINAL: dict[str, Any] = {name: getattr(os, name) for name in (
-    "access", "chdir", "chmod", "chown", "getcwd", "getxattr", "lchown", "link", "listdir", "listxattr", "lstat", "mkdir",
+    "access", "chdir", "chmod", "chown", "fchmod", "fchown", "getcwd", "getxattr", "lchown", "link", "listdir", "listxattr", "lstat", "mkdir",
     "mkfifo", "mknod", "open", "readlink", "remove", "removexattr", "rename", "replace", "rmdir", "scandir", "setxattr",
     "stat", "statvfs", "symlink", "truncate", "unlink", "utime",
 )}
@@ -31,8 +32,18 @@ _CHUNK = 1 << 26
 _FOLDERS = 50_000                               # remembered folders, about 10 MB
 
 
+_SHM = "/dev/shm"
+#: What Python code opens or removes by name there though it is shared memory, not data: multiprocessing's heaps, blocks and
+#: semaphores, torch's tensors, OpenMP's and NCCL's. Redirected, it would not be what the C side of the runtime sees.
+_SEGMENT = re.compile(r"pym-\d+-|psm_[0-9a-f]{8}|sem\.|torch_\d+_|__KMP_REGISTERED_LIB_\d|nccl-")
+
+
 def error(number: int, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
+
+
+def _in_shm(path: str) -> bool:
+    return path == _SHM or path.startswith(_SHM + "/")
 
 
 def _exists(path: str) -> os.stat_result | None:
@@ -67,8 +78,10 @@ class Shadow:
 
     def canonical(self, path: str, follow: bool = True) -> str:
         """Without symbolic links on the way, and not one at the end if `follow`."""
-        if path.startswith(("/proc/", "/dev/")):
-            return path         # links there are the kernel's own, such as /proc/self/fd/3
+        if path.startswith(("/proc/", "/dev/")) and "/../" not in path + "/":
+            path = os.path.normpath(path)
+            if not _in_shm(path):
+                return path     # links there are the kernel's own, such as /proc/self/fd/3
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
             return self._resolve(path)
@@ -113,7 +126,11 @@ class Shadow:
 
     def allows(self, path: str) -> bool:
         """Canonical: whether writes there are real."""
-        return any(path == folder or path.startswith(folder + "/") for folder in self.allowed)
+        if not _in_shm(path):
+            return any(path == folder or path.startswith(folder + "/") for folder in self.allowed)
+        # /dev is devices, and they are real; but this is a place that keeps data.
+        return any(path == folder or path.startswith(folder + "/") for folder in self.allowed if _in_shm(folder)) or (
+            _SEGMENT.match(path, len(_SHM) + 1) is not None)
 
     def find(self, path: str) -> str | None:
         """Canonical: where to read it. None: it was removed. The result need not exist."""
@@ -211,6 +228,19 @@ class Shadow:
             raise error(errno.EACCES, path)
         self._copy_up(path, seen, copy)
         return there
+
+    def change_attributes(self, path: str) -> str:
+        """Canonical: where to change mode, owner, times or extended attributes of `path`. Its owner may, even where nobody
+        may write it."""
+        at = self.get(path)
+        seen = _exists(at)
+        if seen is None:
+            raise error(errno.ENOENT, path)
+        kept = stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode)
+        if self.allows(path) or at != path or not kept or os.geteuid() not in (0, seen.st_uid):
+            return self.change(path)
+        self._copy_up(path, seen)
+        return self.root + path
 
     def _copy_up(self, path: str, seen: os.stat_result, content: bool = True) -> None:
         self.prepare(path)

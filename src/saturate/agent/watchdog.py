@@ -1,67 +1,176 @@
 """A watch over training under a recipe: NaN, infinity and loss spikes, with the step number.
 
-The loss is copied without waiting for the device and read some steps later, so that watching never synchronises.
+Every loss is kept as a copy on its device; all of an interval are copied to the host together, without waiting, and read
+when they are there: an interval later or at the end of the script, so that watching never synchronises. Steps are counted from 1, since the
+start of the process.
 """
 
 from __future__ import annotations
 
+import gc
+import io
+import itertools
 import math
 import os
+import stat
 import sys
 from typing import Any
 
 EVERY = 10              # steps between looks
-HISTORY = 50            # losses that "usual" is judged by
-SPIKE = 10.0            # times the spread of the history above its median
+MOST = 512              # losses that wait for a look: before a step is recognised there are no steps to count
+HISTORY = 50            # steps that "usual" is judged by
+LEAST_HISTORY = 10
+SPIKE = 10.0            # times the spread of the history above its median, where most losses of a look are
+LONE_SPIKE = 100.0      # the same for one loss: batches differ, and every loss is looked at
 EXIT_CODE = 5           # with --on-divergence stop: same meaning as "no final set verifies"
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+#: When a loss was seen: backward passes so far, tokens of the discovery so far, steps that ended since the motif was found.
+Moment = tuple[int, int, int]
 
 
 class Watchdog:
     def __init__(self, action: str):
         self.action = action
-        self.history: list[float] = []
-        self._pending: Any = None       # (step, copy of the loss)
-        self._warned = False
+        self.history: list[tuple[int, float]] = []      # (step, its last loss)
+        self.over = False                               # it was said, or there is nobody to say it to
+        self._fresh: list[tuple[Moment, Any]] = []      # losses on their devices
+        self._copied: list[tuple[list[Moment], Any, Any]] = []      # moments, losses on the host, event after the copy
 
-    def check(self, session: Any) -> None:
-        """Called at every step boundary of a run with a recipe."""
-        losses, session.losses = session.losses, []
-        if session.boundaries % EVERY or not losses:
+    def saw(self, session: Any, loss: Any) -> None:
+        """A backward pass of `loss` has ended."""
+        if self.over or (loss.is_cuda and session.torch.cuda.is_current_stream_capturing()):
             return
-        if self._pending is not None:
-            step, copied = self._pending
-            self._judge(step, float(copied.sum()))
-        self._pending = session.boundaries, losses[-1].detach().to("cpu", non_blocking=True)
+        moment = session.backwards, len(session.tokens), session.boundaries
+        self._fresh.append((moment, _scalar(session, loss)))
+        if len(self._fresh) >= MOST:
+            self._look(session)
 
-    def _judge(self, step: int, loss: float) -> None:
-        problem = divergence(self.history, loss)
+    def boundary(self, session: Any) -> None:
+        """A step has ended."""
+        if session.boundaries % EVERY == 0:
+            self._look(session)
+
+    def finish(self, session: Any) -> None:
+        """The script has ended: judge what was not judged yet. Its exit code is changed last of all: see `leave`."""
+        if session.asleep:
+            return
+        self._look(session, at_end=True)
+
+    def _look(self, session: Any, at_end: bool = False) -> None:
+        ready, self._copied = self._copied, []
+        fresh, self._fresh = self._fresh, []
+        if fresh:
+            moments, losses = zip(*fresh)
+            host, event = _to_host(session.torch, losses)
+            (ready if event is None or at_end else self._copied).append((list(moments), host, event))
+        for moments, host, event in ready:
+            if event is not None:
+                event.synchronize()     # an interval old: over, unless the device is that far behind
+            if not self.over:
+                self._judge(session, list(zip(moments, host.tolist())), at_end)
+
+    def _judge(self, session: Any, losses: list[tuple[Moment, float]], at_end: bool) -> None:
+        numbered = [(_step_of(session, moment), loss) for moment, loss in losses]
+        # A scaler skips the update of a loss that overflows, and takes a smaller scale.
+        forgiven = session.scaler is not None and any(math.isfinite(loss) for _, loss in numbered)
+        if forgiven:
+            numbered = [(step, loss) for step, loss in numbered if not math.isinf(loss)]
+        problem = divergence(self.history, numbered)
         if problem is None:
-            self.history = [*self.history, loss][-HISTORY:]
+            self.history = [*self.history, *dict(numbered).items()][-HISTORY:]
             return
-        if self._warned and self.action == "warn":
-            return
-        self._warned = True
+        self.over = True
+        step, text = problem
         rank = os.environ.get("RANK")
-        where = f" (rank {rank})" if rank else ""
+        where = f"at step {step}" if session.step else f"at backward pass {step}"
         sys.stderr.write(
-            f"saturate: {problem} at step {step}{where}\n"
+            f"saturate: {text} {where}{f' (rank {rank})' if rank else ''}\n"
             "help: run the command without the recipe from the last checkpoint; if it is stable there, tune again\n"
         )
-        if self.action == "stop":
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(EXIT_CODE)         # other ranks and workers must not be waited for
+        if self.action != "stop":
+            return
+        session.plan["diverged"] = True
+        if not at_end:
+            leave()         # other ranks and workers must not be waited for
 
 
-def divergence(history: list[float], loss: float) -> str | None:
-    """What is wrong with `loss` after `history`, or None."""
-    if not math.isfinite(loss):
-        return f"the loss became {loss}"
-    if len(history) < 10:
+def leave() -> None:
+    """End the process with the exit code that says so. Called by `inject/sitecustomize.py` after everything that the script
+    wanted to be called at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    for kept in gc.get_objects():
+        try:
+            if type(kept) in _BUFFERED and stat.S_ISREG(os.fstat(kept.fileno()).st_mode):
+                kept.flush()        # a file that the script keeps open loses nothing
+        except (OSError, ValueError):
+            continue                # closed, or the disk is full
+    os._exit(EXIT_CODE)
+
+
+def _scalar(session: Any, loss: Any) -> Any:
+    """A copy of `loss` as the script knows it, one number on its device. A copy: a replayed graph writes its outputs where
+    they were, and a view would hold what it is a view of."""
+    loss = loss.detach()
+    if hasattr(loss, "to_local"):
+        loss = loss.to_local()          # of a distributed tensor, the part that is here
+    if loss.is_complex():
+        loss = loss.abs()
+    if loss.numel() != 1:
+        loss = loss.sum(dtype=session.torch.float32)
+    scaler = session.scaler() if session.scaler is not None else None
+    scale = getattr(scaler, "_scale", None)
+    if scale is not None and scale.device == loss.device:
+        return (loss / scale).reshape(())       # it grows by jumps
+    return loss.clone() if not loss.dim() else loss.reshape(()).clone()
+
+
+def _to_host(torch: Any, losses: tuple[Any, ...]) -> tuple[Any, Any]:
+    """All `losses` in one tensor on the host, and the event to wait for before it is read (None: it is there)."""
+    device = losses[0].device
+    stacked = torch.stack([loss.to(device, torch.float32) for loss in losses])
+    if device.type != "cuda":
+        return stacked.to("cpu"), None
+    host = stacked.to("cpu", non_blocking=True)
+    return host, torch.cuda.current_stream(device).record_event()
+
+
+def _step_of(session: Any, moment: Moment) -> int:
+    """The step in which a loss was seen, from 1; the backward pass, where no step is recognised."""
+    backwards, tokens, boundaries = moment
+    if session.step is None:
+        return backwards
+    # The boundary at which the motif was found counts among the tokens as well.
+    return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - 1) + 1
+
+
+def divergence(history: list[tuple[int, float]], losses: list[tuple[int, float]]) -> tuple[int, str] | None:
+    """Where and how training diverged in `losses` after `history`, both (step, loss) in order; None: it did not.
+
+    >>> divergence([(step, 1.0) for step in range(1, 21)], [(21, 1.1), (22, 1e6), (23, 1.0)])
+    (22, 'the loss jumped to 1e+06 (usual: 1)')
+    """
+    for step, loss in losses:
+        if not math.isfinite(loss):
+            return step, f"the loss became {loss}"
+    steps = list(dict(losses).items())      # the last loss of each
+    if len(history) < LEAST_HISTORY:
+        known = [*history, *steps]
+        history, steps = known[:LEAST_HISTORY], known[LEAST_HISTORY:]
+    if not steps:
         return None
-    ordered = sorted(history)
+    ordered = sorted(loss for _, loss in history)
     median = ordered[len(ordered) // 2]
-    spread = sorted(abs(value - median) for value in ordered)[len(ordered) // 2]
-    if loss > median + SPIKE * max(spread, 0.05 * abs(median)):
-        return f"the loss jumped to {loss:.4g} (usual: {median:.4g})"
-    return None
+    spread = sorted(abs(loss - median) for loss in ordered)[len(ordered) // 2]
+    unit = max(spread, 0.05 * abs(median))
+    high = [(step, loss) for step, loss in steps if loss > median + SPIKE * unit]
+    lone = [(step, loss) for step, loss in high if loss > median + LONE_SPIKE * unit]
+    lasting = high if 2 * len(high) > max(len(steps), LEAST_HISTORY // 2) else []
+    if lasting and lasting[0] == steps[0]:
+        before = itertools.takewhile(lambda entry: entry[1] > median + SPIKE * unit, reversed(history))
+        lasting = [*reversed(list(before)), *lasting]       # it began at the end of the look before
+    first = min([*lone[:1], *lasting[:1]], default=None)
+    return first and (first[0], f"the loss jumped to {first[1]:.4g} (usual: {median:.4g})")

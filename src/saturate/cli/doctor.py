@@ -85,5 +85,5 @@ def _isolation(folder: Path) -> doctor.Check:
     permitted, reason = planning.probe(folder)
     if permitted:
         return doctor.Check("isolation", "ok", reason or "overlays are permitted")
-    return doctor.Check("isolation", "note", f"no overlays ({reason}); writes of trials will be intercepted instead",
+    return doctor.Check("isolation", "note", f"no overlays ({reason}); writes of trials will be intercepted instead; {planning.guards()}",
                         "nothing has to be done; to permit overlays, allow unprivileged user namespaces")

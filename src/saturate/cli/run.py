@@ -1,7 +1,8 @@
 """Run a training command with a recipe.
 
 saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With
-an empty recipe nothing else happens at all.
+an empty recipe nothing else happens at all. Nobody of ours is left then to notice that the recipe never took effect: where
+a script that the command starts runs `python -I`, or clears the environment, nothing is said, also with --strict.
 """
 
 from __future__ import annotations

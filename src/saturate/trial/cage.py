@@ -8,8 +8,10 @@ the run folder; everything else is read-only. Two layouts:
             (home, /tmp, working directory, output folders); an overlay on a folder of another owner would fail with
             EOVERFLOW, so the rest is read-only
 
-Mode "intercept" is for machines that forbid namespaces: the agent redirects what Python writes (`agent/redirect.py`),
-and Landlock makes every other write outside the run folder fail instead of reaching the user's files.
+Mode "intercept" is for machines that forbid namespaces: the agent redirects what Python writes (`agent/redirect.py`).
+Landlock makes every other write outside the run folder fail, and a seccomp filter every other change of mode, owner, times
+and extended attributes (`trial/metadata.py`), instead of reaching the user's files. Neither stops programs that are not
+Python from writing files in /dev/shm: shared memory lives there.
 
 `enter` runs in the supervisor, before the workload is started, so this file imports little. `trial/planning.py` decides
 what it is told; `trial/layers.py` cleans up.
@@ -59,6 +61,7 @@ class CagePlan(NamedTuple):
     passthrough: tuple[str, ...] = ()   # folders of sockets that stay reachable
     scratch: str = ""                   # mode "intercept": folder for TMPDIR, short enough for sockets
     guarded: bool = False               # mode "intercept": Landlock is there
+    attributes: bool = False            # mode "intercept": the supervisor answers for changes of mode, owner and times
     environment: dict[str, str] = {}    # variables for the workload
 
     def to_json(self) -> str:
@@ -78,7 +81,8 @@ class CagePlan(NamedTuple):
 
 
 def really_writable(plan: CagePlan) -> tuple[str, ...]:
-    """Mode "intercept": the folders where writes are not redirected."""
+    """Mode "intercept": the folders where writes are not redirected. Of /dev/shm, which keeps data, only what runtimes put
+    there: see `agent/shadow.py`."""
     return (plan.run_dir, plan.shared_cache, plan.scratch, "/dev", "/proc",
             *(cache for cache in plan.caches if os.path.isdir(cache)))
 
@@ -97,6 +101,15 @@ def enter(plan: CagePlan) -> None:
     except OSError as error:
         stage.unwind()
         raise CageRefused(f"{error.strerror or error} ({_cause(plan, error)})", usable=True) from error
+
+
+def may_change(plan: CagePlan, path: str, older: set[str]) -> bool:
+    """Mode "intercept": whether a trial may change mode, owner and times of `path`, which has no links in it. `older`: the
+    names in /dev/shm before the trial."""
+    if _inside(path, "/dev/shm"):
+        return path != "/dev/shm" and path.split("/")[3] not in older
+    folders = ("/dev/pts", *(folder for folder in really_writable(plan) if folder != "/dev"))
+    return any(_inside(path, os.path.realpath(folder)) for folder in folders)
 
 
 def _unshare(plan: CagePlan) -> None:

@@ -2,7 +2,7 @@
 
 Landlock (Linux 5.13) needs no privilege and no namespace, so it also works where overlays are forbidden. It covers
 creating, writing, truncating, renaming and removing, by any library in any language; it does not cover changes of
-mode, owner, times or extended attributes. Flags: `include/uapi/linux/landlock.h`.
+mode, owner, times or extended attributes (`trial/metadata.py` does). Flags: `include/uapi/linux/landlock.h`.
 """
 
 from __future__ import annotations

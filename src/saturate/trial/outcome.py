@@ -69,7 +69,8 @@ FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SI
 
 # Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    ("shared_memory_full", r"killed by signal: Bus error|unable to (?:mmap|write to file|open shared memory)[^\n]*(?:/dev/shm|torch_)"
+    ("shared_memory_full", r"killed by signal: Bus error"
+                           r"|unable to (?:mmap|write to file|resize file|(?:open|allocate) shared memory)[^\n]*(?:/dev/shm|torch_)"
                            r"|No space left on device[^\n]*/dev/shm|insufficient shared memory"),
     ("out_of_memory_device", r"torch\.OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
                              r"|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|triton\S*OutOfResources|NCCL[^\n]*out of memory"),

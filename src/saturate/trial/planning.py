@@ -6,6 +6,7 @@ with the reason the kernel gave.
 
 from __future__ import annotations
 
+import functools
 import getpass
 import os
 import shutil
@@ -90,19 +91,37 @@ def plan(
 def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
     """The same trial in the other mode, with a TMPDIR of its own that `layers.discard` deletes."""
     guarded = landlock.abi() > 0
+    attributes = guarded and _attributes_guarded()
     scratch = str(make_scratch(Path(plan.run_dir)))
-    guard = "Landlock blocks other writes" if guarded else "no Landlock here: writes by C libraries are not covered"
     return plan._replace(
-        mode="intercept", reason=f"writes are intercepted: {reason}; {guard}", guarded=guarded, scratch=scratch,
+        mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
         environment=plan.environment | {"TMPDIR": scratch},
     )
+
+
+def guards() -> str:
+    """Mode "intercept": what stops writes that do not go through Python, and what they still reach."""
+    if not landlock.abi():
+        return "no Landlock here: writes by C libraries and other programs are not covered"
+    stopped = "Landlock blocks other writes but those in /dev/shm"
+    return stopped if _attributes_guarded() else f"{stopped}; chmod, chown and touch by C libraries and other programs are not covered"
+
+
+@functools.cache
+def _attributes_guarded() -> bool:
+    """Whether `metadata.install` works here: tried in a process of its own, since it cannot be taken back."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from saturate.trial import metadata; metadata.install()"
+    tried = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(Path(__file__).resolve().parents[2])],
+                           capture_output=True, timeout=60, check=False)
+    return tried.returncode == 0
 
 
 def unguarded(plan: CagePlan, why: str) -> CagePlan:
     """The same trial without Landlock, for a program that must write where none may; mode "overlay" needs no such thing."""
     if not plan.guarded:
         return plan
-    return plan._replace(guarded=False, reason=f"{plan.reason.rpartition('; ')[0]}; {why}, so writes by C libraries are not covered")
+    intercepted, _, _ = plan.reason.partition("; Landlock blocks")
+    return plan._replace(guarded=False, attributes=False, reason=f"{intercepted}; {why}, so writes by C libraries are not covered")
 
 
 def probe(folder: Path | None = None) -> tuple[bool, str]:

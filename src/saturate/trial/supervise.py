@@ -56,7 +56,7 @@ class Log:
             self.problem = os.strerror(error.errno)
 
 
-def _run_workload(spec, output):
+def _run_workload(spec, output, asks):
     """In the child: enter the cage, then become the workload. Never returns."""
     try:
         os.setsid()
@@ -70,6 +70,8 @@ def _run_workload(spec, output):
 
             cage.enter(cage.CagePlan.from_json(spec["cage"]))
         os.chdir(spec["cwd"])
+        if asks is not None:
+            asks()
         # Last, since a new namespace takes it back: should the supervisor be killed, the workload dies with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
@@ -94,19 +96,28 @@ def main(path):
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    private = spec.get("cage") and json.loads(spec["cage"])["mode"] == "overlay"    # it has a /dev/shm of its own
+    plan = json.loads(spec["cage"]) if spec.get("cage") else {}
+    private = plan.get("mode") == "overlay"         # it has a /dev/shm of its own
     older = None if private or not os.path.isdir("/dev/shm") else set(os.listdir("/dev/shm"))
+    asks = attributes = None
+    if plan.get("attributes"):
+        from saturate.trial import cage, metadata
+
+        made = cage.CagePlan.from_json(spec["cage"])
+        asks, attributes = metadata.channel(lambda path: cage.may_change(made, path, older or set()))
     workload = os.fork()
     if workload == 0:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.close(reader)
-        _run_workload(spec, writer)
+        _run_workload(spec, writer, asks)
     os.close(writer)
+    if attributes:
+        attributes.begin()
     log = Log(spec["log"])
     try:
-        status = _watch(workload, reader, wake_reader, log)
+        status = _watch(workload, reader, wake_reader, log, attributes)
     finally:
         _kill(tree, older)
     killed = _reap(workload)        # all of them: in a container, nobody else may
@@ -126,19 +137,23 @@ def _kill(tree, older):
     used = set()
     try:
         if older is not None:
-            used = tree.shared_memory(os.getpid())
+            used = tree.shared_memory(tree.descendants(os.getpid()))
     finally:
         tree.kill(os.getpid())
-    for path in used:
-        if path.split("/")[3] not in older and os.path.exists(path):
+    fresh = {path for path in used if path.split("/")[3] not in older and os.path.exists(path)}
+    if fresh:
+        others = tree.shared_memory(int(name) for name in os.listdir("/proc") if name.isdigit())
+        for path in fresh - others:     # what somebody else uses as well is not the trial's alone
             os.unlink(path)
 
 
-def _watch(workload, reader, wake_reader, log):
+def _watch(workload, reader, wake_reader, log, attributes=None):
     """Collect output until the workload ends (its wait status), or the controller is gone or wants the end (None)."""
     sources = [0, reader, wake_reader]
     while True:
-        ready, _, _ = select.select(sources, [], [])
+        ready, _, _ = select.select([*sources, attributes.source] if attributes else sources, [], [])
+        if attributes and attributes.source in ready and not attributes.serve():
+            attributes = None
         if 0 in ready and not os.read(0, 4096):
             return None
         if reader in ready:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 
 
 def children(pid: int) -> list[int]:
@@ -104,17 +105,27 @@ def _marked(entry: bytes) -> list[int]:
     return found
 
 
-def shared_memory(pid: int) -> set[str]:
-    """Files in /dev/shm that descendants of `pid` have mapped or open."""
+def shared_memory(processes: Iterable[int]) -> set[str]:
+    """Files in /dev/shm that one of `processes` has mapped or open to write."""
     found = set()
-    for process in descendants(pid):
+    for process in processes:
         try:
             with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as file:
-                found.update(line[line.index("/dev/shm/"):].rstrip("\n") for line in file if "/dev/shm/" in line)
-            found.update(os.readlink(f"/proc/{process}/fd/{number}") for number in os.listdir(f"/proc/{process}/fd"))
+                found.update(line[line.index("/dev/shm/"):].rstrip("\n") for line in file
+                             if "/dev/shm/" in line and line.split(maxsplit=2)[1] in ("rw-s", "-w-s", "rwxs"))
+            for number in os.listdir(f"/proc/{process}/fd"):
+                path = os.readlink(f"/proc/{process}/fd/{number}")
+                if path.startswith("/dev/shm/") and _writes(process, number):
+                    found.add(path)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue        # gone meanwhile, or a set-uid helper
-    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def _writes(process: int, descriptor: str) -> bool:
+    with open(f"/proc/{process}/fdinfo/{descriptor}", encoding="ascii") as file:
+        flags = next(line for line in file if line.startswith("flags:"))
+    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def resident_bytes(pid: int) -> int:

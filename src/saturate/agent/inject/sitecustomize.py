@@ -6,10 +6,11 @@ is left alone: nothing is loaded that the interpreter has not loaded by itself, 
 called like one of the standard library, or `saturate`, is found as ever.
 """
 
+import atexit
 import os
 import sys
 
-# Not `importlib.machinery` and `importlib.util`: those load `functools`, `types` and others.
+# `atexit` is part of the interpreter. Not `importlib.machinery` and `importlib.util`: those load `functools`, `types` and others.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder, spec_from_file_location
 
@@ -69,6 +70,13 @@ class _Guest:
 
         return bootstrap.start(self.plan)
 
+    def ends(self):
+        """Called after everything that the script wants to be called at its end."""
+        if self.plan.get("diverged"):
+            from saturate.agent import watchdog
+
+            watchdog.leave()
+
     def stays_out(self, why):
         sys.stderr.write(f"saturate: {why}; nothing was changed\n")
         if self.plan.get("strict"):
@@ -102,7 +110,9 @@ def _start():
         if not plan_text.startswith("{"):       # a file's path: plans of trials are long
             with open(plan_text, encoding="utf-8") as file:
                 plan_text = file.read()
-        _watch(_Guest(plan_text))
+        guest = _Guest(plan_text)
+        atexit.register(guest.ends)             # the first to be registered is the last to be called
+        _watch(guest)
     except Exception as error:  # noqa: BLE001 - as above
         sys.stderr.write(f"saturate: the agent could not start ({type(error).__name__}: {error}); nothing was changed\n")
 

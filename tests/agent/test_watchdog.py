@@ -1,0 +1,139 @@
+"""Divergence of a run under a recipe: every loss is looked at, numbered by the true step, the last ones at exit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+
+from saturate.agent import motif
+from saturate.agent.watchdog import LEAST_HISTORY, MOST, Watchdog, divergence
+from saturate.trial import launch
+
+
+class Training:
+    """A session as the watchdog sees it: `step` trains one step with these losses of its micro-steps."""
+
+    def __init__(self, found_after: int = 3, micro_steps: int = 1, action: str = "warn"):
+        self.session = types.SimpleNamespace(
+            torch=torch, backwards=0, tokens=[], boundaries=0, step=None, scaler=None, plan={}, asleep=False)
+        self.watchdog = Watchdog(action)
+        self.found_after, self.steps = found_after, 0
+        self.tokens = ["B"] * micro_steps + ["S0"]
+
+    def step(self, *losses: float) -> None:
+        session = self.session
+        self.steps += 1
+        for loss in losses:
+            session.backwards += 1
+            self.watchdog.saw(session, torch.tensor(loss))
+            session.tokens += ["B"] if session.step is None else []
+        session.tokens += ["S0"] if session.step is None else []
+        if self.steps == self.found_after:
+            session.step = motif.Step("S0", 1, tuple(self.tokens))
+        if session.step is not None:
+            session.boundaries += 1
+            self.watchdog.boundary(session)
+
+    def train(self, steps: int, bad: int, value: float, lasts: bool = True) -> Training:
+        for number in range(1, steps + 1):
+            self.step(value if number == bad or (lasts and number > bad) else 1.0 + 0.01 * (number % 7))
+        self.watchdog.finish(self.session)
+        return self
+
+
+@pytest.mark.parametrize("steps, bad", [(60, 41), (60, 33), (60, 52), (45, 40), (15, 3), (9, 3), (60, 60)])
+def test_nan_is_found_wherever_it_begins(steps, bad, capsys):
+    Training().train(steps, bad, float("nan"))
+    assert f"the loss became nan at step {bad}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [16, 99, 105, 110, 119, 120])
+@pytest.mark.parametrize("value, lasts", [(1e6, False), (1e6, True), (2.5, True)])
+def test_spikes_of_one_step_and_jumps_that_last(bad, value, lasts, capsys):
+    Training().train(140, bad, value, lasts)
+    said = capsys.readouterr().err
+    assert f"the loss jumped to {value:.4g} (usual: 1.0" in said and f" at step {bad}\n" in said
+
+
+def test_an_outlier_is_no_divergence(capsys):
+    """Batches differ: one loss somewhat above the others was always there, and now every one is looked at."""
+    Training().train(140, 105, 2.5, lasts=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_nan_in_a_step_of_several_micro_steps(capsys):
+    training = Training(micro_steps=3)
+    for number in range(1, 40):
+        training.step(1.0, float("nan") if number == 27 else 2.0, 3.0)
+    training.watchdog.finish(training.session)
+    assert "the loss became nan at step 27\n" in capsys.readouterr().err
+
+
+def test_what_waits_stays_bounded_where_no_step_is_found(capsys):
+    training = Training(found_after=10**9)
+    for number in range(3 * MOST):
+        training.step(float("inf") if number == 2 * MOST + 4 else 1.0)
+        assert len(training.watchdog._fresh) <= MOST
+    assert f"the loss became inf at backward pass {2 * MOST + 5}\n" in capsys.readouterr().err
+
+
+def test_a_scaler_s_growth_and_skipped_steps_are_no_divergence(capsys):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.tensor(1.0))         # it makes its scale when it is used first
+    training = Training()
+    training.session.scaler = weakref.ref(scaler)
+    for number in range(1, 81):
+        if number == 40:
+            scaler._scale *= 4096
+        training.step(float("inf") if number % 9 == 5 else float(scaler._scale) * (1 + 0.01 * (number % 7)))
+    training.watchdog.finish(training.session)
+    assert capsys.readouterr().err == ""
+    for _ in range(20):
+        training.step(float("inf"))
+    assert "the loss became inf at step 8" in capsys.readouterr().err
+
+
+def test_losses_of_any_kind_become_numbers(capsys):
+    training = Training()
+    for loss in (torch.ones(3, dtype=torch.float16), torch.ones(1, 1, dtype=torch.float64), torch.ones((), dtype=torch.complex64)):
+        training.session.backwards += 1
+        training.watchdog.saw(training.session, loss)
+    base = torch.zeros(1_000_000)
+    training.watchdog.saw(training.session, base[0])
+    base.fill_(float("nan"))                # written over, as a replayed graph does
+    assert {kept.untyped_storage().nbytes() <= 8 for _, kept in training.watchdog._fresh} == {True}
+    training.watchdog.finish(training.session)
+    assert training.watchdog.history and capsys.readouterr().err == ""
+
+
+def test_few_losses_judge_nothing_but_nan():
+    assert divergence([], [(step, 1e9 if step == 5 else 1.0) for step in range(1, LEAST_HISTORY + 1)]) is None
+    assert divergence([], [(1, 1.0), (2, float("inf"))]) == (2, "the loss became inf")
+
+
+SCRIPT = """
+import sys, torch
+kept = open("kept.txt", "w"); kept.write("not flushed yet")
+model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(1, int(sys.argv[1]) + 1):
+    optimizer.zero_grad(); loss = model(torch.ones(4, 8)).pow(2).mean()
+    (loss * float("nan") if step >= int(sys.argv[2]) else loss).backward(); optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("steps, bad, said", [(60, 41, ""), (9, 3, "done\n")])
+def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py", str(steps), str(bad)], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (5, said), done.stderr
+    assert f"the loss became nan at step {bad}\n" in done.stderr
+    assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
