@@ -425,13 +425,15 @@ def test_numpy_is_named_when_it_is_missing(tmp_path):
 
 
 def test_another_missing_module_is_not_called_numpy(capsys, trace, monkeypatch):
+    """It is a bug of our own, and shown as one."""
     path = trace()
     monkeypatch.delitem(sys.modules, "saturate.cli._analysis")
     monkeypatch.setitem(sys.modules, "saturate.trace.ranks", None)
     monkeypatch.delattr("saturate.trace.ranks", raising=False)
     monkeypatch.delattr("saturate.cli._analysis")
-    with pytest.raises(ImportError):
-        main.main(["analyze", str(path)])
+    assert main.main(["analyze", str(path)]) == 3
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "saturate.trace.ranks" in shown and "numpy" not in shown
 
 
 def test_a_closed_pipe_and_an_ascii_terminal(trace):

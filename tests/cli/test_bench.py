@@ -40,6 +40,13 @@ def stored(tmp_path_factory):
     return root
 
 
+def rewrite(folder, manifest):
+    """Another manifest, as one that was made so."""
+    from saturate.inference import artifact
+
+    (folder / artifact.MANIFEST).write_text(json.dumps({**manifest, "digest": artifact.digest(manifest)}))
+
+
 class Process:
     """A candidate's process, acted: `ms` per call of a batch of one."""
 
@@ -135,7 +142,7 @@ def test_threads_that_the_program_brings_along(capsys, stored, acted, tmp_path):
     for settings in ({"threads": 1}, {"session": {"threads": "1"}}):
         folder = Path(shutil.copytree(stored / "open", tmp_path / "fixed", dirs_exist_ok=True))
         plain = json.loads((stored / "open" / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps({**plain, "settings": {**plain["settings"], **settings}}))
+        rewrite(folder, {**plain, "settings": {**plain["settings"], **settings}})
         code, out, err = call(capsys, folder, "--threads", "2", "--json")
         assert code == 2 and "runs on 1 thread," in err and "runs on 1 thread," in json.loads(out)["reason"]
         assert call(capsys, folder, "--threads", "1")[0] == call(capsys, folder)[0] == 0
@@ -166,7 +173,7 @@ def test_a_damaged_artifact_has_a_name(capsys, stored, tmp_path):
 def test_an_artifact_without_inputs(capsys, stored, tmp_path):
     folder = Path(shutil.copytree(stored / "open", tmp_path / "bare"))
     plain = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**plain, "examples": [], "no_examples": "a tensor is sparse"}))
+    rewrite(folder, {**plain, "examples": [], "no_examples": "a tensor is sparse"})
     code, _, err = call(capsys, folder)
     assert code == 3 and "holds no inputs" in err and "a tensor is sparse" in err
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from saturate.inference import lines, search
+from saturate.inference import lines, tried
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Entry
@@ -54,7 +54,7 @@ NAMES = {"torch", "nn", *lines.YOURS, "conv", "norm"}
 
 def record_of(id: str, options: Any) -> CandidateRecord:
     candidate = Candidate.of([Part(TECHNIQUES[id], options)])
-    return search.Tried(candidate, "dominated", "why").record(1)
+    return tried.Tried(candidate, "dominated", "why").record(1)
 
 
 def making(id: str, options: Any) -> str:
@@ -98,4 +98,4 @@ def test_it_runs_as_printed(id: str, tmp_path: Path) -> None:
 def test_layers_that_were_kept_are_named() -> None:
     module = TECHNIQUES["onnx-int8-static"]
     candidate = Candidate((Part(module, module.Options()),), frozenset({"body.2", "head"}))
-    assert "leave them out of what is quantized: body.2, head" in search.code(candidate).splitlines()[0]
+    assert "leave them out of what is quantized: body.2, head" in tried.code(candidate).splitlines()[0]

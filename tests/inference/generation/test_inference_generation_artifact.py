@@ -13,6 +13,7 @@ import generation_models as toys  # noqa: E402
 
 import saturate  # noqa: E402
 from saturate.errors import ArtifactDamaged, UsageError  # noqa: E402
+from saturate.inference import artifact as stored_artifact  # noqa: E402
 from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors, tune  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
@@ -52,8 +53,8 @@ def test_without_a_model_of_that_class_it_says_what_it_needs(tmp_path):
 
 def test_other_artifacts_take_no_models(tmp_path):
     stored(tmp_path / "a", toys.Cached())
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    (tmp_path / "a" / "manifest.json").write_text(json.dumps({**manifest, "format": "onnx"}))
+    manifest = {**json.loads((tmp_path / "a" / "manifest.json").read_text()), "format": "onnx"}
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps({**manifest, "digest": stored_artifact.digest(manifest)}))
     with pytest.raises(UsageError, match="takes no model"):
         saturate.load(tmp_path / "a", model=toys.Cached())
 
