@@ -25,6 +25,7 @@ bench: $(VENV)/.tested            ## every benchmark in full: some four hours; r
 	$(BIN)/python bench/trace_readers.py
 	$(BIN)/python bench/aa.py --simulated
 	$(BIN)/python bench/aa.py --real 40
+	$(BIN)/python bench/turns.py
 	$(BIN)/python bench/expert.py
 	$(BIN)/python bench/regret.py
 	$(BIN)/python bench/activation_memory.py

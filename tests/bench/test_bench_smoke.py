@@ -25,13 +25,14 @@ LINES = {
     "trace_readers": r"^saturate, [\d,]+ events of a made-up training, \d+ MB: [\d.]+ s \([\d,]+ MB/s\), \d+ MB at most$",
     "step_split": r"^split - by hand: at most \d+\.\d+ points$",
     "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
+    "turns": r"^lstm_text +whole blocks / turns \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]",
     "fit": r"^saturate +\d+ correct +\d trials",
     "verify": r"^  bf16 autocast +\d of \d \[[\d.]+%, [\d.]+%\] +\d of \d \[",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit"))])
+    "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit", "turns"))])
 def test_smoke(name, tmp_path, clean_environment):
     numbers = tmp_path / "numbers.json"
     found = subprocess.run(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 
 from saturate.cli import _output, optimize
+from saturate.records.fit import SizeThroughput
 from saturate.records.inference import CandidateRecord
+from saturate.report import fit as fit_report
 
 
 class Terminal(io.StringIO):
@@ -34,3 +37,17 @@ def test_a_piped_summary_is_not_cut(monkeypatch):
     stream = io.StringIO()
     optimize._show(record, stream)
     assert "word59" in stream.getvalue()
+
+
+def test_no_verb_asks_for_a_width_by_itself():
+    """What is piped is cut nowhere, because every verb that prints a summary asks `_output.width`."""
+    folder = Path(_output.__file__).parent
+    asking = {file.name for file in folder.glob("*.py") if "get_terminal_size" in file.read_text()}
+    assert asking == {"_output.py", "doctor.py"}      # doctor only wraps
+    summaries = {file.name for file in folder.glob("*.py") if "width=" in file.read_text() or '"width":' in file.read_text()}
+    assert {"tune.py", "fit.py", "profile.py", "drill.py", "analyze.py", "optimize.py"} <= summaries
+
+
+def test_the_bars_of_a_piped_fit_stay_short():
+    curve = [SizeThroughput(micro_batch=size, samples_per_s=10.0 * size, ci=(9.0 * size, 11.0 * size)) for size in (8, 16)]
+    assert max(map(len, fit_report.bars(curve, None, _output.UNCUT, 10, True))) < 120

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from saturate.measure.stationary import block_steps, typical_ms, warmed_up
+from saturate.measure.stationary import block_steps, in_turns, typical_ms, warmed_up
 
 MS = 1_000_000
 
@@ -93,6 +93,14 @@ def test_very_uneven_steps_are_accepted_in_the_end(seed):
     (7, 3, 1, True, (3, 45))])
 def test_blocks(step_ms, workers, prefetch, bound, expected):
     assert block_steps(step_ms, workers, prefetch, loader_bound=bound) == expected
+
+
+@pytest.mark.parametrize("step_ms, steps, expected", [
+    (2, 150, (6, 5, 25)), (14, 22, (6, 1, 4)), (40, 8, (4, 1, 2)), (100, 3, (3, 1, 1)), (280, 2, (2, 1, 1)), (1500, 2, (1, 1, 2)),
+    (16, 2, (1, 1, 2))])
+def test_turns(step_ms, steps, expected):
+    turns, _, each = found = in_turns(step_ms, steps)
+    assert found == expected and turns * each >= steps
 
 
 def test_a_block_needs_a_step_time():

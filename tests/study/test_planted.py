@@ -56,6 +56,8 @@ def test_clocks_are_compared_with_ours() -> None:
     assert clocks_drift([(300 * ms, 299 * ms)] * 2 + [slow] * 4) is None, "a very busy machine: most reports are late"
     assert "by the clock inside" in str(clocks_drift([(300 * ms, 299 * ms)] + [slow] * 4))
     assert clocks_drift([(40 * ms, 10 * ms)] * 9) is None, "blocks so short that one late wake-up counts"
+    assert clocks_drift([(90 * ms, 85 * ms)] * 20) is None, "short turns, each a little late"
+    assert "by the clock inside" in str(clocks_drift([(90 * ms, 70 * ms)] * 8)), "short turns are taken together"
 
 
 # -- a member of a set keeps its own promise; a timed run trains as a verification run does ----------------------------

@@ -15,7 +15,7 @@ from saturate.study.fates import FATES
 from saturate.study.racing import MOST_ROUNDS, Racer, block_size
 from saturate.study.search import Search
 from saturate.trial.outcome import Outcome
-from saturate.trial.process import Block, TrialEnded
+from saturate.trial.process import Block, TrialEnded, joined
 
 SHORT = TrialEnded(Outcome("too_short", "the script ended after 3000 training steps"))
 
@@ -90,8 +90,15 @@ class Bench:
 ONE_PAIR = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
 
 
+def in_whole_blocks(bench, mode="concurrent"):
+    """A racer whose rounds are one block of each process, so that blocks can be counted."""
+    racer = Racer(bench, 0.02, mode)
+    racer.in_turns = False
+    return racer
+
+
 def run(bench, limits=ONE_PAIR, seconds=60.0, **options):
-    racer = Racer(bench, 0.02)
+    racer = in_whole_blocks(bench)
     return racer.run("q", (), (), limits, time.monotonic() + seconds, **options)
 
 
@@ -136,7 +143,7 @@ def test_beyond_the_deadline_two_long_rounds_must_do(monkeypatch):
 
     for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, 4), (1.0, 2.5, 6), (32.0, 0.0, 2)):
         bench = Bench(process=Slow)
-        result = Racer(bench, 0.02).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
+        result = in_whole_blocks(bench).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
         assert result.record.rounds == rounds, (round_s, deadline)
 
 
@@ -184,10 +191,48 @@ def test_a_baseline_that_never_waits_is_raced_against_itself_in_short_blocks():
     asked = []
     for waits, b in ((False, ()), (True, ()), (False, CANDIDATE)):
         bench = with_workers(Bench(), asked)
-        racer = Racer(bench, 0.02)
+        racer = in_whole_blocks(bench)
         racer.waits = waits
         racer.run("x", (), b, ONE_PAIR, time.monotonic() + 60.0)
     assert [trial.asked for trial in asked] == [(1, 3)] * 2 + [(8, 16)] * 4
+
+
+@pytest.mark.parametrize(("step_ms", "each", "turns"), [(14.0, 4, 6), (100.0, 1, 3), (280.0, 1, 2), (2000.0, 2, 1)])
+def test_two_processes_take_turns_within_a_round(monkeypatch, step_ms, each, turns):
+    """What else the machine does changes many times a second: whole blocks of 0.3 s saw different machines."""
+    asked = []
+
+    class Noted(Process):
+        def run_block(self, skip, steps):
+            asked.append((self, skip, steps))
+            return super().run_block(skip, steps)
+
+    bench = Bench(process=Noted)
+    started = bench.live
+
+    def warm(purpose, techniques):
+        found = started(purpose, techniques)
+        found.step_ms = step_ms
+        return found
+
+    bench.live = warm
+    result = Racer(bench, 0.02).run("x", (), CANDIDATE, Limits(max_pairs=1, min_rounds=6, max_rounds=6), time.monotonic() + 60.0)
+    assert len(asked) == result.record.rounds * 2 * turns
+    assert {steps for _, _, steps in asked} == {each}
+    pairs = list(zip(asked[::2], asked[1::2]))
+    assert all(one[0] is not other[0] and one[1] == other[1] for one, other in pairs), "both skip as many steps in every turn"
+    first = [one[0] for one, _ in pairs]
+    assert all(one is not after for one, after in zip(first, first[1:])), "A B, B A, A B"
+    skips = {skip for _, skip, _ in asked}
+    assert skips == ({1, 2} if each == 1 else {1}), "where one step is timed, not always every second one"
+
+
+def test_turns_of_a_block_count_as_one():
+    one = Block([1, 50, 3], {"gc": 1}, {"B": 4}, 4, [0.0], False, frozenset({1}))
+    both = joined([one, Block([50], {"gc": 2, "input": 1}, {"B": 2}, 2, [1.0], True, frozenset({0}))])
+    assert both.step_ns == [1, 3] and both.timed_ns == [1, 50, 3, 50]
+    assert both.parts == {"gc": 3, "input": 1} and both.events == {"B": 6} and both.steps == 6 and both.sample == [1.0] and both.moved
+    assert Block([50], {}, {}, 1, evaluated=frozenset({0})).step_ns == [50], "all look like evaluations: they count"
 
 
 CANDIDATE = (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict),)
@@ -215,7 +260,7 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
         def run_block(self, skip, steps):
             found = super().run_block(skip, steps)
             self.unmade_batches = int(drains * self.steps)
-            found.step_ns[:] = [round(t * (1 if steps < 16 else 2)) for t in found.step_ns]       # it waits, once that is seen
+            found.timed_ns[:] = [round(t * (1 if steps < 16 else 2)) for t in found.timed_ns]       # it waits, once that is seen
             return found
 
     trials = []
@@ -228,7 +273,7 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
         return found
 
     bench.live = warm
-    racer = Racer(bench, 0.02, mode)
+    racer = in_whole_blocks(bench, mode)
     result = racer.run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
     assert [trial.asked for trial in trials] == [blocks] * 2
     assert len(bench.store.kept) == result.record.rounds >= 4
@@ -251,5 +296,5 @@ def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():
     bench = with_workers(Bench(blocks=[3], process=Behind), [])
     started, bench.live = bench.live, warm
     with pytest.raises(TrialEnded) as ended:
-        Racer(bench, 0.02).run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
+        in_whole_blocks(bench).run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
     assert ended.value.outcome.kind == "too_short" and len(bench.store.kept) < 2

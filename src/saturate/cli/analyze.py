@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import coloured, encoded
+from saturate.cli._output import coloured, encoded, width
 from saturate.errors import EnvironmentProblem, UsageError
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
@@ -111,8 +110,7 @@ def _look(stream: Any) -> dict[str, Any]:
     """How text looks on `stream`."""
     from saturate.report.analysis import can_draw
 
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
-    return {"width": width, "color": coloured(stream), "blocks": can_draw(stream.encoding)}
+    return {"width": width(stream), "color": coloured(stream), "blocks": can_draw(stream.encoding)}
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, encoded
+from saturate.cli._output import coloured, encoded, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.drill import DrillResult
@@ -64,8 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
-    print(report.summary(result, width=width, color=coloured(stream)), file=stream)
+    print(report.summary(result, width=width(stream), color=coloured(stream)), file=stream)
     return 0
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
-from saturate.cli._output import coloured, encoded
+from saturate.cli._output import coloured, encoded, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.fit import Fit
@@ -73,9 +72,8 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
-    print(report.summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
+    print(report.summary(found, width=width(stream), color=coloured(stream), blocks=blocks), file=stream)
     return 0
 
 

@@ -7,12 +7,11 @@ tune`: files that it writes are thrown away, trackers are offline. Trace, record
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, encoded
+from saturate.cli._output import coloured, encoded, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.analysis import Profile
@@ -66,10 +65,9 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
     summary = analysis.summary if arguments.verbose else brief
-    print(summary(found, width=width, color=coloured(stream), blocks=blocks), file=stream)
+    print(summary(found, width=width(stream), color=coloured(stream), blocks=blocks), file=stream)
     return 0
 
 

@@ -7,14 +7,13 @@ offline. Nothing outside the study folder changes.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import msgspec
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
-from saturate.cli._output import coloured
+from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.result import StepTime, TuneResult
@@ -79,9 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if error is not None:
         show_log(error)
         raise error
-    width = min(120, shutil.get_terminal_size((80, 24)).columns)
     stream = sys.stderr if arguments.json else sys.stdout
-    print(terminal.summary(record, width=width, color=coloured(stream)), file=stream)
+    print(terminal.summary(record, width=width(stream), color=coloured(stream)), file=stream)
     return 0
 
 

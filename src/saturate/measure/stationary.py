@@ -102,6 +102,27 @@ def block_steps(
     return queue, ceil(steps / workers) * workers
 
 
+#: A turn of a block lasts this long, or one step; where one lasts longer than the other, turns are of no use: the machine has
+#: changed its speed by then.
+TURN_MS, LONGEST_TURN_MS = 50.0, 1000.0
+
+#: The caches of a thawed process are its own again after this long; in a short turn that would count.
+THAW_MS = 10.0
+
+
+def in_turns(step_ms: float, steps: int) -> tuple[int, int, int]:
+    """How a block of so many steps is cut into turns, which two processes run alternately: `(turns, skip, steps)`, the latter two
+    of each turn. Together at least as many steps are timed.
+
+    What else runs on a shared machine changes how fast it is many times in a second. Two processes that take turns of a
+    twentieth of a second see the same of that, and the same interval takes half the time (`bench/turns.py`).
+    """
+    if step_ms > LONGEST_TURN_MS:
+        return 1, 1, steps
+    each = min(steps, ceil(TURN_MS / step_ms))
+    return ceil(steps / each), ceil(THAW_MS / step_ms), each
+
+
 def typical_ms(step_ns: Sequence[int]) -> float:
     """Typical step time, milliseconds: the mean with events cut off, because a median misreads alternating steps.
     Raises ValueError when there are no steps."""

@@ -12,7 +12,7 @@ from saturate.report.cells import cells, cut, fit
 MAX_LINES = 12
 LABEL = 12  # width of the label column
 MIN_WIDTH = 40
-LEAST_BAR = 6
+LEAST_BAR, MOST_BAR = 6, 60      # cells: a finer bar says no more
 
 Paint = Callable[..., str]
 
@@ -154,7 +154,7 @@ def bars(curve: list[SizeThroughput], knee: int | None, width: int, room: int, b
     left = max(len(f"{one.micro_batch:,}") for one in shown)
     numbers = [f"{rate(one.samples_per_s)} +-{spread(one):.0%}" for one in shown]
     right = max(map(cells, numbers))
-    length = width - left - right - 4
+    length = min(MOST_BAR, width - left - right - 4)
     most = max(one.samples_per_s for one in shown)
     lines = []
     for one, number in zip(shown, numbers):

@@ -1,13 +1,14 @@
 """Racing two sets of techniques: fresh pairs of processes, one block of each per round, never both running at once.
 
 Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
-A B. `alternate`, for when memory does not hold two: each process runs all its rounds alone, A B, B A by pairs; its n-th
+A B; where steps are short, in several turns of each block. `alternate`, for when memory does not hold two: each process runs all its rounds alone, A B, B A by pairs; its n-th
 block is compared with the other's n-th.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.study.store import Store
 from saturate.trial.outcome import Outcome
-from saturate.trial.process import Block, TrialEnded
+from saturate.trial.process import Block, TrialEnded, joined
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
@@ -107,6 +108,7 @@ class Racer:
         self.threshold = threshold
         self.mode = mode
         self.waits = True                   # whether the baseline waits for its loader, as far as is known
+        self.in_turns = True                # whether a block may be cut into short turns: an accelerator drains at the end of each
         self.between_sd = race.PRIOR_BETWEEN_SD
         self.aa_pairs: list[list[float]] = []
         self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
@@ -189,22 +191,28 @@ class Racer:
     def _concurrent(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
         first, second = self._both(a, b, share_base)
         try:
-            turn = 0
+            turn, draw = 0, random.Random(pair.number)
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 # What a loader has ready hides how fast it is. Of a baseline that never waits, nothing is hidden from itself.
-                hides = self.waits or key(a) != key(b)
+                hides = (self.waits or key(a) != key(b)) and _have_workers(first, second)
                 loader_bound = hides and _falls_behind(first, second)
                 skip, steps = block_size(first, second, loader_bound)
                 pair.began()
                 while turn == 0 or pair.more():
-                    order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
-                    for live, side in order:
-                        blocks[side].append(on_side(side, partial(run_block, live, skip, steps)))
+                    turns, rest, each = self._turns(first, second, skip, steps, loader_bound)
+                    parts: dict[str, list[Block]] = {"a": [], "b": []}
+                    for _ in range(turns):
+                        order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
+                        more = draw.randrange(2) if each == 1 else 0        # or only every second step would ever count
+                        for live, side in order:
+                            parts[side].append(on_side(side, partial(run_block, live, rest + more, each)))
+                        turn += 1
+                    for side, found in parts.items():
+                        blocks[side].append(joined(found))
                     if b:
                         _believe(blocks)
                     pair.keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
-                    turn += 1
                     if hides and not loader_bound and _falls_behind(first, second):
                         loader_bound = True
                         skip, steps = block_size(first, second)
@@ -219,6 +227,12 @@ class Racer:
         finally:
             if not share_base:
                 self.bench.finish_live(first)
+
+    def _turns(self, first: Live, second: Live, skip: int, steps: int, loader_bound: bool) -> tuple[int, int, int]:
+        """How a block is cut: turns, and of each the steps to skip and to time. What a loader has ready would be free in all."""
+        if loader_bound or not self.in_turns:
+            return 1, skip, steps
+        return stationary.in_turns(min(first.step_ms, second.step_ms), steps)
 
     def _both(self, a: Set, b: Set, share_base: bool) -> tuple[Live, Live]:
         """The two processes of a pair, warm."""
@@ -288,6 +302,10 @@ def _falls_behind(*lives: Live) -> bool:
         return max(1.0, SLACK * live.trial.steps)
 
     return any(live.trial.unmade_batches is None or live.trial.unmade_batches > allowed(live) for live in lives)
+
+
+def _have_workers(*lives: Live) -> bool:
+    return any(loader.num_workers for live in lives for loader in live.evidence.loaders)
 
 
 def _believe(blocks: dict[str, list[Block]]) -> None:

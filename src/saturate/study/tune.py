@@ -169,6 +169,7 @@ def _measure(study: Study, bench: Bench) -> None:
             return
     assert study.facts is not None
     racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
+    racer.in_turns = study.facts.device == "cpu"
     racer.waits = study.facts.input_wait_ms >= WAITS * study.facts.step_ms
     verifier = Verifier(bench)
     search = Search(
