@@ -9,6 +9,7 @@ from saturate.measure.race import (
     Estimate,
     Limits,
     between_sd,
+    by_state,
     estimate,
     look_confidence,
     next_action,
@@ -184,3 +185,14 @@ def test_estimate_is_cheap():
     for _ in range(20):
         estimate([[r + 1e-9 * time.perf_counter_ns() for r in rounds] for rounds in pairs])
     assert (time.process_time() - start) / 20 < 0.02
+
+
+def test_pairs_that_show_all_or_nothing_are_judged_by_state():
+    """A's process is slow by chance in some pairs; the mean over five cannot tell, and each pair is clear."""
+    quiet, slow = [0.004, -0.003, 0.001, -0.002, 0.002, 0.0], [0.223, 0.219, 0.225, 0.221, 0.218, 0.222]
+    pairs, states = [slow, quiet, slow], [True, False, True]
+    assert verdict(estimate(pairs, 0.1, look_confidence(5))) == "inconclusive"
+    assert by_state(pairs, states) == "faster"
+    assert by_state([quiet] * 3, [False] * 3) == "inconclusive", "the state was not seen"
+    assert by_state([slow, [-r for r in slow], [-r for r in slow]], [True, False, False]) == "inconclusive", "slower elsewhere"
+    assert by_state([quiet, quiet], [True, False]) == "inconclusive", "the state makes no difference"

@@ -9,7 +9,9 @@ import pytest
 
 from saturate.errors import TooNoisy, WorkloadFailed
 from saturate.measure import race
+from saturate.records.facts import Facts
 from saturate.study import baseline, tune
+from saturate.study.racing import KernelWork
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
@@ -120,3 +122,15 @@ FAST, OTHER = SimpleNamespace(label=lambda: "fast"), SimpleNamespace(label=lambd
 def test_behind_the_end_of_the_budget_the_race_that_was_won_is_the_last_one(stairs, before, kept, counts):
     """minGPT's chargpt had a minute more of the same pairs, after five minutes of four."""
     assert tune._won(stairs, before, kept) is (stairs[0][1] if counts else None)
+
+
+def test_what_the_kernel_did_for_each_process_of_the_first_race_is_known():
+    """A process that was lucky was diagnosed, and the allocator never had a turn."""
+    facts = Facts(page_faults=3.0, kernel_ms=0.1)
+    pair = [(KernelWork(1400.0, 3.6), KernelWork(0.5, 0.05)), (KernelWork(math.nan, math.nan), KernelWork(2.0, 0.1))]
+    found = tune.seen_by_all(facts, SimpleNamespace(work=pair))
+    assert (found.page_faults, found.kernel_ms, found.least_page_faults) == (1400.0, 3.6, 0.5)
+    assert tune.seen_by_all(facts, SimpleNamespace(work=[])) == facts
+    unlucky = Facts(page_faults=1500.0, kernel_ms=4.0)
+    found = tune.seen_by_all(unlucky, SimpleNamespace(work=pair[1:]))
+    assert (found.page_faults, found.kernel_ms, found.least_page_faults) == (1500.0, 4.0, 2.0)

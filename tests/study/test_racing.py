@@ -77,7 +77,7 @@ class Bench:
         self.started.append(purpose)
         blocks = self.blocks.pop(0) if len(self.blocks) > 1 else self.blocks[0]
         return SimpleNamespace(trial=self.process(blocks, self.scatter, self.draw), techniques=techniques, step_ms=100.0,
-                               evidence=SimpleNamespace(loaders=[]))
+                               evidence=SimpleNamespace(loaders=[]), hello={"pid": 0})
 
     def live_pair(self, purpose_a, a, purpose_b, b):
         return self.live(purpose_a, a), self.live(purpose_b, b)
@@ -298,3 +298,31 @@ def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():
     with pytest.raises(TrialEnded) as ended:
         in_whole_blocks(bench).run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
     assert ended.value.outcome.kind == "too_short" and len(bench.store.kept) < 2
+
+
+def test_a_race_knows_what_the_kernel_did_for_either_process(monkeypatch):
+    """Of the same program: one took pages from the system in every step, because of what lay at the end of its heap."""
+    done = {}
+
+    def kernel_work(pid):
+        done[pid] = done.get(pid, -1) + 1
+        return (1000 + 50 * done[pid] * pid, 0.5 + 0.01 * done[pid] * pid)
+
+    monkeypatch.setattr(racing.meter, "kernel_work", kernel_work)
+    bench = Bench()
+    started = bench.live
+
+    def live(purpose, techniques):
+        found = started(purpose, techniques)
+        found.hello = {"pid": len(bench.started) % 2}       # of each pair, the first is 1 and the second 0
+        return found
+
+    bench.live = live
+    racer = in_whole_blocks(bench)
+    limits = Limits(max_pairs=2, min_rounds=4, max_rounds=4)
+    result = racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0, min_pairs=2)
+    steps = result.record.rounds // 2 * 4       # of a pair: rounds of one skipped step and three
+    assert result.work[0] == (racing.KernelWork(50 / steps, pytest.approx(10 / steps)), racing.KernelWork(0.0, 0.0))
+    assert len(result.work) == 2
+    bench.store.rounds = lambda question: [[(1.0, 1.0, 0.0)] * 4, [(1.0, 1.0, 0.0)] * 4]      # a resumed study measures nothing again
+    assert racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0).work == result.work

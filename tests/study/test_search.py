@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from test_fitting import World, search, technique
 
+from saturate.measure import race
 from saturate.records.analysis import Finding
 from saturate.study.fates import leads
-from saturate.study.racing import Result
+from saturate.study.racing import KernelWork, Result
 from saturate.study.search import SCREEN
+from saturate.techniques._api import Eligible
 
 
 @dataclass
@@ -200,3 +202,47 @@ def test_variants_of_what_gives_much_are_compared_at_once() -> None:
     screened = [question for question in world.asked if question.startswith("screen")]
     assert [question.startswith("screen one") for question in screened] == [True, True, False]
     assert [c.label() for c in walk.kept] == ["one level=2"]
+
+
+@dataclass
+class Uneven(World):
+    """Some processes of the baseline, those of the pairs in `slow`, take a quarter longer: the kernel gives them pages in each step.
+    `steady` ends that."""
+
+    slow: frozenset[int] = frozenset({1, 3})
+
+    def run(self, question: str, a: Any, b: Any, limits: Any, deadline: float, share_base: bool = False, min_pairs: int = 1) -> Result:
+        result = super().run(question, a, b, limits, deadline, share_base, min_pairs)
+        if not question.startswith("steady with"):
+            return result
+        assert not share_base, "the shared process is in one state for ever"
+        uneven = [number in self.slow for number in range(min_pairs)]
+        pairs = [[(0.22 if slow else 0.0) + noise for noise in (0.01, -0.01, 0.02, -0.02, 0.0, 0.01)] for slow in uneven]
+        work = [(KernelWork(1400.0 if slow else 1.0, 0.0), KernelWork(0.0, 0.0)) for slow in uneven]
+        estimate = race.estimate(pairs, 0.1)
+        return Result(race.Decision("stop", "inconclusive", estimate, ""), pairs, result.a_ms, result.b_ms, result.record, work)
+
+
+def steadying() -> types.ModuleType:
+    module: Any = technique("steady")
+    module.eligible = lambda facts: Eligible("some processes only", steadies=True)
+    return module
+
+
+def test_what_makes_processes_alike_comes_first_and_the_rest_stands_on_it() -> None:
+    """The mean over four pairs, of which two show all and two nothing, stayed undecided; so did everything raced without it."""
+    world = Uneven({"steady": (0.9, 0.0), "fast": (0.8, 0.0)}, None)
+    walk = search(world, FAST, steadying())
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast", "steady"] or [c.id for c in walk.kept] == ["steady", "fast"]
+    assert world.started[0] == "" and "fast + steady" in world.started
+    assert "2 of 4 processes without it took longer" in walk.fates["steady"].reason or walk.fates["steady"].fate == "kept"
+    assert sum(one.record.question.startswith("steady with") for one in walk.results) == 1, "one race, told once"
+
+
+@pytest.mark.parametrize(("slow", "wrong"), [(frozenset(), frozenset()), (frozenset({0, 1, 2, 3, 4}), frozenset({"steady"}))])
+def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozenset[int], wrong: frozenset[str]) -> None:
+    world = Uneven({"steady": (1.0, 0.0), "fast": (0.8, 0.0)}, None, wrong=wrong, slow=slow)
+    walk = search(world, FAST, steadying())
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast"] and walk.fates["steady"].fate in ("no_difference", "rejected_numerics")

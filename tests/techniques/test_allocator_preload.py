@@ -71,5 +71,8 @@ def test_glibc_is_offered_where_memory_goes_back_and_forth(monkeypatch):
         assert not allocator.eligible(other) and allocator.variants(other) == []
     both = dataclasses.replace(busy, machine=MachineFacts(glibc=True, preload_allocators=(("jemalloc", "/lib/libjemalloc.so.2"),)))
     assert [one.kind for one in allocator.variants(both)] == ["glibc", "jemalloc"]
+    assert not allocator.eligible(dataclasses.replace(busy, least_page_faults=4900.0)).steadies
+    by_chance = allocator.eligible(dataclasses.replace(busy, least_page_faults=2.0))
+    assert by_chance.steadies and by_chance.reason.startswith("up to 5,000 page faults per step: in some processes")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
     assert allocator.environment(allocator.Options("glibc")) == {**allocator.GLIBC, "MALLOC_TOP_PAD_": "7"}, "the user's own stays"

@@ -125,6 +125,21 @@ def verdict(estimate: Estimate, threshold: float = 0.02) -> Verdict:
     return "no_difference" if estimate.high < gain else "inconclusive"
 
 
+def by_state(pairs: Pairs, states: Sequence[bool], threshold: float = 0.02, looks: int = 5) -> Verdict:
+    """The verdict where A's process is in a slow state in some pairs, by chance, and B's never is; `states`: of each pair, whether it was.
+
+    Some pairs show the whole gain and the others none, so the mean over few of them is uncertain although each is clear. Within a
+    state pairs differ as little as ever. "faster": the gain is more than `threshold` even if it is, in each state, as small as
+    its interval allows, weighted by how often the state was seen. Everything else is "inconclusive". `looks`: how often this
+    is asked at most, with a pair more each time.
+    """
+    groups = [[pair for pair, state in zip(pairs, states) if state is wanted] for wanted in (True, False)]
+    if not groups[0]:
+        return "inconclusive"
+    lows = [(len(group), estimate(group, PRIOR_BETWEEN_SD, look_confidence(looks)).low) for group in groups if group]
+    return "faster" if sum(count * low for count, low in lows) / len(pairs) > log1p(threshold) else "inconclusive"
+
+
 def between_sd(aa_pairs: Pairs, prior: float = PRIOR_BETWEEN_SD) -> float:
     """Standard deviation of the bias between fresh pairs, from A/A races (their true log-ratio is zero).
 

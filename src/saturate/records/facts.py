@@ -115,7 +115,8 @@ class Facts:
     host_to_device_bytes: int = 0       # bytes copied from host to device in one step (0 on a CPU)
     step_ms: float = 0.0                # median over the observed steps, not a measurement to decide by
     input_wait_ms: float = 0.0          # time in DataLoader.__next__ per step
-    page_faults: float = 0.0            # per step, of rank 0: pages that the kernel had to give and clear
+    page_faults: float = 0.0            # per step, of rank 0: pages that the kernel had to give and clear; the most of several processes
+    least_page_faults: float | None = None  # the least of several processes of the same command; None: one was looked at
     kernel_ms: float = 0.0              # processor time of rank 0 in the kernel per step, all threads
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0

@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 from saturate.measure import race, stationary
@@ -20,6 +20,7 @@ from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.study.store import Store
+from saturate.trial import meter
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded, joined
 
@@ -44,6 +45,18 @@ FAR = 3.0
 
 
 @dataclass(frozen=True)
+class KernelWork:
+    """What the kernel did for the training process in each step of a race."""
+
+    page_faults: float
+    ms: float           # of processor time, all threads
+
+
+#: Two processes differ in what the kernel does for them from so many page faults per step on: 1 MiB.
+UNEVEN_FAULTS = 256
+
+
+@dataclass(frozen=True)
 class Result:
     """A finished race of A against B; times are medians over rounds, milliseconds per step."""
 
@@ -52,6 +65,7 @@ class Result:
     a_ms: float
     b_ms: float
     record: RaceRecord
+    work: list[tuple[KernelWork, KernelWork]] = field(default_factory=list)     # of A and B, by pair
 
     @property
     def gain(self) -> float:
@@ -75,6 +89,7 @@ class _Pair:
         self.ratios: list[float] = []
         self.asked = time.monotonic()
         self.running = math.inf             # since when both processes run
+        self.work: dict[str, KernelWork] = {}
 
     def began(self) -> None:
         self.running = time.monotonic()
@@ -83,6 +98,14 @@ class _Pair:
         self.ratios.append(math.log(a_ms / b_ms))
         self.times.append((a_ms, b_ms))
         self.store.add_round(self.question, self.number, len(self.ratios), a_ms, b_ms, self.ratios[-1])
+
+    def count(self, before: dict[str, tuple[int, int, float]], lives: dict[str, Live]) -> None:
+        """Keep what the kernel did for either process since `before` (see `_work_so_far`)."""
+        for side, live in lives.items():
+            (steps, faults, seconds), (was, faults_were, seconds_were) = _work_so_far(live), before[side]
+            many = max(1, steps - was)
+            self.work[side] = KernelWork((faults - faults_were) / many, 1e3 * (seconds - seconds_were) / many)
+        self.store.set_answer(_work_question(self.question, self.number), [astuple(self.work[side]) for side in "ab"])
 
     def forget(self) -> None:
         """These rounds were no measurement."""
@@ -156,7 +179,13 @@ class Racer:
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":
             decision = self._decide(pairs, limits, over=True)
-        return self._result(question, a, b, decision, pairs, times)
+        return self._result(question, a, b, decision, pairs, times, self._work_of(full_question, pairs))
+
+    def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
+        """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
+        stored = [self.bench.store.answer(_work_question(question, number)) for number, pair in enumerate(pairs) if len(pair) >= 2]
+        unknown = [(math.nan, math.nan)] * 2
+        return [(KernelWork(*a), KernelWork(*b)) for a, b in (found or unknown for found in stored)]
 
     def _decide(self, pairs: list[list[float]], limits: Limits, over: bool = False) -> Decision:
         usable = [pair for pair in pairs if len(pair) >= 2]
@@ -198,6 +227,8 @@ class Racer:
                 hides = (self.waits or key(a) != key(b)) and _have_workers(first, second)
                 loader_bound = hides and _falls_behind(first, second)
                 skip, steps = block_size(first, second, loader_bound)
+                lives = {"a": first, "b": second}
+                before = {side: _work_so_far(live) for side, live in lives.items()}
                 pair.began()
                 while turn == 0 or pair.more():
                     turns, rest, each = self._turns(first, second, skip, steps, loader_bound)
@@ -217,6 +248,7 @@ class Racer:
                         loader_bound = True
                         skip, steps = block_size(first, second)
                         pair.forget()
+                pair.count(before, lives)
                 on_side("b", partial(self.bench.prove_still, second))
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
@@ -270,7 +302,7 @@ class Racer:
             self.bench.finish_live(live)
 
     def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
-                times: list[tuple[float, float]]) -> Result:
+                times: list[tuple[float, float]], work: list[tuple[KernelWork, KernelWork]]) -> Result:
         found = decision.estimate
         usable = [pair for pair in pairs if len(pair) >= 2]
         a_ms, b_ms = (_median([t[side] for t in times]) for side in (0, 1)) if times else (0.0, 0.0)
@@ -279,12 +311,21 @@ class Racer:
             rounds=sum(map(len, usable)), speedup=found.speedup if found else 1.0,
             speedup_ci=found.speedup_ci if found else (0.0, math.inf), verdict=decision.verdict, log_ratios=usable,
         )
-        return Result(decision, usable, a_ms, b_ms, record)
+        return Result(decision, usable, a_ms, b_ms, record, work)
 
     def learn_noise(self, pairs: list[list[float]]) -> None:
         """Take finished A/A pairs into account for everything that follows."""
         self.aa_pairs = [*self.aa_pairs, *(pair for pair in pairs if len(pair) >= 2)]
         self.between_sd = race.between_sd(self.aa_pairs)
+
+
+def _work_question(question: str, pair: int) -> str:
+    return f"{question} | kernel work of pair {pair}"
+
+
+def _work_so_far(live: Live) -> tuple[int, int, float]:
+    """Steps, page faults and seconds in the kernel of a process since its start."""
+    return live.trial.steps, *meter.kernel_work(live.hello["pid"])
 
 
 def run_block(live: Live, skip: int, steps: int) -> Block:

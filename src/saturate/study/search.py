@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.fates import FATES, Fate, in_words, leads
 from saturate.study.guidance import promise, promised_gain
-from saturate.study.racing import Racer, Result
+from saturate.study.racing import UNEVEN_FAULTS, Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
 
@@ -78,6 +79,7 @@ class Search:
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
+    steadying: set[str] = field(default_factory=set)    # ids of what ends a difference between processes of the baseline
     on_kept: Any = None
     _variants: list[list[Candidate]] | None = None
 
@@ -107,9 +109,9 @@ class Search:
             found.append(answer)
         # What changes the work itself comes before what changes where it runs: that depends on the former. What is only
         # worth a trial under a limit costs time, and comes last.
-        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, tuple[int, float]]:
+        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, tuple[int, float]]:
             about = first.module.TECHNIQUE
-            return self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
+            return first.id not in self.steadying, self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
 
         found.sort(key=lambda entry: place(entry[0], entry[1][0]))
         return [variants for _, variants in found]
@@ -125,6 +127,8 @@ class Search:
         answer = module.eligible(self.facts)
         if not answer:
             return Fate("not_applicable", answer.reason)
+        if answer.steadies:
+            self.steadying.add(module.TECHNIQUE.id)
         bound = module.bound(self.facts)
         if bound is not None and bound < SMALLEST_BOUND:
             return Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
@@ -175,6 +179,8 @@ class Search:
         for first, *others in eligible:
             if first.id in {member.id for member in self.base}:
                 continue
+            if first.id in self.steadying and self._steady(first):
+                continue
             best = self._best_of([first], None)
             if best is not None and self._gives_much(best):
                 self._try_to_add(self._best_of(others, best) or best)
@@ -189,6 +195,29 @@ class Search:
             else:
                 scored.append((self.screened[best.id].gain, best))
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
+
+    def _steady(self, candidate: Candidate) -> bool:
+        """Keep what makes processes of the baseline alike, if it is faster where they are slow; whether it was kept. Raced in fresh
+        pairs only: the process that others share is in one state for ever."""
+        if conflict(self.kept, candidate):
+            return False
+        together = ordered((*self.kept, candidate))
+        question = f"steady with {candidate.label()}"
+        for most in range(1, ADD.max_pairs + 1):
+            before = len(self.results)
+            result = self.race(question, self.kept, together, dataclasses.replace(ADD, max_pairs=most), candidate, min_pairs=most)
+            if result is None or len(result.pairs) < most:
+                return False
+            if most > 1:
+                del self.results[before - 1]        # the same race with a pair less
+            slow = [a.page_faults - b.page_faults >= UNEVEN_FAULTS for a, b in result.work]
+            if race.by_state(result.pairs, slow, self.racer.threshold, ADD.max_pairs) == "faster":
+                self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
+                return self._keep(candidate, together, result, f"{result.gain:+.1%} on average: {sum(slow)} of {len(slow)} processes "
+                                  "without it took longer for the same work")
+            if time.monotonic() > self.deadline:
+                return False
+        return False
 
     def _best_of(self, variants: list[Candidate], best: Candidate | None) -> Candidate | None:
         """The variant that leads `best`, an earlier one of the same technique, and all others that there is time for."""
@@ -370,10 +399,10 @@ class Search:
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False,
-             until: float | None = None) -> Result | None:
+             until: float | None = None, min_pairs: int = 1) -> Result | None:
         """The result, or None when B does not run or is not active (its fate then says why). `until`: another deadline."""
         try:
-            result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base)
+            result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise

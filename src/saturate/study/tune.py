@@ -28,6 +28,7 @@ from saturate.errors import (
 )
 from saturate.measure import race
 from saturate.measure.race import Limits
+from saturate.records.facts import Facts
 from saturate.records.result import StudyRecord
 from saturate.report import words
 from saturate.study import baseline, fitting, profile, summary
@@ -178,6 +179,8 @@ def _measure(study: Study, bench: Bench) -> None:
     )
     if not study.starved and not _is_measurable(study, verifier, racer, (), end):
         return
+    if study.aa is not None:
+        study.facts = search.facts = seen_by_all(study.facts, study.aa)
     verifier.side_by_side = baseline.side_by_side(study, racer.mode, bench.pace)      # the look at the noise may have changed the mode
     study.search = search
     too_much = "runs out of memory" if study.starved else bench.peaks.too_much(())
@@ -266,6 +269,16 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
                        evidence=f"after {words.count(len(study.aa.pairs), 'pair')} of the same program, differences below {floor:.0%} are not resolved",
                        remedy=f"stop other programs, or try again on a quiet machine{longer}")
     return True
+
+
+def seen_by_all(facts: Facts, aa: Result) -> Facts:
+    """The facts, with what the kernel did for the processes of the first race: it may differ from one to the next, and the one
+    that was diagnosed is not the only one."""
+    seen = [(work.page_faults, work.ms) for pair in aa.work for work in pair if math.isfinite(work.page_faults)]
+    if not seen:
+        return facts
+    (faults, kernel_ms), (least, _) = max(*seen, (facts.page_faults, facts.kernel_ms)), min(seen)
+    return replace(facts, page_faults=faults, kernel_ms=kernel_ms, least_page_faults=min(least, facts.page_faults))
 
 
 def _time_for_another(result: Result, began: float, end: float) -> bool:

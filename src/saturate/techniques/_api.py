@@ -57,9 +57,11 @@ class Technique:
 
 @dataclass(frozen=True)
 class Eligible:
-    """Worth a trial; `reason` says why."""
+    """Worth a trial; `reason` says why. `steadies`: processes of the very same command differ by what this ends in some of them. It
+    has its turn first then, because all else is compared more sharply on top of it."""
 
     reason: str
+    steadies: bool = False
 
     def __bool__(self) -> bool:
         return True
