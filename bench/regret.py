@@ -109,7 +109,8 @@ class Exhaustive:
         self.bench.pace = Pace(live.step_ms / 1e3, live.startup_s, crowded=True)
         self.verifier.side_by_side = not self.bench.pace.loses(UPDATES)
         self.bench.finish_live(live)
-        self.racer.learn_noise(self.racer.run("A/A", (), (), self.care.noise, math.inf).pairs)
+        found = self.racer.run("A/A", (), (), self.care.noise, math.inf)
+        self.racer.learn_noise(found.pairs, found.work)
         if self.verifier.check_baseline() is not None:
             return (), 0
         raced = [(result.gain, subset) for subset in subsets(self._most_effective(pool, alone))

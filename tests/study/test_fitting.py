@@ -74,6 +74,7 @@ class World:
         self.bench = self
         self.threshold = 0.02
         self.pair_s = 10.0
+        self.steadying: set[str] = set()
 
     def numbers(self, techniques: Any) -> tuple[float, float]:
         need, step = 8.0, 100.0

@@ -30,9 +30,9 @@ class Racer:
         while len(self.pairs) < min_pairs:
             self.clock[0] += self.pair_s
             self.pairs.append(self.pair)
-        return SimpleNamespace(pairs=self.pairs, gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
+        return SimpleNamespace(pairs=self.pairs, work=[], gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
-    def learn_noise(self, pairs):
+    def learn_noise(self, pairs, work=()):
         pass
 
 

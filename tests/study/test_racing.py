@@ -321,8 +321,24 @@ def test_a_race_knows_what_the_kernel_did_for_either_process(monkeypatch):
     racer = in_whole_blocks(bench)
     limits = Limits(max_pairs=2, min_rounds=4, max_rounds=4)
     result = racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0, min_pairs=2)
-    steps = result.record.rounds // 2 * 4       # of a pair: rounds of one skipped step and three
+    steps = len(result.pairs[0]) * 4        # rounds of one skipped step and three
     assert result.work[0] == (racing.KernelWork(50 / steps, pytest.approx(10 / steps)), racing.KernelWork(0.0, 0.0))
     assert len(result.work) == 2
     bench.store.rounds = lambda question: [[(1.0, 1.0, 0.0)] * 4, [(1.0, 1.0, 0.0)] * 4]      # a resumed study measures nothing again
     assert racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0).work == result.work
+
+
+def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_pairs_where_both_do():
+    uneven, even = (racing.KernelWork(1400.0, 3.0), racing.KernelWork(0.0, 0.0)), (racing.KernelWork(1.0, 0.0), racing.KernelWork(0.0, 0.0))
+    racer = in_whole_blocks(Bench(scatter=0.001))
+    racer.learn_noise([[0.25, 0.25, 0.26], [0.001, 0.0, -0.001]], [uneven, even])
+    assert racer.between_sd > 5 * racer.steady_sd and racer.steady_sd < 0.013
+    racer.steadying.add("t")
+    wide = racer.run("x", (), (), ONE_PAIR, time.monotonic() + 60.0).gain_ci
+    narrow = racer.run("y", CANDIDATE, CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
+    assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
+    racer.bench.store.rounds = lambda question: [[(1.25, 1.0, 0.22)] * 6, [(1.0, 1.0, 0.0)] * 6, [(1.25, 1.0, 0.22)] * 6]
+    for number, one in enumerate((uneven, even, uneven)):
+        racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | kernel work of pair {number}", [[w.page_faults, w.ms] for w in one])
+    result = racer.run("z", (), CANDIDATE, Limits(max_pairs=3), time.monotonic() + 60.0)
+    assert result.decision.verdict == "faster" and "2 of 3" in result.decision.reason

@@ -219,8 +219,8 @@ class Uneven(World):
         uneven = [number in self.slow for number in range(min_pairs)]
         pairs = [[(0.22 if slow else 0.0) + noise for noise in (0.01, -0.01, 0.02, -0.02, 0.0, 0.01)] for slow in uneven]
         work = [(KernelWork(1400.0 if slow else 1.0, 0.0), KernelWork(0.0, 0.0)) for slow in uneven]
-        estimate = race.estimate(pairs, 0.1)
-        return Result(race.Decision("stop", "inconclusive", estimate, ""), pairs, result.a_ms, result.b_ms, result.record, work)
+        found = race.by_state(pairs, uneven) if len(set(uneven)) == 2 else race.estimate(pairs, 0.1)
+        return Result(race.Decision("stop", race.verdict(found), found, "some were slow"), pairs, result.a_ms, result.b_ms, result.record, work)
 
 
 def steadying() -> types.ModuleType:
@@ -234,15 +234,15 @@ def test_what_makes_processes_alike_comes_first_and_the_rest_stands_on_it() -> N
     world = Uneven({"steady": (0.9, 0.0), "fast": (0.8, 0.0)}, None)
     walk = search(world, FAST, steadying())
     walk.run()
-    assert [c.id for c in walk.kept] == ["fast", "steady"] or [c.id for c in walk.kept] == ["steady", "fast"]
-    assert world.started[0] == "" and "fast + steady" in world.started
-    assert "2 of 4 processes without it took longer" in walk.fates["steady"].reason or walk.fates["steady"].fate == "kept"
+    assert sorted(c.id for c in walk.kept) == ["fast", "steady"]
+    assert "fast + steady" in world.started and world.started.index("fast + steady") < world.started.index("fast")
     assert sum(one.record.question.startswith("steady with") for one in walk.results) == 1, "one race, told once"
 
 
-@pytest.mark.parametrize(("slow", "wrong"), [(frozenset(), frozenset()), (frozenset({0, 1, 2, 3, 4}), frozenset({"steady"}))])
+@pytest.mark.parametrize(("slow", "wrong"), [(frozenset(), frozenset()), (frozenset({1, 3}), frozenset({"steady"}))])
 def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozenset[int], wrong: frozenset[str]) -> None:
     world = Uneven({"steady": (1.0, 0.0), "fast": (0.8, 0.0)}, None, wrong=wrong, slow=slow)
     walk = search(world, FAST, steadying())
     walk.run()
-    assert [c.id for c in walk.kept] == ["fast"] and walk.fates["steady"].fate in ("no_difference", "rejected_numerics")
+    assert [c.id for c in walk.kept] == ["fast"]
+    assert walk.fates["steady"].fate == ("rejected_numerics" if wrong else "no_difference")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
@@ -133,7 +133,10 @@ class Racer:
         self.waits = True                   # whether the baseline waits for its loader, as far as is known
         self.in_turns = True                # whether a block may be cut into short turns: an accelerator drains at the end of each
         self.between_sd = race.PRIOR_BETWEEN_SD
+        self.steadying: set[str] = set()    # ids of techniques without which processes of one set differ
+        self.steady_sd = race.PRIOR_BETWEEN_SD      # between processes that have one of them
         self.aa_pairs: list[list[float]] = []
+        self.even_pairs: list[list[float]] = []     # those of them whose processes did not differ in what the kernel did for them
         self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
         self._base: Live | None = None      # a frozen baseline that screening races share
 
@@ -169,17 +172,21 @@ class Racer:
         pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
         times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
         finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
-        decision = self._decide(pairs, limits)
+        between_sd = self.steady_sd if self._steady(a) and self._steady(b) else self.between_sd
+        decision = self._decide(pairs, limits, between_sd)
         while (self.bench.store.answer(finished) is None and len(pairs) < limits.max_pairs
                and (decision.action != "stop" or len(pairs) < min_pairs)
                and (not pairs or time.monotonic() < deadline)):
             # Pairs of processes that are gone get no more rounds: a resumed race goes on with a fresh pair.
-            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not pairs)
-            decision = self._decide(pairs, limits)
+            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not pairs, between_sd)
+            decision = self._decide(pairs, limits, between_sd)
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":
-            decision = self._decide(pairs, limits, over=True)
-        return self._result(question, a, b, decision, pairs, times, self._work_of(full_question, pairs))
+            decision = self._decide(pairs, limits, between_sd, over=True)
+        work = self._work_of(full_question, pairs)
+        if self._steady(b) and not self._steady(a):
+            decision = self._by_state(pairs, work, limits) or decision
+        return self._result(question, a, b, decision, pairs, times, work)
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
@@ -187,15 +194,25 @@ class Racer:
         unknown = [(math.nan, math.nan)] * 2
         return [(KernelWork(*a), KernelWork(*b)) for a, b in (found or unknown for found in stored)]
 
-    def _decide(self, pairs: list[list[float]], limits: Limits, over: bool = False) -> Decision:
-        usable = [pair for pair in pairs if len(pair) >= 2]
-        return race.next_action(usable, self.between_sd, self.threshold, limits, over)
+    def _decide(self, pairs: list[list[float]], limits: Limits, between_sd: float, over: bool = False) -> Decision:
+        return race.next_action(_usable(pairs), between_sd, self.threshold, limits, over)
+
+    def _steady(self, techniques: Set) -> bool:
+        return any(one.id in self.steadying for one in techniques)
+
+    def _by_state(self, pairs: list[list[float]], work: list[tuple[KernelWork, KernelWork]], limits: Limits) -> Decision | None:
+        """What the pairs say where only some processes of A are slow; None unless both kinds were seen."""
+        states = [a.page_faults - b.page_faults >= UNEVEN_FAULTS for a, b in work]
+        if len(set(states)) < 2:
+            return None
+        found = race.by_state(_usable(pairs), states, race.look_confidence(limits.max_pairs))
+        return Decision("stop", race.verdict(found, self.threshold), found, f"{sum(states)} of {len(states)} processes of A were slow by chance")
 
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
-              limits: Limits, deadline: float, share_base: bool) -> None:
+              limits: Limits, deadline: float, share_base: bool, between_sd: float) -> None:
         """One fresh pair of processes, until its rounds decide or stop helping."""
         pair = _Pair(self.bench.store, question, len(pairs), times, limits, deadline,
-                     lambda patient: self._decide(pairs, patient).action == "more_rounds")
+                     lambda patient: self._decide(pairs, patient, between_sd).action == "more_rounds")
         pairs.append(pair.ratios)
         fresh = self.mode == "alternate" or not share_base or self.base(a) is None
         self._rounds(a, b, share_base, pair)
@@ -304,7 +321,7 @@ class Racer:
     def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
                 times: list[tuple[float, float]], work: list[tuple[KernelWork, KernelWork]]) -> Result:
         found = decision.estimate
-        usable = [pair for pair in pairs if len(pair) >= 2]
+        usable = _usable(pairs)
         a_ms, b_ms = (_median([t[side] for t in times]) for side in (0, 1)) if times else (0.0, 0.0)
         record = RaceRecord(
             question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),
@@ -313,10 +330,18 @@ class Racer:
         )
         return Result(decision, usable, a_ms, b_ms, record, work)
 
-    def learn_noise(self, pairs: list[list[float]]) -> None:
+    def learn_noise(self, pairs: list[list[float]], work: Sequence[tuple[KernelWork, KernelWork]] = ()) -> None:
         """Take finished A/A pairs into account for everything that follows."""
-        self.aa_pairs = [*self.aa_pairs, *(pair for pair in pairs if len(pair) >= 2)]
+        usable = _usable(pairs)
+        self.aa_pairs = [*self.aa_pairs, *usable]
         self.between_sd = race.between_sd(self.aa_pairs)
+        uneven = [abs(a.page_faults - b.page_faults) >= UNEVEN_FAULTS for a, b in work] or [False] * len(usable)
+        self.even_pairs = [*self.even_pairs, *(pair for pair, differs in zip(usable, uneven) if not differs)]
+        self.steady_sd = race.between_sd(self.even_pairs)
+
+
+def _usable(pairs: list[list[float]]) -> list[list[float]]:
+    return [pair for pair in pairs if len(pair) >= 2]
 
 
 def _work_question(question: str, pair: int) -> str:

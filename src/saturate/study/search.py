@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.fates import FATES, Fate, in_words, leads
 from saturate.study.guidance import promise, promised_gain
-from saturate.study.racing import UNEVEN_FAULTS, Racer, Result
+from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
 
@@ -79,7 +78,6 @@ class Search:
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
-    steadying: set[str] = field(default_factory=set)    # ids of what ends a difference between processes of the baseline
     on_kept: Any = None
     _variants: list[list[Candidate]] | None = None
 
@@ -111,7 +109,7 @@ class Search:
         # worth a trial under a limit costs time, and comes last.
         def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, tuple[int, float]]:
             about = first.module.TECHNIQUE
-            return first.id not in self.steadying, self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
+            return first.id not in self.racer.steadying, self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
 
         found.sort(key=lambda entry: place(entry[0], entry[1][0]))
         return [variants for _, variants in found]
@@ -128,7 +126,7 @@ class Search:
         if not answer:
             return Fate("not_applicable", answer.reason)
         if answer.steadies:
-            self.steadying.add(module.TECHNIQUE.id)
+            self.racer.steadying.add(module.TECHNIQUE.id)
         bound = module.bound(self.facts)
         if bound is not None and bound < SMALLEST_BOUND:
             return Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
@@ -179,7 +177,7 @@ class Search:
         for first, *others in eligible:
             if first.id in {member.id for member in self.base}:
                 continue
-            if first.id in self.steadying and self._steady(first):
+            if first.id in self.racer.steadying and self._steady(first):
                 continue
             best = self._best_of([first], None)
             if best is not None and self._gives_much(best):
@@ -197,24 +195,23 @@ class Search:
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
 
     def _steady(self, candidate: Candidate) -> bool:
-        """Keep what makes processes of the baseline alike, if it is faster where they are slow; whether it was kept. Raced in fresh
-        pairs only: the process that others share is in one state for ever."""
+        """Keep what makes processes of the baseline alike, if that is faster and verifies; whether its fate is settled. Raced in fresh
+        pairs only: the process that screening races share is slow for ever, or never."""
         if conflict(self.kept, candidate):
             return False
         together = ordered((*self.kept, candidate))
-        question = f"steady with {candidate.label()}"
         for most in range(1, ADD.max_pairs + 1):
             before = len(self.results)
-            result = self.race(question, self.kept, together, dataclasses.replace(ADD, max_pairs=most), candidate, min_pairs=most)
+            result = self.race(f"steady with {candidate.label()}", self.kept, together, dataclasses.replace(ADD, max_pairs=most), candidate,
+                               min_pairs=most)
             if result is None or len(result.pairs) < most:
                 return False
             if most > 1:
                 del self.results[before - 1]        # the same race with a pair less
-            slow = [a.page_faults - b.page_faults >= UNEVEN_FAULTS for a, b in result.work]
-            if race.by_state(result.pairs, slow, self.racer.threshold, ADD.max_pairs) == "faster":
+            if result.decision.verdict == "faster":
                 self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
-                return self._keep(candidate, together, result, f"{result.gain:+.1%} on average: {sum(slow)} of {len(slow)} processes "
-                                  "without it took longer for the same work")
+                self._keep(candidate, together, result, f"{in_words(result)[1]} ({result.decision.reason})")
+                return True
             if time.monotonic() > self.deadline:
                 return False
         return False

@@ -260,7 +260,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
             return _noise(study, racer, base, end)
         raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
                              remedy=ended.outcome.remedy) from ended
-    racer.learn_noise(study.aa.pairs)
+    racer.learn_noise(study.aa.pairs, study.aa.work)
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
     if floor > HOPELESS_NOISE:
