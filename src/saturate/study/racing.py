@@ -1,8 +1,8 @@
 """Racing two sets of techniques: fresh pairs of processes, one block of each per round, never both running at once.
 
 Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
-A B; where steps are short, in several turns of each block. `alternate`, for when memory does not hold two: each process runs all its rounds alone, A B, B A by pairs; its n-th
-block is compared with the other's n-th.
+A B; on a CPU, a block is cut into short turns. `alternate`, for when memory does not hold two: each process runs all its rounds
+alone, A B, B A by pairs; its n-th block is compared with the other's n-th.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class _Pair:
         self.ratios: list[float] = []
         self.asked = time.monotonic()
         self.running = math.inf             # since when both processes run
-        self.work: dict[str, KernelWork] = {}
 
     def began(self) -> None:
         self.running = time.monotonic()
@@ -101,11 +100,12 @@ class _Pair:
 
     def count(self, before: dict[str, tuple[int, int, float]], lives: dict[str, Live]) -> None:
         """Keep what the kernel did for either process since `before` (see `_work_so_far`)."""
-        for side, live in lives.items():
-            (steps, faults, seconds), (was, faults_were, seconds_were) = _work_so_far(live), before[side]
+        work = []
+        for side in "ab":
+            (steps, faults, seconds), (was, faults_were, seconds_were) = _work_so_far(lives[side]), before[side]
             many = max(1, steps - was)
-            self.work[side] = KernelWork((faults - faults_were) / many, 1e3 * (seconds - seconds_were) / many)
-        self.store.set_answer(_work_question(self.question, self.number), [astuple(self.work[side]) for side in "ab"])
+            work.append(KernelWork((faults - faults_were) / many, 1e3 * (seconds - seconds_were) / many))
+        self.store.set_answer(_work_question(self.question, self.number), [astuple(one) for one in work])
 
     def forget(self) -> None:
         """These rounds were no measurement."""

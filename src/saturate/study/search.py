@@ -105,11 +105,12 @@ class Search:
                 continue
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
             found.append(answer)
-        # What changes the work itself comes before what changes where it runs: that depends on the former. What is only
-        # worth a trial under a limit costs time, and comes last.
+        # What makes processes alike comes first. What changes the work itself comes before what changes where it runs: that depends
+        # on the former. What is only worth a trial under a limit costs time, and comes last.
         def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, tuple[int, float]]:
             about = first.module.TECHNIQUE
-            return first.id not in self.racer.steadying, self.saves_memory(first), about.stage == "environment", promise(first.id, bound, self.findings, about.slow_start)
+            return (first.id not in self.racer.steadying, self.saves_memory(first), about.stage == "environment",
+                    promise(first.id, bound, self.findings, about.slow_start))
 
         found.sort(key=lambda entry: place(entry[0], entry[1][0]))
         return [variants for _, variants in found]
