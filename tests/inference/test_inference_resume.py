@@ -171,6 +171,7 @@ def test_a_check_is_known_by_its_code_and_by_what_it_holds() -> None:
     all_of_them = [scored(0.1, zeros), scored(0.2, zeros), scored(0.1, ones), both, Scorer(1.0), Scorer(2.0), Scorer(1.0).method,
                    Scorer(2.0).method, functools.partial(scored, 0.1), functools.partial(scored, 0.2)]
     assert len({known(check) for check in all_of_them}) == len(all_of_them)
+    assert known(lambda run: 0.1) != known(lambda run: 0.2), "two in one line"
     assert known(Scorer(1.0)) == known(Scorer(1.0)) and known(functools.reduce) == ""
 
 

@@ -129,11 +129,14 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _source(thing: Any) -> str:
-    """As it was written; where that is not known (typed into a shell), its instructions."""
+    """As it was written; where that is not known (typed into a shell), its instructions. Of a lambda both: several may stand in
+    one line, and what is known of each is that line."""
+    instructions = repr(_instructions(thing.__code__)) if isinstance(thing, FunctionType) else thing.__qualname__
     try:
-        return inspect.getsource(thing)
+        source = inspect.getsource(thing)
     except (OSError, TypeError):
-        return repr(_instructions(thing.__code__)) if isinstance(thing, FunctionType) else thing.__qualname__
+        return instructions
+    return source + instructions if getattr(thing, "__name__", "") == "<lambda>" else source
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 
@@ -13,9 +14,11 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 
 import generation_models as toys  # noqa: E402
 
-from saturate.errors import UsageError  # noqa: E402
-from saturate.inference.generation import Budget, decode, generate, tune  # noqa: E402
+from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+from saturate.inference.generation import Budget, decode, generate, host, tune  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
+from saturate.inference.journal import Journal  # noqa: E402
+from saturate.inference.process import WorkerFailed  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 NEW = 12
@@ -215,3 +218,43 @@ def test_compiled_steps_give_the_same_text(monkeypatch):
 def test_what_is_no_time_is_refused(wrong):
     with pytest.raises(UsageError, match="time is "):
         optimize(Slow(), PROMPTS, max_new_tokens=4, time=wrong)
+
+
+def journalled(folder):
+    """What another search in this folder would know, by way."""
+    return [json.loads(line)["name"] for line in (folder / "candidates.jsonl").read_text().splitlines()]
+
+
+def test_what_was_not_its_own_fault_is_tried_again(tmp_path, monkeypatch):
+    """A process that was killed from elsewhere, and a full disk, were held against a way for good."""
+    found, how = [], []
+
+    def ends(self, recipe, *arguments):
+        if recipe != tune.PLAIN:
+            found.append(recipe)
+            raise WorkerFailed(*how[0], **how[1])
+        return running(self, recipe, *arguments)
+
+    running = host.Yard.running
+    monkeypatch.setattr(host.Yard, "running", ends)
+    for number, given in enumerate(((("failed", "killed"), {"outside": True}), (("timeout", "took longer"), {}), (("failed", "its own fault"), {}))):
+        how[:] = given
+        optimize(Slow(), PROMPTS, max_new_tokens=NEW, ways=("lookup",), workdir=tmp_path)
+        assert len(found) == number + 1, "it had its turn again"
+    assert journalled(tmp_path) == ["speculative, prompt lookup"]
+    optimize(Slow(), PROMPTS, max_new_tokens=NEW, ways=("lookup",), workdir=tmp_path)
+    assert len(found) == 3, "what it did itself it would do again"
+
+
+def test_a_full_disk_ends_no_search_and_another_check_is_asked_anew(tmp_path, monkeypatch):
+    def full(self, *arguments, **named):
+        raise EnvironmentProblem("what was found cannot be kept", cause="No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", full)
+        found = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(0, 10_000), ways=("draft",), workdir=tmp_path)
+    assert found.best == "speculative, draft model" and any("No space left" in note for note in found.record.notes)
+    one, other = tune.rests(torch, lambda generate, prompts: [1.0]), tune.rests(torch, lambda generate, prompts: [0.5])
+    assert one != other and tune.rests(torch, None) == {"check": ""}
+    Journal(tmp_path, "k", more=one).add("int8", {"record": {}}, rests=("check",))
+    assert "int8" in Journal(tmp_path, "k", more=one).known and "int8" not in Journal(tmp_path, "k", more=other).known

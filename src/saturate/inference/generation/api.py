@@ -235,7 +235,8 @@ def optimize(
         yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
         journal = None
         if workdir is not None and folder is not None:
-            journal = Journal(folder, tune.key_of(torch, given, yard, (selection, confirmation, request, budget)))
+            journal = Journal(folder, tune.key_of(torch, given, yard, (selection, confirmation, request, budget)),
+                              more=tune.rests(torch, check))
         search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
                              say, frozenset(ways), journal)
         with running_model():

@@ -9,6 +9,7 @@ processes, on prompts and samples that took no part in choosing it.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from saturate.errors import CheckUnusable
+from saturate import __version__
+from saturate.errors import CheckUnusable, EnvironmentProblem
 from saturate.inference import identity
 from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores, compare, split
 from saturate.inference.checking import controls, scored
@@ -29,6 +31,7 @@ from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.sampling import GREEDY
 from saturate.inference.journal import Journal
 from saturate.inference.process import WorkerFailed
+from saturate.machine import facts as machine
 from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate, GenerationRecord
 from saturate.records.inference import Fate
@@ -166,15 +169,26 @@ class Search:
                 self._lost(label, numerics, "not_tried", "the time was over")
                 return None
             self.say(label)
-            record = self._tried(label, numerics, recipe, like)
-            if self.journal:
-                self.journal.add(label, {"record": msgspec.to_builtins(record)})
+            record, lasting = self._tried(label, numerics, recipe, like)
+            if lasting:
+                self._keep(label, record)
         self.found.append(record)
         ready = Ready(label, recipe, record, like)
         self._best = self._better(self._best, ready)
         return ready if record.fate in _WORKED else None
 
-    def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> GenerationCandidate:
+    def _keep(self, label: str, record: GenerationCandidate) -> None:
+        """For another search in the same folder. A disk that takes no more ends no search: what is found is still told."""
+        if self.journal is None:
+            return
+        try:
+            self.journal.add(label, {"record": msgspec.to_builtins(record)}, rests=("check",) if record.numerics == "precision" else ())
+        except EnvironmentProblem as error:
+            self.notes.append(f"{error.message} ({error.cause}): another search in this folder begins anew")
+            self.journal = None
+
+    def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
+        """The record, and whether the same would come of it another time."""
         record = GenerationCandidate(id=label, numerics=numerics, fate="not_tried", reason="")
         began = time.monotonic()
         try:
@@ -184,11 +198,13 @@ class Search:
                 found, before, after = measure.race(
                     lambda batch: self._base.generate(batch, self.request),
                     lambda batch: host.generate(batch, self.request), self.selection, left / 4)
-                return self._judged(record, host, like, found, before, after, chosen=False)
+                record = self._judged(record, host, like, found, before, after, chosen=False)
+                return record, record.fate != "inconclusive"
         except Refused as refusal:
-            return _with(record, fate=refusal.fate, reason=str(refusal))
+            return _with(record, fate=refusal.fate, reason=str(refusal)), True
         except WorkerFailed as error:
-            return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason)
+            lasting = not error.outside and error.kind not in ("timeout", "out_of_memory", "disk_full")
+            return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason), lasting
 
     def _lost(self, label: str, numerics: str, fate: Fate, reason: str) -> None:
         self.found.append(GenerationCandidate(id=label, numerics=numerics, fate=fate, reason=reason))
@@ -355,10 +371,15 @@ class Search:
 
 
 def key_of(torch: Any, given: Given, yard: Yard, more: Any) -> str:
-    """What a search's results depend on, for the journal."""
+    """What all of a search's results depend on, for the journal."""
     models = yard.source.model_hash if yard.source else identity.of_model(torch, given.module(torch))
-    here = torch.__version__, torch.get_num_threads(), yard.isolated
+    here = __version__, torch.__version__, torch.get_num_threads(), yard.isolated, machine.cpu_name()
     return hashlib.blake2b(repr((models, here, more)).encode(), digest_size=12).hexdigest()
+
+
+def rests(torch: Any, check: Callable[..., Any] | None) -> dict[str, str]:
+    """What some of a search's results depend on. A check whose code nobody can see may be another one each time."""
+    return {"check": "" if check is None else identity.of_callable(torch, check) or secrets.token_hex(8)}
 
 
 def record_of(search: Search, best: Ready, base: GenerationCandidate, seconds: float) -> GenerationRecord:
