@@ -40,6 +40,7 @@ class Peer:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                                              env=environment, start_new_session=True)
         self._log = log
+        self.cpu: int | None = None         # on which it ended its latest block
         ready = self._answer()
         self.prepare_s, self.agreement = ready["prepare_s"], ready["agreement"]
 
@@ -51,11 +52,12 @@ class Peer:
             raise Failed(lines[-1][:200] if lines else f"ended with {self._process.returncode}")
         return json.loads(line)
 
-    def block(self, count: int) -> list[int]:
-        """Nanoseconds of each of `count` calls."""
-        self._process.stdin.write(f"{count}\n")
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+        """Nanoseconds of each of `count` calls, begun on `cpu`."""
+        self._process.stdin.write(json.dumps([count, cpu]) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        times, self.cpu = self._answer()
+        return times
 
     def freeze(self) -> None:
         os.killpg(self._process.pid, signal.SIGSTOP)
@@ -199,11 +201,13 @@ def _loaded(name: str) -> Callable[..., Any]:
 
 
 def serve(name: str, model: str, small: bool, threads: int) -> None:
-    """Prepare one peer, then answer numbers of calls on standard input with their times."""
+    """Prepare one peer, then answer [number of calls, CPU] on standard input with [their times, CPU]."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)           # what libraries print belongs into the log
     import torch
     from _inference_models import build
+
+    from saturate.measure import placement
 
     torch.set_num_threads(threads)
     subject = build(model, small)
@@ -217,13 +221,15 @@ def serve(name: str, model: str, small: bool, threads: int) -> None:
         agreement = sum(a == b for a, b in zip(found, expected)) / len(expected)
         print(json.dumps({"prepare_s": prepare_s, "agreement": agreement}), file=answers, flush=True)
         for line in sys.stdin:
+            count, cpu = json.loads(line)
             times = []
-            for index in range(int(line)):
+            placement.move(cpu)
+            for index in range(count):
                 batch = subject.inputs[index % len(subject.inputs)]
                 start = time.perf_counter_ns()
                 run(*batch)
                 times.append(time.perf_counter_ns() - start)
-            print(json.dumps(times), file=answers, flush=True)
+            print(json.dumps([times, placement.current()]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

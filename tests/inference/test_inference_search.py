@@ -66,12 +66,13 @@ class FakeWorker:
     active: bool = True
     closed: bool = False
     notes: dict[str, str] = field(default_factory=dict)
+    cpu: int | None = None
 
     def __post_init__(self) -> None:
         self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")],
                                            done=[part.id for part in self.candidate.parts], notes=self.notes)
 
-    def block(self, count: int) -> list[int]:
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         return [int(1e9 * self.factor)] * count
 
     def freeze(self) -> None: ...
@@ -405,7 +406,7 @@ def test_what_cannot_be_stored_gives_way() -> None:
 
 
 class Hanging(FakeWorker):
-    def block(self, count: int) -> list[int]:
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         raise WorkerFailed("timeout", "a call took longer than 60 s")
 
 
@@ -448,7 +449,7 @@ def test_what_takes_no_other_batch_gives_way() -> None:
 class Tailed(FakeWorker):
     """Now and then a call takes much longer; and it needs twice the memory."""
 
-    def block(self, count: int) -> list[int]:
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         return [*super().block(count)[1:], int(9e8)]
 
     def memory_bytes(self) -> int:
@@ -481,7 +482,7 @@ def test_a_race_knows_the_faster_and_stops() -> None:
 
 def test_a_race_of_too_few_rounds_says_so_in_place_of_an_interval() -> None:
     class Uneven(FakeWorker):
-        def block(self, count: int) -> list[int]:
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
             self.factor *= 3
             return super().block(count)
 

@@ -45,13 +45,13 @@ class Process:
 
     def __init__(self, blocks, scatter, draw):
         self.left, self.scatter, self.draw, self.ended = blocks, scatter, draw, None
-        self.steps, self.unmade_batches = 0, None
+        self.steps, self.unmade_batches, self.cpus = 0, None, [None]
 
     def thaw(self): ...
 
     def freeze(self): ...
 
-    def run_block(self, skip, steps):
+    def run_block(self, skip, steps, cpus=()):
         if self.left == 0:
             self.ended = SHORT.outcome
             raise TrialEnded(SHORT.outcome)
@@ -62,9 +62,9 @@ class Process:
 class Unhurried(Process):
     """A block takes a while, also by the real clock."""
 
-    def run_block(self, skip, steps):
+    def run_block(self, skip, steps, cpus=()):
         time.sleep(2e-3)
-        return super().run_block(skip, steps)
+        return super().run_block(skip, steps, cpus)
 
 
 class Bench:
@@ -137,9 +137,9 @@ def test_beyond_the_deadline_two_long_rounds_must_do(monkeypatch):
     monkeypatch.setattr(racing.time, "monotonic", lambda: clock[0])
 
     class Slow(Process):
-        def run_block(self, skip, steps):
+        def run_block(self, skip, steps, cpus=()):
             clock[0] += round_s / 2
-            return super().run_block(skip, steps)
+            return super().run_block(skip, steps, cpus)
 
     for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, 4), (1.0, 2.5, 6), (32.0, 0.0, 2)):
         bench = Bench(process=Slow)
@@ -203,9 +203,9 @@ def test_two_processes_take_turns_within_a_round(monkeypatch, step_ms, each, tur
     asked = []
 
     class Noted(Process):
-        def run_block(self, skip, steps):
+        def run_block(self, skip, steps, cpus=()):
             asked.append((self, skip, steps))
-            return super().run_block(skip, steps)
+            return super().run_block(skip, steps, cpus)
 
     bench = Bench(process=Noted)
     started = bench.live
@@ -225,6 +225,26 @@ def test_two_processes_take_turns_within_a_round(monkeypatch, step_ms, each, tur
     assert all(one is not after for one, after in zip(first, first[1:])), "A B, B A, A B"
     skips = {skip for _, skip, _ in asked}
     assert skips == ({1, 2} if each == 1 else {1}), "where one step is timed, not always every second one"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_slow_cpu_is_no_difference_between_two_processes(whole):
+    """Seen: what runs beside a virtual CPU made it a third slower for seconds, and the scheduler leaves a thread where it is."""
+    class Placed(Process):
+        waiting = [0, 1]
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.cpus = [self.waiting.pop(0)]
+
+        def run_block(self, skip, steps, cpus=()):
+            self.cpus = list(cpus or self.cpus)
+            return Block([int(1e6 * (1 + self.cpus[0] / 3))] * steps, {}, {}, steps)
+
+    racer = Racer(Bench(process=Placed), 0.02)
+    racer.in_turns = not whole
+    result = racer.run("q", (), (), ONE_PAIR, time.monotonic() + 60.0)
+    assert result.pairs and all(ratio == 0.0 for ratio in result.pairs[0])
 
 
 def test_turns_of_a_block_count_as_one():
@@ -257,8 +277,8 @@ def with_workers(bench, trials):
 def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, blocks, mode):
     """A queue of eight batches hides for long that a faster step has to wait; a loader that keeps up hides nothing."""
     class Drained(Process):
-        def run_block(self, skip, steps):
-            found = super().run_block(skip, steps)
+        def run_block(self, skip, steps, cpus=()):
+            found = super().run_block(skip, steps, cpus)
             self.unmade_batches = int(drains * self.steps)
             found.timed_ns[:] = [round(t * (1 if steps < 16 else 2)) for t in found.timed_ns]       # it waits, once that is seen
             return found
@@ -283,8 +303,8 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
 def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():
     """Its short blocks were no measurement, and there are no others."""
     class Behind(Process):
-        def run_block(self, skip, steps):
-            found = super().run_block(skip, steps)
+        def run_block(self, skip, steps, cpus=()):
+            found = super().run_block(skip, steps, cpus)
             self.unmade_batches = 4 if self.left < 2 else 0
             return found
 

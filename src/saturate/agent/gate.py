@@ -6,6 +6,7 @@ then. Between gates a step costs one clock reading and two integer operations.
     agent -> {"at": "hello", ...}         of each rank; again when what it says has changed
     agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
     <- {"do": "go", "skip": 1, "steps": 10, "split": false}   run, time the last 10, come back
+       with "cpus": [...]   begin on that CPU, by rank (see `measure.placement`); each gate says where it came to
        with "watch": {...} look closely at some of them (see `agent.profiling`)
     <- {"do": "facts"} | "evidence" | "ceilings" | "seen"     answer with {"at": "answer", ...}, stay at the gate
 """
@@ -16,6 +17,8 @@ import json
 import os
 import socket
 from typing import Any
+
+from saturate.measure import placement
 
 
 class Gate:
@@ -29,6 +32,7 @@ class Gate:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + plan["socket"])
         self._file = self._socket.makefile("rwb")
+        self._rank = hello.get("rank", 0)
         self.remaining = 0
         self._timed = 0
         self.split = False
@@ -60,7 +64,7 @@ class Gate:
 
     def _wait(self, message: dict[str, Any]) -> None:
         self._drain()
-        self._send({"at": "gate", **message, **self._standing()})
+        self._send({"at": "gate", "cpu": placement.current(), **message, **self._standing()})
         while True:
             line = self._file.readline()
             if not line:
@@ -71,6 +75,8 @@ class Gate:
                 self.order = order
                 break
             self._send({"at": "answer", "value": self._answer(order)})
+        if "cpus" in order:
+            placement.move(order["cpus"][self._rank])
         self._timed = order["steps"]
         self.remaining = order["skip"] + order["steps"]
         self.split = bool(order.get("split"))

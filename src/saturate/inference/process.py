@@ -117,6 +117,7 @@ class Worker:
         self.folder = _private(Path(folder))
         self.log = self.folder / "output.log"
         self.frozen = False
+        self.cpu: int | None = None         # on which it ended its latest block
         self._deadline_s = deadline_s
         self._killed: WorkerFailed | None = None        # why, where it was us
         self._round_s = 0.0             # that a call with each of the measured batches takes
@@ -173,10 +174,12 @@ class Worker:
         usual = PROBE_S + PATIENCE * self._round_s
         return self._ask("run", inputs, device=_device_of(inputs), limit_s=min(usual, self._limit_s(1.0)))
 
-    def block(self, count: int, start: int | None = None) -> list[int]:
+    def block(self, count: int, start: int | None = None, *, cpu: int | None = None) -> list[int]:
         """Nanoseconds of each of `count` calls. Inputs take turns in a fixed order: from number `start`, or from
-        where the block before ended."""
-        return self._ask("block", count, start, limit_s=self._limit_s(max(1.0, count / max(1, self.source.batches))))
+        where the block before ended. `cpu`: where it begins, if not where it is (see `measure.placement`)."""
+        limit_s = self._limit_s(max(1.0, count / max(1, self.source.batches)))
+        times, self.cpu = self._ask("block", count, start, cpu, limit_s=limit_s)
+        return times
 
     def outputs(self) -> list[list[Any]]:
         """For each measured batch the tensors of the output, on the CPU, in order."""

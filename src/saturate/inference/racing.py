@@ -36,7 +36,9 @@ SCREEN_ROUNDS = 5
 class Racer(Protocol):
     """What a race needs of `process.Worker`."""
 
-    def block(self, count: int) -> list[int]: ...
+    cpu: int | None         # on which it ended its latest block; None: not told, or several
+
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]: ...
 
     def freeze(self) -> None: ...
 
@@ -61,11 +63,11 @@ class Lane:
         worker.freeze()
         return Lane(worker, max(_FEWEST_CALLS, min(_MOST_CALLS, round(BLOCK_S / max(typical, 1e-6)))))
 
-    def run(self) -> float:
-        """One block: the median call, ns. A first call is thrown away: caches are cold after the other's block."""
+    def run(self, cpu: int | None = None) -> float:
+        """One block, begun on `cpu`: the median call, ns. A first call is thrown away: caches are cold after the other's block."""
         self.worker.thaw()
         try:
-            times = self.worker.block(self.calls + 1)[1:]
+            times = self.worker.block(self.calls + 1, cpu=cpu)[1:]
         finally:
             self.worker.freeze()
         self.times_ns += times
@@ -92,14 +94,12 @@ class Race:
 
 
 def round_of(a: Lane, b: Lane, index: int) -> float:
-    """ln(time A / time B) of one round; who goes first alternates."""
-    if index % 2:
-        after = b.run()
-        before = a.run()
-    else:
-        before = a.run()
-        after = b.run()
-    return math.log(before / after)
+    """ln(time A / time B) of one round; who goes first alternates, and the other begins where that one was: one CPU may be slower
+    than its neighbour."""
+    first, second = (b, a) if index % 2 else (a, b)
+    ahead = first.run()
+    behind = second.run(first.worker.cpu)
+    return math.log(behind / ahead) if index % 2 else math.log(ahead / behind)
 
 
 def screen(a: Lane, b: Lane, rounds: int = SCREEN_ROUNDS) -> float:

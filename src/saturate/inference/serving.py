@@ -73,9 +73,10 @@ class Fleet:
 
     def __init__(self, workers: list[Worker], batch: int):
         self.workers, self.batch = workers, batch
+        self.cpu: int | None = None         # several: wherever they are
         self._pool = ThreadPoolExecutor(len(workers))
 
-    def block(self, count: int) -> list[int]:
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         """Each process answers `count` batches; the time from the first start to the last end, shared by all samples."""
         began = time.perf_counter_ns()
         list(self._pool.map(lambda worker: worker.block(count), self.workers))

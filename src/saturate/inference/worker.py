@@ -30,6 +30,7 @@ from saturate.inference import facts as observing
 from saturate.inference import users_code, wire
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
+from saturate.measure import placement
 from saturate.records.inference import ModelFacts
 from saturate.techniques._trees import copied
 
@@ -244,13 +245,15 @@ class Server:
         answers = (trees.tensors(self.torch, self._call(copy.deepcopy(batch))) for batch in self.inputs)
         return [[tensor.detach().to("cpu", copy=True) for tensor in answer] for answer in answers]
 
-    def do_block(self, count: int, start: int | None) -> list[int]:
-        """Nanoseconds of each of `count` calls. The device is idle before and after each of them."""
+    def do_block(self, count: int, start: int | None, cpu: int | None = None) -> tuple[list[int], int | None]:
+        """Nanoseconds of each of `count` calls, begun on `cpu`, and on which CPU they ended. The device is idle before and after
+        each of them."""
         call, inputs, clock = self.call, self.inputs, time.perf_counter_ns
         wait = self.torch.cuda.synchronize if self.device == "cuda" else _nothing
         prepare = self._seed if self.facts.random else _nothing
         index = self._next if start is None else start
         times: list[int] = []
+        placement.move(cpu)
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -269,7 +272,7 @@ class Server:
             self._next = index
             if collects:
                 gc.enable()
-        return times
+        return times, placement.current()
 
     def do_memory(self) -> int | None:
         """The most that the allocator of the device held, since the preparation; None on a CPU."""

@@ -253,8 +253,10 @@ class Racer:
                     for _ in range(turns):
                         order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
                         more = draw.randrange(2) if each == 1 else 0        # or only every second step would ever count
+                        cpus: Sequence[int | None] = ()
                         for live, side in order:
-                            parts[side].append(on_side(side, partial(run_block, live, rest + more, each)))
+                            parts[side].append(on_side(side, partial(run_block, live, rest + more, each, cpus)))
+                            cpus = live.trial.cpus      # the other begins there: one CPU may be slower than its neighbour
                         turn += 1
                     for side, found in parts.items():
                         blocks[side].append(joined(found))
@@ -353,10 +355,10 @@ def _work_so_far(live: Live) -> tuple[int, int, float]:
     return live.trial.steps, *meter.kernel_work(live.hello["pid"])
 
 
-def run_block(live: Live, skip: int, steps: int) -> Block:
-    """One block; frozen again afterwards."""
+def run_block(live: Live, skip: int, steps: int, cpus: Sequence[int | None] = ()) -> Block:
+    """One block, begun on these CPUs; frozen again afterwards."""
     live.trial.thaw()
-    block = live.trial.run_block(skip, steps)
+    block = live.trial.run_block(skip, steps, cpus=cpus)
     live.trial.freeze()
     return block
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,7 @@ class Trial:
         self.steps = 0
         self.counts: dict[str, int] = {}        # events in the workload since its start, by token
         self.sample: list[float] = []           # a few entries of a few parameters, at the latest gate
+        self.cpus: list[int | None] = []        # on which CPU each rank came to the latest gate; None: not told
         self.unmade_batches: int | None = None  # how far the loader of the slowest rank was behind at the latest gate; None: not known
         self.losses: list[list[float]] = []     # of the first updates of a timed trial, by update and micro-step
         self.peak_bytes: int | None = None      # see `_note_peak`
@@ -228,12 +229,15 @@ class Trial:
         (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
         return hello
 
-    def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None, **orders: Any) -> Block:
-        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`; `orders`: what
-        else every rank is to do on the way (`fit`: see `agent.batching`)."""
+    def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None,
+                  cpus: Sequence[int | None] = (), **orders: Any) -> Block:
+        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`; `cpus`: where each
+        rank begins, if not where it is (see `measure.placement`); `orders`: what else every rank is to do on the way (`fit`: see
+        `agent.batching`)."""
         assert not self.frozen
         queued, began = meter.queued_ns(), time.perf_counter_ns()
-        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch, **orders}))
+        placed = {"cpus": list(cpus)} if len(cpus) == len(self.gates) else {}
+        self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch, **placed, **orders}))
         counts, sample = self.counts, self.sample
         gates = self._wait_gate()
         ended = time.perf_counter_ns()
@@ -292,6 +296,7 @@ class Trial:
         self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
+        self.cpus = [gate["cpu"] for gate in gates]
         unmade = [gate["unmade_batches"] for gate in gates]
         self.unmade_batches = None if None in unmade else max(unmade)
         return gates
