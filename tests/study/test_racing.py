@@ -247,6 +247,12 @@ def test_a_slow_cpu_is_no_difference_between_two_processes(whole):
     assert result.pairs and all(ratio == 0.0 for ratio in result.pairs[0])
 
 
+def test_times_are_as_far_apart_as_the_race_says():
+    """The median round of A need not be that of B, and then they contradicted the speed-up."""
+    result = run(Bench(scatter=0.2))
+    assert result.a_ms / result.b_ms == pytest.approx(1 + result.gain) and 0.5 < result.a_ms < 2.0
+
+
 def test_turns_of_a_block_count_as_one():
     one = Block([1, 50, 3], {"gc": 1}, {"B": 4}, 4, [0.0], False, frozenset({1}))
     both = joined([one, Block([50], {"gc": 2, "input": 1}, {"B": 2}, 2, [1.0], True, frozenset({0}))])

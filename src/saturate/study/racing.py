@@ -58,7 +58,7 @@ UNEVEN_FAULTS = 256
 
 @dataclass(frozen=True)
 class Result:
-    """A finished race of A against B; times are medians over rounds, milliseconds per step."""
+    """A finished race of A against B. Times are milliseconds per step in its typical round, as far apart as the race says."""
 
     decision: Decision
     pairs: list[list[float]]
@@ -324,13 +324,15 @@ class Racer:
                 times: list[tuple[float, float]], work: list[tuple[KernelWork, KernelWork]]) -> Result:
         found = decision.estimate
         usable = _usable(pairs)
-        a_ms, b_ms = (_median([t[side] for t in times]) for side in (0, 1)) if times else (0.0, 0.0)
+        # The median round of A and that of B need not be the same one: how long a step takes is that of the typical round of both.
+        typical = _median([math.sqrt(a_ms * b_ms) for a_ms, b_ms in times]) if times else 0.0
+        apart = math.exp(found.log_ratio / 2) if found else 1.0
         record = RaceRecord(
             question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),
             rounds=sum(map(len, usable)), speedup=found.speedup if found else 1.0,
             speedup_ci=found.speedup_ci if found else (0.0, math.inf), verdict=decision.verdict, log_ratios=usable,
         )
-        return Result(decision, usable, a_ms, b_ms, record, work)
+        return Result(decision, usable, typical * apart, typical / apart, record, work)
 
     def learn_noise(self, pairs: list[list[float]], work: Sequence[tuple[KernelWork, KernelWork]] = ()) -> None:
         """Take finished A/A pairs into account for everything that follows."""
