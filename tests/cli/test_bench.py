@@ -59,8 +59,9 @@ class Process:
         self.ns = int(ms * rows * 1e6)
         self.ready = type("Ready", (), {"prepare_s": 1.0, "first_call_s": 0.5})
         self.open = True
+        self.cpu = None
 
-    def block(self, count):
+    def block(self, count, *, cpu=None):
         assert self.open
         return [self.ns] * count
 

@@ -54,6 +54,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 class InProcess:
     """What the search asks of `process.Worker`, without a process."""
 
+    cpu: int | None = None
+
     def __init__(self, source: Any, what: Any, **limits: Any):
         self.model = source.model(torch).eval()
         self.batches = source.inputs(torch)
@@ -79,7 +81,7 @@ class InProcess:
     def outputs(self) -> list[list[Any]]:
         return [[self.run(*batch)] for batch in self.batches]
 
-    def block(self, count: int) -> list[int]:
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         return [1_000_000 * (1 + self.model.rounds)] * count
 
     def memory_bytes(self) -> int:
@@ -348,7 +350,7 @@ def test_inputs_that_saturate_made_up_end_no_search(plant, here, monkeypatch, ki
                 raise WorkerFailed(kind, "a call took longer than 10 s")
             return self.run(*inputs)
 
-        def block(self, count: int) -> list[int]:
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
             assert not self.ended, "another process goes on"
             return super().block(count)
 
