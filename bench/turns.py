@@ -37,6 +37,7 @@ from saturate.study.racing import run_block
 WORKLOADS = ("lstm_text", "char_gpt", "conv_images")
 PIECES = 16
 ROUNDS = 40
+FINEST = 1e-6                           # of few rounds, a bootstrap may draw one alone, which does not scatter
 Rounds = list[tuple[float, float]]      # (log-ratio, nanoseconds)
 
 
@@ -125,7 +126,7 @@ def placed(first: Live, second: Live, pairs: int) -> tuple[float, float, float]:
         found.append((one[True], one[False]))
 
     def ratio(chosen: list[tuple[float, float]]) -> float:
-        apart, same = (mad_sd(list(side)) for side in zip(*chosen))
+        apart, same = (max(FINEST, mad_sd(list(side))) for side in zip(*chosen))
         return (apart / same) ** 2
 
     draw = random.Random(2)
