@@ -204,7 +204,7 @@ def test_a_trained_example_gives_its_model_batches_and_score(place, name, count)
     ("hf_trainer", ["--steps", "30"], None),
     ("accelerate_lm", ["--steps", "30"], 1.0),
     ("digits_cnn", ["--epochs", "8"], None),
-    ("text_transformer", ["--epochs", "1"], None),
+    ("text_transformer", ["--epochs", "3"], None),
 ])
 def test_learns_at_its_default_size(place, name, arguments, drop):
     """Up to a minute each on one core. Where one batch's loss says little, the score on held-out data counts."""
