@@ -111,7 +111,7 @@ def on_cpus(first: Live, second: Live, apart: bool, turns: int, rest: int, each:
         leads, follows = list(lives) if turn % 2 == 0 else list(lives)[::-1]
         spent[leads] += sum(run_block(lives[leads], rest, each).timed_ns)
         here = lives[leads].trial.cpus[0]
-        there = next(cpu for cpu in sorted(os.sched_getaffinity(0)) if cpu != here) if apart else here
+        there = min(os.sched_getaffinity(0) - {here}, key=lambda cpu: abs(cpu - here)) if apart else here      # near: of one NUMA node
         spent[follows] += sum(run_block(lives[follows], rest, each, [there]).timed_ns)
     return math.log(spent["first"] / spent["second"])
 

@@ -480,6 +480,16 @@ def test_a_race_knows_the_faster_and_stops() -> None:
     assert same.verdict in ("no_difference", "inconclusive")
 
 
+def test_the_second_of_two_blocks_begins_on_the_cpu_of_the_first() -> None:
+    class Placed(FakeWorker):
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+            self.cpu = self.cpu if cpu is None else cpu
+            return [int(1e9 * self.factor * (1 + self.cpu / 3))] * count       # the second CPU is slower
+
+    a, b = (racing.Lane.of(Placed(1.0, Candidate(), cpu=cpu)) for cpu in (0, 1))
+    assert [racing.round_of(a, b, index) for index in range(3)] == [0.0] * 3
+
+
 def test_a_race_of_too_few_rounds_says_so_in_place_of_an_interval() -> None:
     class Uneven(FakeWorker):
         def block(self, count: int, *, cpu: int | None = None) -> list[int]:

@@ -32,7 +32,7 @@ class Gate:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + plan["socket"])
         self._file = self._socket.makefile("rwb")
-        self._rank = hello.get("rank", 0)
+        self._rank = hello["rank"]
         self.remaining = 0
         self._timed = 0
         self.split = False

@@ -1,6 +1,6 @@
 """On which CPU a thread goes on, for fair turns.
 
-The CPUs of one machine differ: what runs beside a virtual one makes it slower by half for seconds, and its neighbour not. The
+The CPUs of one machine differ: a virtual one was seen to be slower by half than its neighbour for seconds, then the other way round. The
 scheduler leaves a thread where it is, so of two processes that take turns one may be on the slow CPU for a whole race, for no
 reason of its own. Where the second of two turns begins on the CPU of the first, both see the same one (`bench/turns.py`).
 Nothing is pinned: the thread is moved once, and where it goes from there is the kernel's affair, as it always was.
