@@ -96,6 +96,7 @@ def main():
     if rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         torch.save(model.module.state_dict(), args.output / "model.pt")
+    dist.barrier()                                # gloo lets go of its last result before anyone ends
     dist.destroy_process_group()
 
 
