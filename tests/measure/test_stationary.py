@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from saturate.measure.stationary import block_steps, in_turns, typical_ms, warmed_up
+from saturate.measure.stationary import block_steps, in_turns, surely_longer, typical_ms, warmed_up
 
 MS = 1_000_000
 
@@ -101,6 +101,13 @@ def test_blocks(step_ms, workers, prefetch, bound, expected):
 def test_turns(step_ms, steps, expected):
     turns, _, each = found = in_turns(step_ms, steps)
     assert found == expected and turns * each >= steps
+
+
+@pytest.mark.parametrize("seconds, sure", [
+    ((24,), False), ((24, 25), True), ((30, 24), True), ((130, 24), False), ((24, 9), False), ((9, 9, 9), False), ((24, 24, 24), True)])
+def test_steps_longer_than_there_is_time_for(seconds, sure):
+    """One step may be a compilation, and two that differ are not the same."""
+    assert surely_longer([int(1e9 * s) for s in seconds], 10e9) == sure
 
 
 def test_a_block_needs_a_step_time():

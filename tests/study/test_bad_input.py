@@ -164,6 +164,16 @@ def test_a_budget_that_one_verification_run_exceeds() -> None:
     assert "--budget 4m" in (too_slow(step_ms=500.0, budget_s=25.0) or "")
 
 
+def test_steps_too_long_for_the_budget_are_not_waited_for(folder):
+    """Three show what a step is, two how long it takes, two what it consists of; and there is no silence meanwhile."""
+    (folder.path / "train.py").write_text(TRAINING + "\nimport time\nwhile True: time.sleep(1); step(); print('one more', flush=True)\n")
+    ended = folder.tune("--budget", "40s")
+    assert ended.code == 0 and "52 updates of 1.0 s take longer than the whole budget" in ended.result.verified_reason, ended.stderr
+    assert re.search(r"baseline: starting .*\n.*it trains; .* was found after \d+\.\d s", ended.stderr), ended.stderr
+    [log] = (folder.path / ".saturate").rglob("output.log")
+    assert log.read_text().count("one more") <= 8
+
+
 def test_a_budget_that_starting_uses_up(folder):
     (folder.path / "train.py").write_text(TRAINING + "\nwhile True: step()\n")
     ended = folder.tune("--budget", "1s")

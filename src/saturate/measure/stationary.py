@@ -76,6 +76,15 @@ def warmed_up(step_ns: Sequence[int]) -> int | None:
     return None
 
 
+#: Steps whose times lie within this ratio are no compilation or other passing event.
+ALIKE = 1.3
+
+
+def surely_longer(step_ns: Sequence[int], limit_ns: float) -> bool:
+    """Whether the step is longer than `limit_ns` beyond doubt: two or more, alike, and the shortest is."""
+    return len(step_ns) >= 2 and min(step_ns) > limit_ns and max(step_ns) <= ALIKE * min(step_ns)
+
+
 def block_steps(
     step_ms: float,
     workers: int = 0,

@@ -105,7 +105,7 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str                                # "ok" or a named failure class
     reason: str = ""
     log: str = ""                               # path, relative to the study folder
-    startup_s: float | None = None              # process start to the first training step
+    startup_s: float | None = None              # process start until the step was found, a few steps in
     warmup_s: float | None = None               # first step to stationary
     compile_s: float | None = None
     recompiles: int | None = None

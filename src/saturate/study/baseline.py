@@ -34,10 +34,14 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
     `diagnose` looks at the warm baseline before it is ended; nothing is timed in that process afterwards.
     """
     bench.step = step_override(study.request.step)
+    bench.longest_step_s = study.request.budget_s / UPDATES
     stored = study.store.answer("baseline")
     if stored is None:
         try:
-            live = bench.live("baseline", ())
+            study.say("baseline: starting the command as it is")
+            cold = bench.cold("baseline", ())
+            study.say(f"  it trains; what a step is was found after {cold.trial.first_gate_s or 0.0:.1f} s; waiting until steps are steady")
+            live = bench.warm(cold)
             try:
                 stored = observe(study, live)
                 live.trial.thaw()
@@ -64,8 +68,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
     if (bench.folder / "caches").is_dir():
         bench.caches = bench.folder / "caches"
     peak = bench.peaks.of(())
-    study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif}); "
-              f"first step after {stored['startup_s']:.1f} s" + (f"; peak {sizes.show(peak)}" if peak else ""))
+    study.say(f"baseline: step {stored['step_ms']:.1f} ms ({study.facts.motif})" + (f"; peak {sizes.show(peak)}" if peak else ""))
     if not stored["stationary"]:
         study.notes.append("the baseline's step time was still drifting when measuring began")
     return True
@@ -95,7 +98,8 @@ def step_override(text: str | None) -> dict[str, Any] | None:
 def observe(study: Study, live: Live) -> dict[str, Any]:
     """Facts and the split of a step, from a warm baseline."""
     live.trial.thaw()
-    steps = max(4, min(50, int(1000 / max(live.step_ms, 1e-3))))
+    least = 1 if live.too_long else 4
+    steps = max(least, min(50, int(1000 / max(live.step_ms, 1e-3))))
     faults, kernel_s = meter.kernel_work(live.hello["pid"])
     block = live.trial.run_block(1, steps, split=True)
     faults_after, kernel_after_s = meter.kernel_work(live.hello["pid"])

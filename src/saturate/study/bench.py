@@ -82,6 +82,7 @@ class Live:
     stationary: bool
     events: dict[str, float]        # per step
     record: TrialRecord
+    too_long: bool = False          # even its fastest step took longer than any may: the budget holds no verification run
 
 
 def on_side(side: str, action: Callable[[], T]) -> T:
@@ -109,6 +110,7 @@ class Bench:
         self.store = store
         self.budget_s = budget_s
         self.peaks = Peaks(store, limit_bytes)
+        self.longest_step_s = math.inf                  # where the budget does not hold a verification run of such steps
         self.starved = False                            # the baseline itself runs out of memory
         self.say = say
         self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
@@ -278,6 +280,9 @@ class Bench:
             ran += size
             events = {token: events.get(token, 0) + count for token, count in block.events.items()}
             settled = stationary.warmed_up(steps)
+            too_long = not techniques and stationary.surely_longer(steps, 1e9 * self.longest_step_s)
+            if too_long:
+                break
             if time.monotonic() - began > WARM_UP_SHARE * self.budget_s and len(steps) >= 4:
                 break
             size = min(16, size * 2) if sum(steps[-size:]) < 2e9 else size
@@ -294,7 +299,7 @@ class Bench:
             compile_s=evidence.compile_s or None, recompiles=evidence.recompiles or None, steps=trial.steps,
         )
         return Live(trial, techniques, hello, evidence, startup_s, sum(steps[:first]) / 1e9,
-                    stationary.typical_ms(steps[first:]), settled is not None, rates, record)
+                    stationary.typical_ms(steps[first:]), settled is not None, rates, record, too_long)
 
     def _prove(self, trial: Trial, techniques: Set) -> Evidence:
         """Raise TrialEnded unless every technique shows that it took effect."""

@@ -170,7 +170,7 @@ def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic:
     stored = baseline.observe(study, live)
     live.trial.thaw()
     seen = Seen(msgspec.convert(stored["facts"], Facts), resident_bytes=stored["memory_bytes"])
-    study.say(f"step {live.step_ms:.1f} ms ({seen.facts.motif}); first step after {live.startup_s:.1f} s")
+    study.say(f"step {live.step_ms:.1f} ms ({seen.facts.motif}); it was found after {live.startup_s:.1f} s")
     if not live.stationary:
         seen.notes["step_ms"] = "the step time was still drifting when it was measured"
     try:
