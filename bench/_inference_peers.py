@@ -1,4 +1,4 @@
-"""What a user sets by hand: the same models through ONNX Runtime, Inductor, PT2E and torchao, without saturate.
+"""What a user sets by hand: the same models through ONNX Runtime, OpenVINO, Inductor, PT2E and torchao, without saturate.
 
 Each is a dozen lines of the library's own calls, with the settings that its documentation recommends or that are known
 to be fastest. A peer runs in a process of its own (`Peer`), which the races of `saturate.inference.racing` stop and go on with.
@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 #: Which peers compute what the model computes, up to the order of additions.
-LOSSLESS = ("eager", "inductor", "onnx-runtime")
+LOSSLESS = ("eager", "inductor", "onnx-runtime", "openvino")
 
 
 class Failed(Exception):
@@ -130,7 +130,8 @@ def onnx_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -
     return _session(path + ".int8", threads)
 
 
-def onnx_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+def _int8(model: Any, inputs: list[tuple[Any, ...]]) -> str:
+    """A QDQ file, as ONNX Runtime's documentation makes it."""
     from onnxruntime.quantization import (
         CalibrationDataReader,
         QuantFormat,
@@ -153,7 +154,33 @@ def onnx_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) ->
 
     quantize_static(path + ".pre", path + ".int8", Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
                     activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
-    return _session(path + ".int8", threads)
+    return path + ".int8"
+
+
+def onnx_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _session(_int8(model, inputs), threads)
+
+
+def _openvino(path: str, threads: int, precision: str) -> Callable[..., Any]:
+    import openvino
+    import torch
+
+    compiled = openvino.Core().compile_model(path, "CPU", {
+        "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision})
+    names = [item.get_any_name() for item in compiled.inputs]
+    return lambda *args: torch.from_numpy(compiled({name: arg.numpy() for name, arg in zip(names, args)})[0])
+
+
+def openvino(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _openvino(_onnx(model, inputs), threads, "f32")
+
+
+def openvino_bfloat16(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _openvino(_onnx(model, inputs), threads, "bf16")
+
+
+def openvino_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _openvino(_int8(model, inputs), threads, "f32")
 
 
 def torchao_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
@@ -189,6 +216,7 @@ def pt2e_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -
 PEERS: dict[str, Callable[..., Any]] = {
     "eager": eager, "inductor": inductor, "inductor-bf16": inductor_bfloat16, "onnx-runtime": onnx_runtime,
     "onnx-int8-dynamic": onnx_int8_dynamic, "onnx-int8-static": onnx_int8_static, "torchao-int8-dynamic": torchao_int8_dynamic,
+    "openvino": openvino, "openvino-bf16": openvino_bfloat16, "openvino-int8-static": openvino_int8_static,
     "pt2e-int8-static": pt2e_int8_static, "pt2e-int8-dynamic": pt2e_int8_dynamic,
 }
 

@@ -2,8 +2,8 @@
 
 `saturate.optimize` gets ResNet-50, BERT-base and ViT-B/16 (batch 1, one CPU thread) with a check and a time budget. Its
 artifact then races, in processes of the same kind: eager float32; the fastest lossless runtime by hand; and the fastest
-of all that is set by hand and meets the same check: Inductor, ONNX Runtime (float32, int8 dynamic, int8 static), torchao and
-PT2E, each as its documentation says (`_inference_peers.py`).
+of all that is set by hand and meets the same check: Inductor, ONNX Runtime (float32, int8 dynamic, int8 static), OpenVINO (float32,
+bfloat16, int8 static), torchao and PT2E, each as its documentation says (`_inference_peers.py`).
 
 The weights are random, so the check is agreement with the float32 model's own top-1 on held-out inputs, with a generous
 budget: this measures speed under one and the same condition for all, and says nothing of task accuracy.

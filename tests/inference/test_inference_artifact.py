@@ -184,25 +184,27 @@ def test_the_documented_lines_load_it_in_plain_torch(tmp_path, monkeypatch):
     assert torch.allclose(names["outputs"][0], model(*inputs), atol=1e-6)
 
 
-def test_the_documented_lines_load_it_in_onnx_runtime(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("form", "library", "own"), [
+    ("onnx", "onnxruntime", {"device": "cpu", "spin": False}), ("openvino", "openvino", {"precision": "f32"})])
+def test_the_documented_lines_load_it_in_a_runtime_of_its_own(tmp_path, monkeypatch, form, library, own):
     onnx = pytest.importorskip("onnx", reason="the extra saturate[inference]")
-    pytest.importorskip("onnxruntime", reason="the extra saturate[inference]")
+    pytest.importorskip(library, reason="the extra saturate[inference]")
     from onnx import TensorProto, helper
 
     shape = ["n", 2]
     graph = helper.make_graph([helper.make_node("Relu", ["input_0"], ["output_0"])], "g", [
         helper.make_tensor_value_info("input_0", TensorProto.FLOAT, shape)], [helper.make_tensor_value_info("output_0", TensorProto.FLOAT, shape)])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "model.onnx")
-    settings = {"inputs": {"tuple": [[0]]}, "outputs": {"dict": [["logits", [0]]]}, "parameters": ["x"], "device": "cpu", "threads": 1, "spin": False,
+    settings = {"inputs": {"tuple": [[0]]}, "outputs": {"dict": [["logits", [0]]]}, "parameters": ["x"], "threads": 1, **own,
                 "tensors": [{"dtype": "float32", "shape": shape}], "ranges": {"n": [0, None]}}
     x = torch.tensor([[1.0, -1.0]])
-    artifact.store(tmp_path / "artifact", Entry("onnx", ["model.onnx"], settings), program=tmp_path, record=RECORD, facts=FACTS, threads=1,
+    artifact.store(tmp_path / "artifact", Entry(form, ["model.onnx"], settings), program=tmp_path, record=RECORD, facts=FACTS, threads=1,
                    inputs=[(x,)], outputs=[{"logits": x.relu()}])
     loaded = artifact.load(tmp_path / "artifact", verify=True)
     assert torch.equal(loaded(x=x)["logits"], x.relu())
     monkeypatch.chdir(tmp_path)
     names = {"x": x}
-    exec(snippet("onnx"), names)
+    exec(snippet(form), names)
     assert names["outputs"][0].tolist() == [[1.0, 0.0]]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from saturate.inference import artifact, lines, session, structure
 from saturate.inference.candidates import Candidate, Part
-from saturate.inference.formats import _program, aoti, exported, onnx
+from saturate.inference.formats import _program, aoti, exported, onnx, openvino
 from saturate.inference.search import Tried
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Context, Entry
@@ -26,6 +26,7 @@ FACTS = ModelFacts(kind="Net", torch=torch.__version__, batch_size=4)
 #: What is run instead of the user's program: no saturate, and what came of it in a file.
 BEFORE = "import sys; sys.modules['saturate'] = None\nimport torch\ninputs = torch.load('inputs.pt')\n"
 AFTER = "\nthreads = options.intra_op_num_threads if 'onnxruntime' in globals() else torch.get_num_threads()\n" \
+        "threads = compiled.get_property('INFERENCE_NUM_THREADS') if 'openvino' in globals() else threads\n" \
         "torch.save([threads, [torch.as_tensor(one) for one in answers]], 'answers.pt')\n"
 
 
@@ -56,18 +57,20 @@ def stored(folder: Path, kind: str, inputs: tuple[Any, ...], threads: int = 1, *
         captured = _program.capture(context)
         entry = aoti.save(context, program, aoti.build(context, captured, folder / "made.pt2"), captured)
     else:
-        entry = _onnx_file(context, program, **how)
+        entry = _onnx_file(context, program, kind, **how)
     return artifact.store(folder / "an artifact's", entry, program=program, record=CandidateRecord(
         id=kind, techniques=[], fate="kept", reason="", code="answers = [model(*inputs)]"), facts=FACTS, threads=threads, inputs=[inputs],
         outputs=[model(*inputs)])
 
 
-def _onnx_file(context: Context, program: Path, spin: bool = True) -> Entry:
-    for package in ("onnx", "onnxruntime", "onnxscript"):
+def _onnx_file(context: Context, program: Path, kind: str, spin: bool = True) -> Entry:
+    for package in ("onnx", {"onnx": "onnxruntime"}.get(kind, kind), "onnxscript"):
         pytest.importorskip(package, reason="the extra saturate[inference]")
     from saturate.inference.techniques import _onnx
 
     made = _onnx.export(context)
+    if kind == "openvino":
+        return openvino.save(program, made.path, {**made.signature, "threads": context.threads, "precision": "f32"})
     settings = {**made.signature, "threads": context.threads, "spin": spin, "device": "cpu"}
     return onnx.save(program, made.path, settings)
 
@@ -94,7 +97,7 @@ def agrees(folder: Path, inputs: tuple[Any, ...], threads: int) -> None:
 
 
 @pytest.mark.parametrize("inputs", [SIMPLE, NESTED], ids=["a tensor", "nested, one unused"])
-@pytest.mark.parametrize(("kind", "how"), [("onnx", {}), ("onnx", {"spin": False}), ("exported", {})])
+@pytest.mark.parametrize(("kind", "how"), [("onnx", {}), ("onnx", {"spin": False}), ("openvino", {}), ("exported", {})])
 def test_three_lines_call_the_stored_program_as_it_was_measured(tmp_path: Path, kind: str, how: dict[str, Any], inputs: Any) -> None:
     agrees(stored(tmp_path, kind, inputs, threads=2, **how), inputs, 2)
 
@@ -133,11 +136,12 @@ def test_what_makes_a_candidate_begins_with_its_threads_and_ends_in_an_answer(id
     assert "answers" not in Tried(Candidate(), "dominated", "").record(3).code
 
 
-def test_onnx_runtime_takes_the_threads_that_were_set(tmp_path: Path) -> None:
-    for package in ("onnx", "onnxruntime", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    module = _registry.load()["onnx-runtime"]
+@pytest.mark.parametrize(("id", "package"), [("onnx-runtime", "onnxruntime"), ("openvino-runtime", "openvino")])
+def test_a_runtime_of_its_own_takes_the_threads_that_were_set(tmp_path: Path, id: str, package: str) -> None:
+    for needed in ("onnx", "onnxscript", package):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    module = _registry.load()[id]
     made = "model = torch.nn.Linear(8, 3).eval()\n"
     threads, answers = answered(tmp_path, made + Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code, SIMPLE)
     assert threads == 2 and answers[0].shape == (4, 3)

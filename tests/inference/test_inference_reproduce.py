@@ -24,7 +24,7 @@ TECHNIQUES = _registry.load()
 FACTS = ModelFacts(linears=2, convolutions=2, attentions=1, cores=2, threads=2, installed={"onnxruntime": "1.30"}, cpu_flags=frozenset({"avx512_vnni"}))
 
 #: Needs of those that are not torch alone.
-EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2e": ("torchao",), "qat": ("torchao",), "torchao": ("torchao",)}
+EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "openvino": ("onnx", "onnxruntime", "onnxscript", "openvino"), "pt2e": ("torchao",), "qat": ("torchao",), "torchao": ("torchao",)}
 
 #: Need a GPU, or a library for one.
 GPU = ("cuda-graphs", "fp16", "tensorrt", "torch-tensorrt", "torchao-fp8", "torchao-int4", "tf32-products")

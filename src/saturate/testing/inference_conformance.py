@@ -75,7 +75,7 @@ def decisions(module: ModuleType) -> list[str]:
 
 def sample_facts() -> list[ModelFacts]:
     """Typical, empty and hostile facts."""
-    packages = {"torchao": "0.18.0", "onnx": "1.23.2", "onnxruntime": "1.30.0", "onnxscript": "0.7.2"}
+    packages = {"torchao": "0.18.0", "onnx": "1.23.2", "onnxruntime": "1.30.0", "onnxscript": "0.7.2", "openvino": "2026.4.1"}
     flags = frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16"})
     usual = ModelFacts(
         kind="Net", torch="2.13.0", parameters=10**6, parameter_bytes=1 << 22, dtypes=("float32",), linears=5,

@@ -18,7 +18,7 @@ from saturate.records.inference import ModelFacts
 
 BATCH, WIDTH, LENGTH, WORDS, CLASSES = 4, 32, 16, 64, 8
 
-PACKAGES = ("torchao", "onnx", "onnxruntime", "onnxscript", "tensorrt", "torch_tensorrt")
+PACKAGES = ("torchao", "onnx", "onnxruntime", "onnxscript", "openvino", "tensorrt", "torch_tensorrt")
 
 
 class Images(torch.nn.Module):

@@ -31,7 +31,7 @@ INPUT = "input_"
 #: Of a session: where the weights of the graph that it writes go, which may exceed a protobuf.
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
-_REMEDY = "copy the artifact again, or run saturate optimize again"
+REMEDY = "copy the artifact again, or run saturate optimize again"
 
 
 def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "cpu", executed: Path | None = None) -> Any:
@@ -133,21 +133,27 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
     """The program that `save` stored. Raises ArtifactDamaged, and EnvironmentProblem where the extra is missing."""
-    onnx = require("onnx")
     require("onnxruntime")
-    folder = Path(folder)
-    path = _checked(folder, entry.files[0], entry.files)
-    for name in locations(_read(onnx, path)):
-        _checked(folder, name, entry.files)
+    path = stored(Path(folder), entry)
     settings = entry.settings
     try:
         device = settings["device"]
         session = open_session(path, threads=int(settings["threads"]), spin=bool(settings["spin"]), device=device)
         return program(torch, session, settings, device)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactDamaged(f"what is said of {path} is incomplete", cause=repr(error), remedy=_REMEDY) from error
+        raise ArtifactDamaged(f"what is said of {path} is incomplete", cause=repr(error), remedy=REMEDY) from error
     except failures() as error:
-        raise ArtifactDamaged(f"ONNX Runtime does not load {path}", cause=str(error), remedy=_REMEDY) from error
+        raise ArtifactDamaged(f"ONNX Runtime does not load {path}", cause=str(error), remedy=REMEDY) from error
+
+
+def stored(folder: Path, entry: Entry) -> Path:
+    """The model's file, once it and every file that it names are files of the artifact. Raises ArtifactDamaged, and
+    EnvironmentProblem where the extra is missing."""
+    onnx = require("onnx")
+    path = _checked(folder, entry.files[0], entry.files)
+    for name in locations(_read(onnx, path)):
+        _checked(folder, name, entry.files)
+    return path
 
 
 def _read(onnx: Any, path: Path) -> Any:
@@ -155,7 +161,7 @@ def _read(onnx: Any, path: Path) -> Any:
         return onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own classes; onnx promises none
         cause = f"{type(error).__name__}: {error}"
-        raise ArtifactDamaged(f"{path} is no ONNX file", cause=cause, remedy=_REMEDY) from error
+        raise ArtifactDamaged(f"{path} is no ONNX file", cause=cause, remedy=REMEDY) from error
 
 
 def _checked(folder: Path, name: str, files: list[str]) -> Path:
@@ -164,7 +170,7 @@ def _checked(folder: Path, name: str, files: list[str]) -> Path:
     inside = name in files and not plain.is_absolute() and ".." not in plain.parts and "\\" not in name
     path = folder / name
     if not (inside and path.is_file() and path.resolve() == folder.resolve() / plain):
-        raise ArtifactDamaged(f"{name!r} is not a file of the artifact", evidence=str(folder), remedy=_REMEDY)
+        raise ArtifactDamaged(f"{name!r} is not a file of the artifact", evidence=str(folder), remedy=REMEDY)
     return path
 
 

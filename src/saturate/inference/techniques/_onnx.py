@@ -17,13 +17,16 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
 INTEGER = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv",
            "QLinearMatMul")
 FLOAT = ("Conv", "ConvTranspose", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
+
+#: How static int8 chooses the range of an activation, as the quantizer calls it.
+METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
 #: Where the exporter writes the modules that a node comes from, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
@@ -89,6 +92,15 @@ def about_int8(facts: ModelFacts) -> str:
     if vnni(facts):
         return "this CPU multiplies int8 in one instruction"
     return "this CPU has no VNNI: weights get 7 bits so that sums do not saturate, and little may be gained"
+
+
+def about_static_int8(facts: ModelFacts) -> Eligible | Ineligible:
+    """Whether there is anything to compute in int8, and batches to learn its ranges from."""
+    if not facts.linears and not facts.convolutions:
+        return Ineligible("neither convolutions nor Linear layers")
+    if not facts.calibration_samples:
+        return Ineligible("there is no calibration batch: give more than one batch of inputs")
+    return Eligible(f"{facts.convolutions} convolutions, {facts.linears} Linear layers; {about_int8(facts)}")
 
 
 # -- export ----------------------------------------------------------------------------------------------------------
@@ -294,6 +306,39 @@ class Batches:
         return len(self._feeds)
 
 
+def static_int8(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
+                unrounded: Sequence[str] = ()) -> tuple[Exported, Path, str]:
+    """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
+    channel (QDQ). Operators in `unrounded` read their inputs as they were before rounding. The file that it is in, and how its
+    ranges were found, for the user.
+
+    Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
+    """
+    quantization = files.require("onnxruntime.quantization")
+    if method not in METHODS:
+        raise NotApplied(f"method must be one of {', '.join(METHODS)}, not {method}")
+    exported = export(context)
+    prepared, path = context.folder / "prepared.onnx", context.folder / "int8.onnx"
+    model, large = prepare(exported.path, prepared)
+    left = excluded(exported, model, context.keep)
+    left += before(model, left)
+    reader = Batches(context, exported, (item.name for item in model.graph.input), batches)
+    quantization.quantize_static(
+        prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=reduce_range,
+        op_types_to_quantize=["Conv", "MatMul", "Gemm"] if products else None,
+        nodes_to_exclude=left, use_external_data_format=large,
+        calibrate_method=quantization.CalibrationMethod[METHODS[method]],
+        # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
+        # most and gain least.
+        extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products},
+    )
+    left += [node.name for node in model.graph.node if node.op_type in unrounded]
+    if left:
+        read_unrounded(path, left, large)
+    return exported, path, f"ranges of {len(reader)} calibration batches ({method})"
+
+
 def _fit(tensors: list[Any], wanted: list[dict[str, Any]]) -> bool:
     return all(isinstance(size, str) or size == given for tensor, want in zip(tensors, wanted)
                for size, given in zip(want["shape"], tensor.shape))
@@ -302,7 +347,6 @@ def _fit(tensors: list[Any], wanted: list[dict[str, Any]]) -> bool:
 # -- the same without saturate -----------------------------------------------------------------------------------------
 
 EXPORT_CODE = """\
-import onnxruntime
 torch.onnx.export(model, inputs, dynamo=True).save("model.onnx")      # dynamic_shapes= for sizes that vary
 """
 
@@ -317,7 +361,7 @@ onnx.save(prepared, "prepared.onnx")
 """
 
 READER_CODE = """\
-names = [given.name for given in onnxruntime.InferenceSession("prepared.onnx").get_inputs()]
+names = [given.name for given in prepared.graph.input]
 class Batches(CalibrationDataReader):
     def __init__(self):
         self.left = iter(calibration)
@@ -327,9 +371,22 @@ class Batches(CalibrationDataReader):
 """
 
 
+def static_int8_code(method: str, products: bool, reduce_range: bool) -> str:
+    """The lines that write int8.onnx."""
+    kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if products else ""
+    return (
+        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}"
+        f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
+        f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={reduce_range},\n"
+        f"                calibrate_method=CalibrationMethod.{METHODS.get(method, method)},\n"
+        f'                extra_options={{"MatMulConstBOnly": {products}}})\n'
+    )
+
+
 def call_code(name: str, more: str = "") -> str:
     """The lines that answer by the file `name`. `more`: lines about the `options`. ONNX Runtime has threads of its own."""
     return (
+        "import onnxruntime\n"
         "options = onnxruntime.SessionOptions()\n"
         f"options.intra_op_num_threads = torch.get_num_threads()\n{more}"
         f'session = onnxruntime.InferenceSession("{name}", options)\n'

@@ -38,7 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saturate.inference.techniques import _onnx
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
 TECHNIQUE = Technique(
@@ -50,8 +50,6 @@ TECHNIQUE = Technique(
 )
 
 PREPARE_S = 8.0
-
-METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,7 @@ class Options:
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     refused = _onnx.refusal_on_cpu(facts)
-    if refused is not None:
-        return refused
-    if not facts.linears and not facts.convolutions:
-        return Ineligible("neither convolutions nor Linear layers")
-    if not facts.calibration_samples:
-        return Ineligible("there is no calibration batch: give more than one batch of inputs")
-    return Eligible(f"{facts.convolutions} convolutions, {facts.linears} Linear layers; {_onnx.about_int8(facts)}")
+    return _onnx.about_static_int8(facts) if refused is None else refused
 
 
 def variants(facts: ModelFacts) -> list[Options]:
@@ -89,29 +81,8 @@ def bound(facts: ModelFacts) -> float | None:
 
 
 def apply(context: Context, options: Options) -> str:
-    quantization = _onnx.files.require("onnxruntime.quantization")
-    if options.method not in METHODS:
-        raise NotApplied(f"method must be one of {', '.join(METHODS)}, not {options.method}")
-    exported = _onnx.export(context)
-    prepared, path = context.folder / "prepared.onnx", context.folder / "int8.onnx"
-    model, large = _onnx.prepare(exported.path, prepared)
-    left = _onnx.excluded(exported, model, context.keep)
-    left += _onnx.before(model, left)
-    reader = _onnx.Batches(context, exported, (item.name for item in model.graph.input), options.batches)
-    quantization.quantize_static(
-        prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=options.reduce_range,
-        op_types_to_quantize=["Conv", "MatMul", "Gemm"] if options.products else None,
-        nodes_to_exclude=left, use_external_data_format=large,
-        calibrate_method=quantization.CalibrationMethod[METHODS[options.method]],
-        # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
-        # most and gain least.
-        extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": options.products},
-    )
-    if left:
-        _onnx.read_unrounded(path, left, large)
+    exported, path, ranges = _onnx.static_int8(context, options.method, options.products, options.reduce_range, options.batches)
     _onnx.serve(context, exported, path, TECHNIQUE.id)
-    ranges = f"ranges of {len(reader)} calibration batches ({options.method})"
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
 
@@ -120,12 +91,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if options.products else ""
-    return (
-        f"{_onnx.EXPORT_CODE}{_onnx.PREPARE_CODE}{_onnx.READER_CODE}"
-        f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
-        f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={options.reduce_range},\n"
-        f"                calibrate_method=CalibrationMethod.{METHODS.get(options.method, options.method)},\n"
-        f'                extra_options={{"MatMulConstBOnly": {options.products}}})\n'
-        f"{_onnx.call_code('int8.onnx')}"
-    )
+    return f"{_onnx.static_int8_code(options.method, options.products, options.reduce_range)}{_onnx.call_code('int8.onnx')}"

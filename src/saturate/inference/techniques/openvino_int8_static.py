@@ -1,0 +1,97 @@
+"""Convolutions and matrix products in int8 with OpenVINO; ranges of activations come from calibration batches.
+
+What it does
+------------
+Exports the module to ONNX, runs the calibration batches through it to learn the range of every activation, and writes a graph
+whose activations are uint8 and whose weights are int8 per output channel (U8S8), as `onnx-int8-static` does. OpenVINO then executes
+whole chains of layers in integers, with what stands between them fused.
+
+When it helps
+-------------
+CPUs with VNNI. Of a transformer OpenVINO makes more in 8 bits than ONNX Runtime does (`bench/inference.py` races both on a BERT-base
+and a ViT-B/16); of a ResNet-50, a little more.
+
+When it hurts
+-------------
+A range per tensor that is fixed beforehand costs accuracy at activations with outliers. CPUs without VNNI add pairs of products
+in 16 bits, which saturate, so weights get 7 bits.
+
+Numerics
+--------
+`precision`: int8 weights per channel, uint8 activations per tensor, int32 sums, float32 between integer chains.
+
+How it is applied
+-----------------
+onnxruntime.quantization.quantize_static in QDQ format, whose pairs OpenVINO turns into integer layers. `method` chooses the
+ranges: the whole of what was seen (minmax), without its rarest values (percentile), or where least information is lost (entropy).
+`products` leaves everything but convolutions and products with constant matrices in float32. Modules that must stay in float32
+are excluded by name, and read their inputs as they were before rounding.
+
+References
+----------
+OpenVINO documentation, "Quantized models".
+Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saturate.inference.techniques import _onnx, _openvino
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
+from saturate.records.inference import ModelFacts
+
+TECHNIQUE = Technique(
+    id="openvino-int8-static",
+    title="OpenVINO, static int8",
+    numerics="precision",
+    stage="runtime",
+    touches=(Touch("runtime"), Touch("number-format"), Touch("module-classes"), Touch("memory-format")),
+)
+
+PREPARE_S = 8.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """method: how ranges are chosen. products: quantize convolutions and products with constant matrices only.
+    reduce_range: weights of 7 bits, for CPUs without VNNI. batches: at most so many are used for calibration."""
+
+    method: str = "minmax"
+    products: bool = False
+    reduce_range: bool = False
+    batches: int = 32
+
+
+def eligible(facts: ModelFacts) -> Eligible | Ineligible:
+    refused = _openvino.refusal(facts, ("onnx", "onnxruntime", "onnxscript", "openvino"))
+    return _onnx.about_static_int8(facts) if refused is None else refused
+
+
+def variants(facts: ModelFacts) -> list[Options]:
+    reduce = not _onnx.vnni(facts)
+    products = facts.linears > facts.convolutions
+    return [Options(method, products, reduce) for method in ("minmax", "percentile")]
+
+
+def bound(facts: ModelFacts) -> float | None:
+    if not _onnx.vnni(facts):
+        return 3.0
+    return 8.5 if facts.convolutions > facts.linears else 7.5
+
+
+def apply(context: Context, options: Options) -> str:
+    _openvino.needs_float32(context)
+    exported, path, ranges = _onnx.static_int8(
+        context, options.method, options.products, options.reduce_range, options.batches, unrounded=_openvino.REDUCTIONS)
+    _openvino.serve(context, exported, path, TECHNIQUE.id)
+    return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
+
+
+def active(context: Context, options: Options) -> Proof:
+    return _openvino.proof(context, TECHNIQUE.id, _openvino.INTEGER)
+
+
+def as_code(options: Options) -> str:
+    code = _onnx.static_int8_code(options.method, options.products, options.reduce_range)
+    return f"{code}{_openvino.call_code('int8.onnx')}"
