@@ -185,7 +185,7 @@ def test_the_documented_lines_load_it_in_plain_torch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("form", "library", "own"), [
-    ("onnx", "onnxruntime", {"device": "cpu", "spin": False}), ("openvino", "openvino", {"precision": "f32"})])
+    ("onnx", "onnxruntime", {"device": "cpu", "spin": False}), ("openvino", "openvino", {"precision": "f32", "sizes": None})])
 def test_the_documented_lines_load_it_in_a_runtime_of_its_own(tmp_path, monkeypatch, form, library, own):
     onnx = pytest.importorskip("onnx", reason="the extra saturate[inference]")
     pytest.importorskip(library, reason="the extra saturate[inference]")

@@ -63,14 +63,15 @@ def stored(folder: Path, kind: str, inputs: tuple[Any, ...], threads: int = 1, *
         outputs=[model(*inputs)])
 
 
-def _onnx_file(context: Context, program: Path, kind: str, spin: bool = True) -> Entry:
+def _onnx_file(context: Context, program: Path, kind: str, spin: bool = True, known: bool = False) -> Entry:
     for package in ("onnx", {"onnx": "onnxruntime"}.get(kind, kind), "onnxscript"):
         pytest.importorskip(package, reason="the extra saturate[inference]")
     from saturate.inference.techniques import _onnx
 
     made = _onnx.export(context)
     if kind == "openvino":
-        return openvino.save(program, made.path, {**made.signature, "threads": context.threads, "precision": "f32"})
+        sizes = {f"input_{place}": list(one.shape) for place, one in enumerate(structure.flatten(torch, context.inputs[0])[1])} if known else None
+        return openvino.save(program, made.path, {**made.signature, "threads": context.threads, "precision": "f32", "sizes": sizes})
     settings = {**made.signature, "threads": context.threads, "spin": spin, "device": "cpu"}
     return onnx.save(program, made.path, settings)
 
@@ -97,7 +98,8 @@ def agrees(folder: Path, inputs: tuple[Any, ...], threads: int) -> None:
 
 
 @pytest.mark.parametrize("inputs", [SIMPLE, NESTED], ids=["a tensor", "nested, one unused"])
-@pytest.mark.parametrize(("kind", "how"), [("onnx", {}), ("onnx", {"spin": False}), ("openvino", {}), ("exported", {})])
+@pytest.mark.parametrize(("kind", "how"), [("onnx", {}), ("onnx", {"spin": False}), ("openvino", {}),
+                                           ("openvino", {"known": True}), ("exported", {})])
 def test_three_lines_call_the_stored_program_as_it_was_measured(tmp_path: Path, kind: str, how: dict[str, Any], inputs: Any) -> None:
     agrees(stored(tmp_path, kind, inputs, threads=2, **how), inputs, 2)
 

@@ -83,6 +83,19 @@ def test_the_program_answers_like_the_module(served: Context, shape: tuple[int, 
     assert openvino_runtime.active(served, openvino_runtime.Options()).active
 
 
+def test_sizes_that_are_known_have_a_program_of_their_own(tmp_path: Path) -> None:
+    context = applied(openvino_runtime, tmp_path, inputs=[batch(4, 16)] * 2)
+    for shape in ((4, 16), (2, 16), (4, 16), (7, 16)):
+        assert db(context.model(*batch(*shape)), context.call(*batch(*shape))) > 100
+    executable = programs.Executable(torch, tmp_path / "model.onnx", 1, "f32", {f"input_{place}": list(one.shape) for place, one in enumerate(batch())})
+    usual, other = executable.program(general=False), executable.program(general=True)
+    assert usual is executable.usual and not usual.inputs[0].partial_shape.is_dynamic and other.inputs[0].partial_shape.is_dynamic
+    (tmp_path / "stored").mkdir()
+    entry = context.save(tmp_path / "stored")
+    assert entry.settings["sizes"] == executable.sizes
+    assert torch.equal(programs.load(torch, tmp_path / "stored", entry)(*batch(3))["all"], context.call(*batch(3))["all"])
+
+
 def test_answers_are_the_callers_own(served: Context) -> None:
     first = served.call(*batch(4))["all"]
     kept = first.clone()
@@ -108,9 +121,8 @@ def test_threads_may_call_it_at_once(served: Context) -> None:
 def test_its_threads_are_bound_to_no_core(served: Context) -> None:
     """Those of another candidate would be bound to the same one."""
     own = os.sched_getaffinity(0)
-    model = programs.compiled(served.folder / "model.onnx", 2, "f32")
-    run = programs.program(torch, model, served.save(served.folder.parent).settings)
-    run(*batch())
+    executable = programs.Executable(torch, served.folder / "model.onnx", 2, "f32", None)
+    programs.program(torch, executable, served.save(served.folder.parent).settings)(*batch())
     assert all(os.sched_getaffinity(int(task)) == own for task in os.listdir("/proc/self/task"))
 
 
@@ -186,7 +198,7 @@ def test_a_graph_that_it_does_not_take_is_refused_with_its_reason(tmp_path: Path
     def refuse(*given: Any) -> Any:
         raise RuntimeError("\nCheck failed: no such operator\nand more")
 
-    monkeypatch.setattr(programs, "compiled", refuse)
+    monkeypatch.setattr(programs, "Executable", refuse)
     with pytest.raises(NotApplied, match="^OpenVINO: Check failed: no such operator$"):
         applied(openvino_runtime, tmp_path)
 
@@ -229,7 +241,7 @@ def test_a_damaged_file_is_named(stored: tuple[Path, Entry], damage: Callable[[P
         programs.load(torch, *stored)
 
 
-@pytest.mark.parametrize("change", [{"precision": "int3"}, {"threads": None}, {"threads": "many"}, {"outputs": {"no": 1}}])
+@pytest.mark.parametrize("change", [{"precision": "int3"}, {"sizes": {"input_0": [4, 16]}}, {"sizes": [[4, 16]]}, {"threads": None}, {"threads": "many"}, {"outputs": {"no": 1}}])
 def test_settings_that_are_none_are_named(stored: tuple[Path, Entry], change: dict[str, Any]) -> None:
     folder, entry = stored
     with pytest.raises(ArtifactDamaged):

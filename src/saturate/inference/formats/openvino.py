@@ -1,7 +1,7 @@
 """ONNX files, executed by OpenVINO on the CPU.
 
-Stored and checked as `formats.onnx` does. Settings: the signature (see `_program`), how many threads, and the format that
-floating-point numbers are computed in ("f32" or "bf16").
+Stored and checked as `formats.onnx` does. Settings: the signature (see `_program`), how many threads, the format that
+floating-point numbers are computed in ("f32" or "bf16"), and the sizes that were measured, where others may come too.
 """
 
 from __future__ import annotations
@@ -30,30 +30,53 @@ def settings_of(threads: int, precision: str) -> dict[str, Any]:
     return {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": precision, "ENABLE_CPU_PINNING": False}
 
 
-def compiled(path: Path, threads: int, precision: str) -> Any:
-    """A model compiled for this CPU, of a file that is trusted to be whole.
+class Executable:
+    """The model of a file that is trusted to be whole, on this CPU: a list of tensors in, a list of tensors out. Threads may call
+    it at once.
+
+    sizes: the shapes of the inputs by name, for which a program of their own is compiled: a transformer in 8 bits gains some 7 %
+    by knowing them. One for all others is compiled when the first of them comes. None: one program for all.
 
     Raises EnvironmentProblem where OpenVINO is not installed, and RuntimeError for what it does not take.
     """
-    openvino = files.require("openvino")
-    core = openvino.Core()
-    return core.compile_model(core.read_model(str(path)), "CPU", settings_of(threads, precision))
 
+    def __init__(self, torch: Any, path: Path, threads: int, precision: str, sizes: dict[str, list[int]] | None):
+        self._properties = settings_of(threads, precision)
+        self._torch, self._core = torch, files.require("openvino").Core()
+        self._model = self._core.read_model(str(path))
+        # A graph need not have the inputs that nothing depends on, so names are read, not counted.
+        self._places = {name: files.place_of(name) for name in (item.get_any_name() for item in self._model.inputs)}
+        self.sizes = None if sizes is None else {name: list(sizes[name]) for name in self._places}
+        self._programs: dict[bool, Any] = {}        # True: for all sizes
+        self._compiling = threading.Lock()
+        self._mine = threading.local()              # a request serves one call at a time
+        self.usual = self.program(general=sizes is None)
 
-def program(torch: Any, model: Any, signature: dict[str, Any], classes: dict[str, type] | None = None) -> Callable[..., Any]:
-    """The compiled model as a function with the model's signature and output structure; see `_program.callable_of`."""
-    # A graph need not have the inputs that nothing depends on, so names are read, not counted.
-    places = {name: files.place_of(name) for name in (item.get_any_name() for item in model.inputs)}
-    mine = threading.local()        # a request serves one call at a time
+    def program(self, general: bool) -> Any:
+        """OpenVINO's compiled model, for all sizes or for the known ones."""
+        with self._compiling:
+            if general not in self._programs:
+                model = self._model if general else self._model.clone()
+                if not general:
+                    model.reshape(self.sizes)
+                self._programs[general] = self._core.compile_model(model, "CPU", self._properties)
+            return self._programs[general]
 
-    def run(tensors: list[Any]) -> list[Any]:
-        if not hasattr(mine, "request"):
-            mine.request = model.create_infer_request()
-        feeds = {name: tensors[place].numpy() for name, place in places.items()}
+    def __call__(self, tensors: list[Any]) -> list[Any]:
+        feeds = {name: tensors[place].numpy() for name, place in self._places.items()}
+        general = self.sizes is None or any(list(feeds[name].shape) != size for name, size in self.sizes.items())
+        mine = self._mine
+        if not hasattr(mine, "requests"):
+            mine.requests = {}
+        if general not in mine.requests:
+            mine.requests[general] = self.program(general).create_infer_request()
         # Outputs are copied out of buffers that the next call writes to.
-        return [torch.from_numpy(array) for array in mine.request.infer(feeds, share_inputs=True).to_tuple()]
+        return [self._torch.from_numpy(array) for array in mine.requests[general].infer(feeds, share_inputs=True).to_tuple()]
 
-    return _program.callable_of(torch, signature, "cpu", run, classes, quiet=True, answered=len(model.outputs))
+
+def program(torch: Any, executable: Executable, signature: dict[str, Any], classes: dict[str, type] | None = None) -> Callable[..., Any]:
+    """It as a function with the model's signature and output structure; see `_program.callable_of`."""
+    return _program.callable_of(torch, signature, "cpu", executable, classes, quiet=True, answered=len(executable.usual.outputs))
 
 
 def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
@@ -64,10 +87,11 @@ def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     """See `inference.lines.serving`."""
     settings, tensors = entry.settings, structure.flat_inputs(entry.settings["inputs"])
+    known = f"; model.reshape({settings['sizes']!r})" if settings["sizes"] else ""
     # By name: a graph has no inputs that nothing depends on.
-    return (f"import openvino\n"
-            f"settings = {settings_of(int(settings['threads']), settings['precision'])!r}\n"
-            f'compiled = openvino.Core().compile_model({place(entry.files[0])}, "CPU", settings)\n'
+    return ("import openvino\n"
+            f"core = openvino.Core(); model = core.read_model({place(entry.files[0])}){known}\n"
+            f'compiled = core.compile_model(model, "CPU", {settings_of(int(settings["threads"]), settings["precision"])!r})\n'
             f"answers = list(compiled({{(name := one.get_any_name()): {tensors}[int(name[{len(files.INPUT)}:])].numpy() "
             f"for one in compiled.inputs}}).values())")
 
@@ -78,8 +102,9 @@ def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
     path = files.stored(Path(folder), entry)
     settings = entry.settings
     try:
-        return program(torch, compiled(path, int(settings["threads"]), settings["precision"]), settings)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        executable = Executable(torch, path, int(settings["threads"]), settings["precision"], settings["sizes"])
+        return program(torch, executable, settings)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactDamaged(f"what is said of {path} is incomplete", cause=repr(error), remedy=files.REMEDY) from error
     except RuntimeError as error:
         raise ArtifactDamaged(f"OpenVINO does not load {path}", cause=str(error), remedy=files.REMEDY) from error

@@ -6,6 +6,7 @@ import collections
 import json
 from pathlib import Path
 
+from saturate.inference import structure
 from saturate.inference.formats import openvino as programs
 from saturate.inference.techniques import _onnx
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
@@ -44,16 +45,19 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
 
     Raises NotApplied with OpenVINO's own reason.
     """
+    varies = context.facts.varying_shapes or not exported.signature["ranges"]
+    tensors = structure.flatten(context.torch, context.inputs[0])[1]
+    sizes = None if varies else {f"{programs.files.INPUT}{place}": list(tensor.shape) for place, tensor in enumerate(tensors)}
     try:
-        model = programs.compiled(path, context.threads, precision)
+        executable = programs.Executable(context.torch, path, context.threads, precision, sizes)
     except RuntimeError as error:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         raise NotApplied(f"OpenVINO: {line[:300]}") from error
-    settings = {**exported.signature, "threads": context.threads, "precision": precision}
-    context.call = programs.program(context.torch, model, exported.signature, exported.classes)
+    settings = {**exported.signature, "threads": context.threads, "precision": precision, "sizes": executable.sizes}
+    context.call = programs.program(context.torch, executable, exported.signature, exported.classes)
     context.save = lambda folder: programs.save(folder, path, settings)
     nodes: collections.Counter[str] = collections.Counter()
-    for node in model.get_runtime_model().get_ops():
+    for node in executable.usual.get_runtime_model().get_ops():
         about = node.get_rt_info()
         kind = _text(about, "layerType")
         if kind not in ("Const", "Input", "Output"):
