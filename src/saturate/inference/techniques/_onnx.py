@@ -25,6 +25,9 @@ INTEGER = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulInteg
            "QLinearMatMul")
 FLOAT = ("Conv", "ConvTranspose", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 
+#: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.
+RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+
 #: How static int8 chooses the range of an activation, as the quantizer calls it.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
@@ -254,7 +257,8 @@ def before(model: Any, names: Iterable[str]) -> list[str]:
             node = made_by.get(name)
             if node is None or node.op_type in FLOAT or node.name in names:
                 continue
-            if sum(bool(given) and given not in constants for given in node.input) == 1:
+            data = node.input[:1] if node.op_type in RESHAPING else node.input
+            if sum(bool(given) and given not in constants for given in data) == 1:
                 names.add(node.name)
                 found.append(node.name)
                 waiting.append(node)
@@ -309,7 +313,7 @@ class Batches:
 def static_int8(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
                 unrounded: Sequence[str] = ()) -> tuple[Exported, Path, str]:
     """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
-    channel (QDQ). Operators in `unrounded` read their inputs as they were before rounding. The file that it is in, and how its
+    channel (QDQ). Operators in `unrounded`, and what only leads to them, read their inputs as they were before rounding. The file that it is in, and how its
     ranges were found, for the user.
 
     Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
@@ -333,9 +337,9 @@ def static_int8(context: Context, method: str, products: bool, reduce_range: boo
         # most and gain least.
         extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products},
     )
-    left += [node.name for node in model.graph.node if node.op_type in unrounded]
-    if left:
-        read_unrounded(path, left, large)
+    apart = [node.name for node in model.graph.node if node.op_type in unrounded]
+    if left or apart:
+        read_unrounded(path, [*left, *apart, *before(model, apart)], large)
     return exported, path, f"ranges of {len(reader)} calibration batches ({method})"
 
 
