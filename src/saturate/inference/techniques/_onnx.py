@@ -313,8 +313,8 @@ class Batches:
 def static_int8(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
                 unrounded: Sequence[str] = ()) -> tuple[Exported, Path, str]:
     """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
-    channel (QDQ). Operators in `unrounded`, and what only leads to them, read their inputs as they were before rounding. The file that it is in, and how its
-    ranges were found, for the user.
+    channel (QDQ). Operators in `unrounded`, and what only leads to them, read their inputs as they were before rounding.
+    Returns the file that the graph is in, and how its ranges were found, for the user.
 
     Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
     """

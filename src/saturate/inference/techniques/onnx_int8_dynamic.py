@@ -74,7 +74,7 @@ def variants(facts: ModelFacts) -> list[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 5.6 if _onnx.vnni(facts) else 2.5
+    return 6.1 if _onnx.vnni(facts) else 2.5
 
 
 def apply(context: Context, options: Options) -> str:

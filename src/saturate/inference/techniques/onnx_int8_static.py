@@ -77,7 +77,7 @@ def variants(facts: ModelFacts) -> list[Options]:
 def bound(facts: ModelFacts) -> float | None:
     if not _onnx.vnni(facts):
         return 2.5
-    return 7.0 if facts.convolutions > facts.linears else 4.6
+    return 7.5 if facts.convolutions > facts.linears else 5.5
 
 
 def apply(context: Context, options: Options) -> str:

@@ -94,4 +94,4 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     code = _onnx.static_int8_code(options.method, options.products, options.reduce_range)
-    return f"{code}{_openvino.call_code('int8.onnx')}"
+    return f"{code}{_openvino.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"

@@ -65,7 +65,7 @@ def variants(facts: ModelFacts) -> list[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 2.5
+    return 2.6
 
 
 def apply(context: Context, options: Options) -> str:
