@@ -27,6 +27,7 @@ from saturate.inference import structure  # noqa: E402
 from saturate.inference.formats import onnx as files  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _onnx,
+    _onnx_int8,
     onnx_int8_dynamic,
     onnx_int8_static,
     onnx_runtime,
@@ -298,7 +299,7 @@ def test_a_weight_that_several_products_share_is_quantized_for_each(tmp_path, mo
     context = context_of(model, ids(2), tmp_path / "good")
     onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options())
     assert agreement_db(model(x), context.call(x)) > 25
-    monkeypatch.setattr(_onnx, "separate_weights", lambda graph: 0)
+    monkeypatch.setattr(_onnx_int8, "separate_weights", lambda graph: 0)
     context = context_of(model, ids(2), tmp_path / "bad")
     onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options())
     assert agreement_db(model(x), context.call(x)) < 25, "the trap is gone: separate_weights may go too"

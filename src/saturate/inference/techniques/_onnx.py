@@ -17,19 +17,13 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, unrepeatable
+from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
 INTEGER = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv",
            "QLinearMatMul")
 FLOAT = ("Conv", "ConvTranspose", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
-
-#: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.
-RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
-
-#: How static int8 chooses the range of an activation, as the quantizer calls it.
-METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
 #: Where the exporter writes the modules that a node comes from, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
@@ -95,15 +89,6 @@ def about_int8(facts: ModelFacts) -> str:
     if vnni(facts):
         return "this CPU multiplies int8 in one instruction"
     return "this CPU has no VNNI: weights get 7 bits so that sums do not saturate, and little may be gained"
-
-
-def about_static_int8(facts: ModelFacts) -> Eligible | Ineligible:
-    """Whether there is anything to compute in int8, and batches to learn its ranges from."""
-    if not facts.linears and not facts.convolutions:
-        return Ineligible("neither convolutions nor Linear layers")
-    if not facts.calibration_samples:
-        return Ineligible("there is no calibration batch: give more than one batch of inputs")
-    return Eligible(f"{facts.convolutions} convolutions, {facts.linears} Linear layers; {about_int8(facts)}")
 
 
 # -- export ----------------------------------------------------------------------------------------------------------
@@ -180,212 +165,11 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"[:300]
 
 
-# -- what the quantizers need ----------------------------------------------------------------------------------------
-
-
-def prepare(source: Path, target: Path) -> tuple[Any, bool]:
-    """Fold constants and batch normalization, and give each product a weight of its own: one that several products
-    share would be transposed or quantized once for each of them, in place.
-
-    Returns the model, and whether its weights lie in a file of their own.
-    """
-    onnx, onnxruntime = files.require("onnx"), files.require("onnxruntime")
-    large = source.with_name(f"{source.name}.data").exists()
-    folded = target.with_suffix(".folded.onnx")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(folded)
-    options.log_severity_level = 3
-    if large:
-        options.add_session_config_entry(files.EXTERNAL, f"{folded.name}.data")
-    onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
-    model = onnx.load(folded)
-    del model.graph.value_info[:]       # onnx 1.23 finds what the exporter wrote there in conflict with its own
-    separate_weights(model.graph)
-    _store(onnx, model, target, large)
-    for written in folded.parent.glob(f"{folded.name}*"):
-        written.unlink()
-    return model, large
-
-
-def _store(onnx: Any, model: Any, path: Path, large: bool) -> None:
-    if large:
-        path.with_name(f"{path.name}.data").unlink(missing_ok=True)     # onnx appends to what is there
-        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", convert_attribute=False)
-    else:
-        onnx.save(model, path)
-
-
-def separate_weights(graph: Any) -> int:
-    """Copy each constant that a product multiplies by and other nodes use, once per further use; how many copies."""
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    uses = collections.Counter(name for node in graph.node for name in node.input if name in constants)
-    copies = 0
-    for node in graph.node:
-        if node.op_type not in FLOAT:
-            continue
-        for place, name in enumerate(node.input):
-            if uses[name] > 1:
-                uses[name] -= 1
-                copies += 1
-                mine = graph.initializer.add()
-                mine.CopyFrom(constants[name])
-                mine.name = node.input[place] = f"{name}.{copies}"
-    return copies
-
-
-def excluded(exported: Exported, model: Any, keep: Iterable[str]) -> list[str]:
-    """Names of the nodes of `model`, prepared from the export, that belong to modules in `keep` or lie inside of them."""
-    keep = set(keep)
-    found = [node for node in model.graph.node
-             if any(keep & exported.owners.get(name, frozenset()) for name in node.output)]
-    if keep and not any(node.op_type in FLOAT for node in found):
-        raise NotApplied(f"no product of the graph belongs to {', '.join(sorted(keep))}: it cannot stay in float32")
-    # The quantizer splits a Gemm, under a new name.
-    return [name for node in found for name in (node.name, f"{node.name}_MatMul")]
-
-
-def before(model: Any, names: Iterable[str]) -> list[str]:
-    """Names of the nodes that only pass on what a product or a sum computed (activations, pooling, reshaping), on the way
-    to the nodes `names`."""
-    made_by = {output: node for node in model.graph.node for output in node.output}
-    constants = {tensor.name for tensor in model.graph.initializer}
-    found, names = [], set(names)
-    waiting = [node for node in model.graph.node if node.name in names]
-    while waiting:
-        for name in waiting.pop().input:
-            node = made_by.get(name)
-            if node is None or node.op_type in FLOAT or node.name in names:
-                continue
-            data = node.input[:1] if node.op_type in RESHAPING else node.input
-            if sum(bool(given) and given not in constants for given in data) == 1:
-                names.add(node.name)
-                found.append(node.name)
-                waiting.append(node)
-    return found
-
-
-def read_unrounded(path: Path, names: Iterable[str], large: bool) -> None:
-    """In a quantized graph (QDQ), let the nodes `names` read their inputs as they were before rounding: one range for a
-    tensor with outliers is what breaks a layer, more often than the layer's own 8 bits."""
-    onnx = files.require("onnx")
-    model, names = onnx.load(path), set(names)
-    made_by = {output: node for node in model.graph.node for output in node.output}
-    for node in model.graph.node:
-        if node.name not in names:
-            continue
-        for place, name in enumerate(node.input):
-            back = made_by.get(name)
-            rounding = made_by.get(back.input[0]) if back is not None and back.op_type == "DequantizeLinear" else None
-            if rounding is not None and rounding.op_type == "QuantizeLinear":
-                node.input[place] = rounding.input[0]
-    _store(onnx, model, path, large)
-
-
-class Batches:
-    """Calibration batches as onnxruntime.quantization reads them, one at a time.
-
-    Raises NotApplied where no batch fits a program whose sizes are fixed.
-    """
-
-    def __init__(self, context: Context, exported: Exported, names: Iterable[str], limit: int):
-        places = {name: files.place_of(name) for name in names}
-        described = [structure.flatten(context.torch, batch) for batch in context.calibration]
-        fitting = [tensors for description, tensors in described
-                   if description == exported.signature["inputs"] and _fit(tensors, exported.signature["tensors"])]
-        self._feeds = [{name: tensors[place].detach().cpu().contiguous().numpy() for name, place in places.items()}
-                       for tensors in fitting[:limit]]
-        if not self._feeds:
-            raise NotApplied("no calibration batch has the sizes that the exported program takes" if context.calibration
-                             else "there are no calibration batches")
-        self.set_range(0, len(self._feeds))
-
-    def set_range(self, start_index: int, end_index: int) -> None:
-        self._left = iter(self._feeds[start_index:end_index])
-
-    def get_next(self) -> dict[str, Any] | None:
-        return next(self._left, None)
-
-    def __len__(self) -> int:
-        return len(self._feeds)
-
-
-def static_int8(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
-                unrounded: Sequence[str] = ()) -> tuple[Exported, Path, str]:
-    """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
-    channel (QDQ). Operators in `unrounded`, and what only leads to them, read their inputs as they were before rounding.
-    Returns the file that the graph is in, and how its ranges were found, for the user.
-
-    Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
-    """
-    quantization = files.require("onnxruntime.quantization")
-    if method not in METHODS:
-        raise NotApplied(f"method must be one of {', '.join(METHODS)}, not {method}")
-    exported = export(context)
-    prepared, path = context.folder / "prepared.onnx", context.folder / "int8.onnx"
-    model, large = prepare(exported.path, prepared)
-    left = excluded(exported, model, context.keep)
-    left += before(model, left)
-    reader = Batches(context, exported, (item.name for item in model.graph.input), batches)
-    quantization.quantize_static(
-        prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=reduce_range,
-        op_types_to_quantize=["Conv", "MatMul", "Gemm"] if products else None,
-        nodes_to_exclude=left, use_external_data_format=large,
-        calibrate_method=quantization.CalibrationMethod[METHODS[method]],
-        # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
-        # most and gain least.
-        extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products},
-    )
-    apart = [node.name for node in model.graph.node if node.op_type in unrounded]
-    if left or apart:
-        read_unrounded(path, [*left, *apart, *before(model, apart)], large)
-    return exported, path, f"ranges of {len(reader)} calibration batches ({method})"
-
-
-def _fit(tensors: list[Any], wanted: list[dict[str, Any]]) -> bool:
-    return all(isinstance(size, str) or size == given for tensor, want in zip(tensors, wanted)
-               for size, given in zip(want["shape"], tensor.shape))
-
-
 # -- the same without saturate -----------------------------------------------------------------------------------------
 
 EXPORT_CODE = """\
 torch.onnx.export(model, inputs, dynamo=True).save("model.onnx")      # dynamic_shapes= for sizes that vary
 """
-
-PREPARE_CODE = """\
-import onnx
-from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_dynamic, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
-quant_pre_process("model.onnx", "prepared.onnx", skip_symbolic_shape=True)
-prepared = onnx.load("prepared.onnx")
-del prepared.graph.value_info[:]      # shapes that the exporter wrote, which the quantizer would find in conflict with its own
-onnx.save(prepared, "prepared.onnx")
-"""
-
-READER_CODE = """\
-names = [given.name for given in prepared.graph.input]
-class Batches(CalibrationDataReader):
-    def __init__(self):
-        self.left = iter(calibration)
-    def get_next(self):
-        batch = next(self.left, None)
-        return None if batch is None else {name: x.numpy() for name, x in zip(names, batch)}
-"""
-
-
-def static_int8_code(method: str, products: bool, reduce_range: bool) -> str:
-    """The lines that write int8.onnx."""
-    kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if products else ""
-    return (
-        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}"
-        f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
-        f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={reduce_range},\n"
-        f"                calibrate_method=CalibrationMethod.{METHODS.get(method, method)},\n"
-        f'                extra_options={{"MatMulConstBOnly": {products}}})\n'
-    )
-
 
 def call_code(name: str, more: str = "") -> str:
     """The lines that answer by the file `name`. `more`: lines about the `options`. ONNX Runtime has threads of its own."""

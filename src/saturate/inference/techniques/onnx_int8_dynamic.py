@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx
+from saturate.inference.techniques import _onnx, _onnx_int8
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -81,8 +81,8 @@ def apply(context: Context, options: Options) -> str:
     quantization = _onnx.files.require("onnxruntime.quantization")
     exported = _onnx.export(context)
     prepared, path = context.folder / "prepared.onnx", context.folder / "int8.onnx"
-    model, large = _onnx.prepare(exported.path, prepared)
-    left = _onnx.excluded(exported, model, context.keep)
+    model, large = _onnx_int8.prepare(exported.path, prepared)
+    left = _onnx_int8.excluded(exported, model, context.keep)
     if not any(node.op_type in ("MatMul", "Gemm") and node.name not in left for node in model.graph.node):
         raise NotApplied("the graph has no matrix product to quantize")
     quantization.quantize_dynamic(prepared, path, op_types_to_quantize=["MatMul"], per_channel=options.per_channel,
@@ -98,7 +98,7 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        f"{_onnx.EXPORT_CODE}{_onnx.PREPARE_CODE}"
+        f"{_onnx.EXPORT_CODE}{_onnx_int8.PREPARE_CODE}"
         'quantize_dynamic("prepared.onnx", "int8.onnx", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8,\n'
         f"                 per_channel={options.per_channel}, reduce_range={options.reduce_range})\n"
         f"{_onnx.call_code('int8.onnx')}"

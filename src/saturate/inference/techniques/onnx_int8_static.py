@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx
+from saturate.inference.techniques import _onnx, _onnx_int8
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -65,7 +65,7 @@ class Options:
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     refused = _onnx.refusal_on_cpu(facts)
-    return _onnx.about_static_int8(facts) if refused is None else refused
+    return _onnx_int8.about_static(facts) if refused is None else refused
 
 
 def variants(facts: ModelFacts) -> list[Options]:
@@ -81,7 +81,7 @@ def bound(facts: ModelFacts) -> float | None:
 
 
 def apply(context: Context, options: Options) -> str:
-    exported, path, ranges = _onnx.static_int8(context, options.method, options.products, options.reduce_range, options.batches)
+    exported, path, ranges = _onnx_int8.static(context, options.method, options.products, options.reduce_range, options.batches)
     _onnx.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
@@ -91,4 +91,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return f"{_onnx.static_int8_code(options.method, options.products, options.reduce_range)}{_onnx.call_code('int8.onnx')}"
+    return f"{_onnx_int8.static_code(options.method, options.products, options.reduce_range)}{_onnx.call_code('int8.onnx')}"

@@ -25,7 +25,8 @@ How it is applied
 onnxruntime.quantization.quantize_static in QDQ format, whose pairs OpenVINO turns into integer layers. `method` chooses the
 ranges: the whole of what was seen (minmax), without its rarest values (percentile), or where least information is lost (entropy).
 `products` leaves everything but convolutions and products with constant matrices in float32. Modules that must stay in float32
-are excluded by name, and read their inputs as they were before rounding.
+are excluded by name, and read their inputs as they were before rounding; so do sums, which OpenVINO 2026.4 computes wrongly of 8-bit
+integers where a batch has more than one sample.
 
 References
 ----------
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx, _openvino
+from saturate.inference.techniques import _onnx, _onnx_int8, _openvino
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -65,7 +66,7 @@ class Options:
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     refused = _openvino.refusal(facts, ("onnx", "onnxruntime", "onnxscript", "openvino"))
-    return _onnx.about_static_int8(facts) if refused is None else refused
+    return _onnx_int8.about_static(facts) if refused is None else refused
 
 
 def variants(facts: ModelFacts) -> list[Options]:
@@ -82,7 +83,7 @@ def bound(facts: ModelFacts) -> float | None:
 
 def apply(context: Context, options: Options) -> str:
     _openvino.needs_float32(context)
-    exported, path, ranges = _onnx.static_int8(
+    exported, path, ranges = _onnx_int8.static(
         context, options.method, options.products, options.reduce_range, options.batches, unrounded=_openvino.REDUCTIONS)
     _openvino.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
@@ -93,5 +94,5 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    code = _onnx.static_int8_code(options.method, options.products, options.reduce_range)
+    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range)
     return f"{code}{_openvino.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"
