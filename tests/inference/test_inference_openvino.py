@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -137,6 +139,32 @@ def test_its_threads_are_bound_to_no_core(served: Context) -> None:
     executable = programs.Executable(torch, served.folder / "model.onnx", 2, "f32", None)
     programs.program(torch, executable, served.save(served.folder.parent).settings)(*batch())
     assert all(os.sched_getaffinity(int(task)) == own for task in os.listdir("/proc/self/task"))
+
+
+LEAVING = """
+import gc, signal, subprocess, sys
+from pathlib import Path
+import torch
+from saturate.inference.formats import openvino as programs
+if sys.argv[2] == "one each":
+    programs.core = programs.core.__wrapped__
+signal.signal(signal.SIGCHLD, lambda *_: None)
+first, second = (programs.Executable(torch, Path(sys.argv[1]), 1, "f32", None) for _ in range(2))
+del first
+gc.collect()
+del second
+gc.collect()
+subprocess.run(["true"], check=True)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(("cores", "ended"), [("shared", 0), ("one each", -signal.SIGSEGV)])
+def test_signals_find_their_stack_when_programs_have_gone(served: Context, cores: str, ended: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(served.folder / "model.onnx"), cores], capture_output=True, text=True)
+    if cores == "one each" and done.returncode == 0:
+        pytest.skip("this OpenVINO keeps its stacks")
+    assert done.returncode == ended, done.stderr
 
 
 def test_int8_is_computed_in_integers_and_close(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ floating-point numbers are computed in ("f32" or "bf16"), and the sizes that wer
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,16 @@ def settings_of(threads: int, precision: str) -> dict[str, Any]:
     return {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": precision, "ENABLE_CPU_PINNING": False}
 
 
+@functools.cache
+def core() -> Any:
+    """OpenVINO's Core: one for the process, and never let go. Each gives the thread that makes it an alternate stack for signals, and
+    when it goes gives it the one from before, which may belong to a Core that has gone: the next signal then ends the process.
+
+    Raises EnvironmentProblem where OpenVINO is not installed.
+    """
+    return files.require("openvino").Core()
+
+
 class Executable:
     """The model of a file that is trusted to be whole, on this CPU: a list of tensors in, a list of tensors out. Threads may call
     it at once.
@@ -42,8 +53,7 @@ class Executable:
 
     def __init__(self, torch: Any, path: Path, threads: int, precision: str, sizes: dict[str, list[int]] | None):
         self._properties = settings_of(threads, precision)
-        self._torch, self._core = torch, files.require("openvino").Core()
-        self._model = self._core.read_model(str(path))
+        self._torch, self._model = torch, core().read_model(str(path))
         # A graph need not have the inputs that nothing depends on, so names are read, not counted.
         self._places = {name: files.place_of(name) for name in (item.get_any_name() for item in self._model.inputs)}
         self.sizes = None if sizes is None else {name: list(sizes[name]) for name in self._places}
@@ -59,7 +69,7 @@ class Executable:
                 model = self._model if general else self._model.clone()
                 if not general:
                     model.reshape(self.sizes)
-                self._programs[general] = self._core.compile_model(model, "CPU", self._properties)
+                self._programs[general] = core().compile_model(model, "CPU", self._properties)
             return self._programs[general]
 
     def __call__(self, tensors: list[Any]) -> list[Any]:
