@@ -141,30 +141,48 @@ def test_its_threads_are_bound_to_no_core(served: Context) -> None:
     assert all(os.sched_getaffinity(int(task)) == own for task in os.listdir("/proc/self/task"))
 
 
+#: Two programs go in the order in which they came; then a signal is handled. Says whether the stack for it is that of the first.
 LEAVING = """
-import gc, signal, subprocess, sys
+import ctypes, gc, signal, subprocess, sys
 from pathlib import Path
 import torch
 from saturate.inference.formats import openvino as programs
 if sys.argv[2] == "one each":
     programs.core = programs.core.__wrapped__
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+def stack():
+    found = Stack()
+    ctypes.CDLL(None).sigaltstack(None, ctypes.byref(found))
+    return found.address
 signal.signal(signal.SIGCHLD, lambda *_: None)
-first, second = (programs.Executable(torch, Path(sys.argv[1]), 1, "f32", None) for _ in range(2))
+first = programs.Executable(torch, Path(sys.argv[1]), 1, "f32", None)
+its = stack()
+second = programs.Executable(torch, Path(sys.argv[1]), 1, "f32", None)
 del first
 gc.collect()
 del second
 gc.collect()
+print(stack() == its, flush=True)
 subprocess.run(["true"], check=True)
-print("alive")
 """
 
 
-@pytest.mark.parametrize(("cores", "ended"), [("shared", 0), ("one each", -signal.SIGSEGV)])
-def test_signals_find_their_stack_when_programs_have_gone(served: Context, cores: str, ended: int) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING, str(served.folder / "model.onnx"), cores], capture_output=True, text=True)
-    if cores == "one each" and done.returncode == 0:
+def leaving(served: Context, cores: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LEAVING, str(served.folder / "model.onnx"), cores], capture_output=True, text=True)
+
+
+def test_signals_find_their_stack_when_programs_have_gone(served: Context) -> None:
+    done = leaving(served, "shared")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_core_for_each_program_leaves_a_stack_that_has_gone(served: Context) -> None:
+    """What the shared one is for. Whether the signal ends the process depends on what lies there by then."""
+    done = leaving(served, "one each")
+    if done.stdout != "True\n":
         pytest.skip("this OpenVINO keeps its stacks")
-    assert done.returncode == ended, done.stderr
+    assert done.returncode in (0, -signal.SIGSEGV), done.stderr
 
 
 def test_int8_is_computed_in_integers_and_close(tmp_path: Path) -> None:
