@@ -119,7 +119,7 @@ def simulated(races: int, seed: int, startup_s: float) -> list[dict[str, Any]]:
 
 def real(races: int, differences: int, loaded: bool, smoke: bool) -> list[dict[str, Any]]:
     """Races of fresh processes, stopped as the product's last race is; with `loaded` beside a busy loop on each core."""
-    from _race import Arena, Contestant, script
+    from _race import Arena, Contestant, say, script
 
     from saturate.study.tune import AA, FINAL
 
@@ -130,7 +130,9 @@ def real(races: int, differences: int, loaded: bool, smoke: bool) -> list[dict[s
     def one(arena: Arena, question: str, a: Contestant, b: Contestant, true_gain: float) -> Outcome:
         began = time.monotonic()
         found = arena.race(question, a, b, limits)
-        return outcome(found.decision, found.pairs, true_gain, time.monotonic() - began)
+        said = outcome(found.decision, found.pairs, true_gain, time.monotonic() - began)
+        say(f"{question}: {said.verdict}, by one pair's median {said.peer}; {said.pairs} pairs, {said.seconds:.0f} s")
+        return said
 
     with busy(os.cpu_count() or 1 if loaded else 0), Arena() as arena:
         plain = arena.contestant("plain", script("difference"))

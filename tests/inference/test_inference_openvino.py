@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402 - after the check for torch
 from saturate.errors import ArtifactDamaged, EnvironmentProblem  # noqa: E402
 from saturate.inference import structure  # noqa: E402
 from saturate.inference.formats import openvino as programs  # noqa: E402
-from saturate.inference.techniques import _openvino, openvino_bf16, openvino_int8_static, openvino_runtime  # noqa: E402
+from saturate.inference.techniques import _onnx_int8, _openvino, openvino_bf16, openvino_int8_static, openvino_runtime  # noqa: E402
 from saturate.inference.techniques._api import Context, Entry, NotApplied  # noqa: E402
 from saturate.machine import facts as machine  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
@@ -63,15 +63,48 @@ class Reshaped(nn.Module):
         return {"each": self.head(x).flatten(2), "all": x.flatten(2).mean(1)}
 
 
+class Images(nn.Module):
+    """(n, 3, 8, 8) -> (n, 10): a mean over places of what `end` makes of the last convolution and the first one."""
+
+    def __init__(self, end: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.end = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1), end
+        self.head = nn.LazyLinear(10)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x).relu()
+        return self.head(self.end(self.last(x), x))
+
+
+def images(seed: int = 0) -> tuple[Any, ...]:
+    return (torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)),)
+
+
+def _relu(last: Any, first: Any) -> Any:
+    return last.relu().mean((2, 3))
+
+
+#: Ways to a mean over places, by what stands between it and the products.
+ENDS: dict[str, Callable[..., Any]] = {
+    "relu": _relu,
+    "relu6": lambda last, first: nn.functional.relu6(last).mean((2, 3)),
+    "residual": lambda last, first: (last + first).relu().mean((2, 3)),
+    "pool": lambda last, first: nn.functional.adaptive_avg_pool2d(last.relu(), 1).flatten(1),
+    "joined": lambda last, first: torch.cat([last.relu(), first], 1).flatten(2).mean(2),
+    "einsum": lambda last, first: torch.einsum("nct->nc", last.relu().flatten(2)),
+}
+
+
 def batch(rows: int = 4, length: int = 16) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(rows)
     return torch.randint(64, (rows, length), generator=generator), torch.ones(rows, length), torch.zeros(rows)
 
 
-def applied(technique: Any, folder: Path, model: Any = None, inputs: Any = None, **options: Any) -> Context:
+def applied(technique: Any, folder: Path, model: Any = None, inputs: Any = None, calibration: Any = None, **options: Any) -> Context:
     model = (model or Pooled()).eval().requires_grad_(False)
     inputs = inputs or [batch(), (batch(4, 12))]
-    context = Context(torch, model, "cpu", inputs, [batch(4), batch(4)], FACTS, folder, 1)
+    context = Context(torch, model, "cpu", inputs, calibration or [batch(4), batch(4)], FACTS, folder, 1)
     technique.apply(context, technique.Options(**options))
     return context
 
@@ -207,6 +240,60 @@ def test_sums_do_not_read_8_bit_integers(tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("this OpenVINO computes them right")
 
 
+def in_eight_bits(folder: Path, end: str) -> Context:
+    model = Images(ENDS[end])
+    model(*images())        # its last layer learns its size
+    return applied(openvino_int8_static, folder, model, [images(0), images(1)], [images(2), images(3)])
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_leads_to_a_sum_is_not_lost(tmp_path: Path, end: str) -> None:
+    """The quantizer takes a ReLU away where its rounding does the same: what reads past the rounding would read what was before it."""
+    context = in_eight_bits(tmp_path, end)
+    proof = openvino_int8_static.active(context, openvino_int8_static.Options())
+    assert re.search(r"2 Convolution I8", proof.evidence), proof
+    assert db(context.model(*images()), context.call(*images())) > 25
+    alone = torch.cat([context.call(images()[0][row:row + 1]) for row in range(4)])
+    assert db(alone, context.call(*images())) > 60
+
+
+def test_a_relu_that_reading_past_it_loses_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails without what it tests."""
+    monkeypatch.setattr(_onnx_int8, "before", lambda *given, **named: [])
+    context = in_eight_bits(tmp_path, "relu")
+    assert db(context.model(*images()), context.call(*images())) < 25
+
+
+def test_a_product_written_as_a_sum_may_be_rounded() -> None:
+    def einsum(equation: str) -> Any:
+        from onnx import helper
+
+        return helper.make_node("Einsum", ["a", "b"], ["c"], equation=equation)
+
+    assert [_openvino.sums(einsum(one)) for one in ("ntc->nc", "...ij -> ...i", "ab,bc->a")] == [True, True, True]
+    assert [_openvino.sums(einsum(one)) for one in ("bhid,bhjd->bhij", "ntc,nt->nc", "ii->i", "ij,jk->ik", "a b -> b a")] == [False] * 5
+
+
+#: Models whose sums the printed lines must leave alone as the technique does.
+PRINTED: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "reshaped": lambda: (Reshaped(), [batch(4), batch(4)]),
+    "relu": lambda: (Images(_relu), [images(0), images(1)]),
+    "joined": lambda: (Images(ENDS["joined"]), [images(0), images(1)]),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("products", [False, True])
+def test_the_printed_lines_answer_as_the_technique_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, products: bool) -> None:
+    model, batches = PRINTED[name]()
+    expected = model.eval()(*batches[0])
+    monkeypatch.chdir(tmp_path)
+    given = {"torch": torch, "model": model.requires_grad_(False), "inputs": batches[0], "calibration": batches}
+    exec(openvino_int8_static.as_code(openvino_int8_static.Options(products=products)), given)
+    found = [torch.from_numpy(array) for array in given["answers"]]     # type: ignore[arg-type, attr-defined]
+    assert db(list(structure.flatten(torch, expected)[1]), found) > 25
+
+
 @pytest.mark.skipif(not HAS_BF16, reason="this CPU has no instructions for bfloat16")
 def test_bfloat16_shows_itself(tmp_path: Path) -> None:
     context = applied(openvino_bf16, tmp_path)
@@ -252,6 +339,32 @@ def test_without_vnni_weights_get_seven_bits() -> None:
 def test_a_model_made_narrower_before_is_refused(technique: Any, tmp_path: Path) -> None:
     with pytest.raises(NotApplied, match="bfloat16 by now"):
         applied(technique, tmp_path, nn.Linear(2, 2).bfloat16(), [(torch.rand(4, 2).bfloat16(),)])
+
+
+@pytest.mark.parametrize(("forward", "given", "reason"), [
+    (lambda layer, x: layer(x.float()), torch.bfloat16, "takes bfloat16"),
+    (lambda layer, x: layer(x).bfloat16(), torch.float32, "returns bfloat16"),
+    (lambda layer, x: torch.fft.fft(layer(x)), torch.float32, "returns complex64"),
+])
+def test_what_numpy_has_no_type_for_is_refused(tmp_path: Path, forward: Callable[..., Any], given: Any, reason: str) -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return forward(self.layer, x)
+
+    with pytest.raises(NotApplied, match=reason):
+        applied(openvino_runtime, tmp_path, Foreign(), [(torch.rand(4, 8).to(given),)] * 2)
+
+
+def test_integers_that_it_would_cut_off_are_refused(served: Context) -> None:
+    ids, mask, unused = batch()
+    for wrong in (2**31, -2**31 - 1):
+        with pytest.raises(ValueError, match="32 bits"):
+            served.call(ids.clone().fill_(wrong), mask, unused)
+    assert db(served.model(*batch()), served.call(*batch())) > 100
 
 
 def test_a_graph_that_it_does_not_take_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +414,9 @@ def test_a_damaged_file_is_named(stored: tuple[Path, Entry], damage: Callable[[P
         programs.load(torch, *stored)
 
 
-@pytest.mark.parametrize("change", [{"precision": "int3"}, {"sizes": {"input_0": [4, 16]}}, {"sizes": [[4, 16]]}, {"threads": None}, {"threads": "many"}, {"outputs": {"no": 1}}])
+@pytest.mark.parametrize("change", [{"precision": "int3"}, {"sizes": {"input_0": [4, 16]}}, {"sizes": [[4, 16]]}, {"threads": None}, {"threads": "many"},
+                                    {"threads": 0}, {"outputs": {"no": 1}}, {"ranges": None}, {"ranges": []}, {"ranges": {"s95": 3}},
+                                    {"tensors": []}, {"inputs": 5}])
 def test_settings_that_are_none_are_named(stored: tuple[Path, Entry], change: dict[str, Any]) -> None:
     folder, entry = stored
     with pytest.raises(ArtifactDamaged):

@@ -210,6 +210,12 @@ def _input_values(exported: Any) -> list[Any]:
     return [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
+def answers(exported: Any) -> list[str]:
+    """The number formats of what the program returns."""
+    values = next(node for node in exported.graph.nodes if node.op == "output").args[0]
+    return [str(node.meta["val"].dtype).removeprefix("torch.") for node in values]
+
+
 def _shapes(exported: Any) -> dict[str, Any]:
     """`tensors` and `ranges` of a signature."""
     tensors = []
@@ -285,6 +291,10 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
     ranges = signature["ranges"]
+    if not isinstance(ranges, dict) or not all(isinstance(limits, list) and len(limits) == 2 for limits in ranges.values()):
+        raise ValueError(f"{ranges!r:.200} does not say how large its inputs may be")
+    if structure.places(inputs) != list(range(len(expected))):
+        raise ValueError(f"its inputs {inputs!r:.200} are not the {len(expected)} tensors that are described")
     if max(structure.places(outputs), default=-1) >= (math.inf if answered is None else answered):
         raise ValueError(f"the program returns {answered} tensors, which its outputs {outputs!r:.200} exceed")
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):

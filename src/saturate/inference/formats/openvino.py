@@ -20,12 +20,17 @@ from saturate.inference.techniques._api import Entry
 
 FORMAT = "openvino"
 
+#: OpenVINO computes integers of 64 bits with 32: more than these come back as others, even where they are only passed on.
+LEAST, MOST = -2**31, 2**31 - 1
+
 #: What floating-point numbers may be computed in. OpenVINO's own choice is bfloat16 wherever the processor has it.
 PRECISIONS = ("f32", "bf16")
 
 
 def settings_of(threads: int, precision: str) -> dict[str, Any]:
     """OpenVINO's properties. Threads are not bound to cores: another process may be bound to the same ones."""
+    if threads < 1:
+        raise ValueError(f"{threads} threads")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, not one of {', '.join(PRECISIONS)}")
     return {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": precision, "ENABLE_CPU_PINNING": False}
@@ -56,6 +61,7 @@ class Executable:
         self._torch, self._model = torch, core().read_model(str(path))
         # A graph need not have the inputs that nothing depends on, so names are read, not counted.
         self._places = {name: files.place_of(name) for name in (item.get_any_name() for item in self._model.inputs)}
+        self._wide = [self._places[item.get_any_name()] for item in self._model.inputs if item.get_element_type().get_type_name() == "i64"]
         self.sizes = None if sizes is None else {name: list(sizes[name]) for name in self._places}
         self._programs: dict[bool, Any] = {}        # True: for all sizes
         self._compiling = threading.Lock()
@@ -73,6 +79,12 @@ class Executable:
             return self._programs[general]
 
     def __call__(self, tensors: list[Any]) -> list[Any]:
+        """Raises ValueError for integers that it would answer wrongly."""
+        for place in self._wide:
+            if tensors[place].numel():
+                least, most = tensors[place].aminmax()
+                if least < LEAST or most > MOST:
+                    raise ValueError(f"input tensor {place} holds {int(least)} to {int(most)}; OpenVINO computes integers with 32 bits")
         feeds = {name: tensors[place].numpy() for name, place in self._places.items()}
         general = self.sizes is None or any(list(feeds[name].shape) != size for name, size in self.sizes.items())
         mine = self._mine

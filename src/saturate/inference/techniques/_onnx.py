@@ -25,6 +25,9 @@ INTEGER = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulInteg
            "QLinearMatMul")
 FLOAT = ("Conv", "ConvTranspose", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 
+#: Number formats that numpy does not have (by how they begin), and so neither do these runtimes where they are called.
+FOREIGN = ("bfloat16", "complex", "float4", "float8")
+
 #: Where the exporter writes the modules that a node comes from, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -101,8 +104,11 @@ def export(context: Context, model: Any = None) -> Exported:
     """
     torch = context.torch
     program = _program.capture(context, model)
-    if any(tensor["dtype"].startswith("complex") for tensor in program.signature["tensors"]):
-        raise NotApplied("the model takes complex numbers, and ONNX Runtime has none")
+    given = [tensor["dtype"] for tensor in program.signature["tensors"]]
+    for verb, kinds in (("takes", given), ("returns", _program.answers(program.exported))):
+        foreign = next((kind for kind in kinds if kind.startswith(FOREIGN)), None)
+        if foreign is not None:
+            raise NotApplied(f"the model {verb} {foreign}, which an ONNX runtime cannot be given, or give back, by numpy")
     path = context.folder / "model.onnx"
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:

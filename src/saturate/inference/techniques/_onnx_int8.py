@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def excluded(exported: Exported, model: Any, keep: Iterable[str]) -> list[str]:
     return [name for node in found for name in (node.name, f"{node.name}_MatMul")]
 
 
-def before(model: Any, names: Iterable[str]) -> list[str]:
+def before(model: Any, names: Iterable[str], joined: bool = False) -> list[str]:
     """Names of the nodes that only pass on what a product or a sum computed (activations, pooling, reshaping), on the way
-    to the nodes `names`."""
+    to the nodes `names`. `joined`: also those that put several of them side by side."""
     made_by = {output: node for node in model.graph.node for output in node.output}
     constants = {tensor.name for tensor in model.graph.initializer}
     found, names = [], set(names)
@@ -104,7 +104,7 @@ def before(model: Any, names: Iterable[str]) -> list[str]:
             if node is None or node.op_type in FLOAT or node.name in names:
                 continue
             data = node.input[:1] if node.op_type in RESHAPING else node.input
-            if sum(bool(given) and given not in constants for given in data) == 1:
+            if (joined and node.op_type == "Concat") or sum(bool(given) and given not in constants for given in data) == 1:
                 names.add(node.name)
                 found.append(node.name)
                 waiting.append(node)
@@ -157,10 +157,10 @@ class Batches:
 
 
 def static(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
-           unrounded: Sequence[str] = ()) -> tuple[Exported, Path, str]:
+           unrounded: Callable[[Any], bool] = lambda node: False) -> tuple[Exported, Path, str]:
     """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
-    channel (QDQ). Operators in `unrounded`, and what only leads to them, read their inputs as they were before rounding.
-    Returns the file that the graph is in, and how its ranges were found, for the user.
+    channel (QDQ). Nodes of which `unrounded` is true, and what only leads to them, read their inputs as they were before
+    rounding. Returns the file that the graph is in, and how its ranges were found, for the user.
 
     Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
     """
@@ -172,6 +172,9 @@ def static(context: Context, method: str, products: bool, reduce_range: bool, ba
     model, large = prepare(exported.path, prepared)
     left = excluded(exported, model, context.keep)
     left += before(model, left)
+    apart = [node.name for node in model.graph.node if unrounded(node)]
+    # Excluded, not only read past: the quantizer removes a ReLU that its rounding stands for.
+    left += apart + before(model, apart, joined=True)
     reader = Batches(context, exported, (item.name for item in model.graph.input), batches)
     quantization.quantize_static(
         prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
@@ -183,9 +186,8 @@ def static(context: Context, method: str, products: bool, reduce_range: bool, ba
         # most and gain least.
         extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products},
     )
-    apart = [node.name for node in model.graph.node if node.op_type in unrounded]
-    if left or apart:
-        read_unrounded(path, [*left, *apart, *before(model, apart)], large)
+    if left:
+        read_unrounded(path, left, large)
     return exported, path, f"ranges of {len(reader)} calibration batches ({method})"
 
 
@@ -217,11 +219,12 @@ class Batches(CalibrationDataReader):
 """
 
 
-def static_code(method: str, products: bool, reduce_range: bool) -> str:
-    """The lines that write int8.onnx."""
+def static_code(method: str, products: bool, reduce_range: bool, apart: str = "") -> str:
+    """The lines that write int8.onnx. `apart`: lines that make a list of that name, of nodes that are left as they are."""
     kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if products else ""
+    kinds += "\n                nodes_to_exclude=apart," if apart else ""
     return (
-        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}"
+        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}{apart}"
         f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
         f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={reduce_range},\n"
         f"                calibrate_method=CalibrationMethod.{METHODS.get(method, method)},\n"

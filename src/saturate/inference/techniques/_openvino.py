@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import json
 from pathlib import Path
+from typing import Any
 
 from saturate.inference import structure
 from saturate.inference.formats import openvino as programs
-from saturate.inference.techniques import _onnx
+from saturate.inference.techniques import _onnx, _onnx_int8
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
 from saturate.records.inference import ModelFacts
 
@@ -20,7 +21,7 @@ INTEGER = "I8"
 
 #: Operators that must not read 8-bit integers: OpenVINO 2026.4 sums those along the middle one of three dimensions right for
 #: the first sample of a batch only.
-REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL1", "ReduceL2")
+REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceMean", "ReduceSum", "ReduceSumSquare")
 
 
 def refusal(facts: ModelFacts, packages: tuple[str, ...] = ("onnx", "onnxscript", "openvino")) -> Ineligible | None:
@@ -82,22 +83,54 @@ def proof(context: Context, key: str, kind: str) -> Proof:
     return Proof(bool(found), f"OpenVINO executes {shown}; {sum(products.values()) - sum(found.values())} products in other types")
 
 
+# `sums`, and `_onnx_int8.before` for them.
+APART_CODE = f"""\
+def sums(node):      # OpenVINO 2026.4 sums 8-bit integers of a batch wrongly: sums, and what leads to them, stay as they are
+    if node.op_type != "Einsum":
+        return node.op_type in {REDUCTIONS}
+    taken, _, answer = node.attribute[0].s.decode().partition("->")
+    terms = [set(term.strip()) for term in taken.split(",")]
+    return any(sum(label in term for term in terms) == 1 and label not in answer for label in set.union(*terms) - set(". "))
+made = {{name: node for node in prepared.graph.node for name in node.output}}
+constants = {{tensor.name for tensor in prepared.graph.initializer}}
+waiting = [node for node in prepared.graph.node if sums(node)]
+apart = [node.name for node in waiting]
+while waiting:
+    for node in filter(None, map(made.get, waiting.pop().input)):
+        data = node.input[:1] if node.op_type in {_onnx_int8.RESHAPING} else node.input
+        passes_on = node.op_type == "Concat" or sum(bool(name) and name not in constants for name in data) == 1
+        if passes_on and node.op_type not in {_onnx.FLOAT} and node.name not in apart:
+            apart.append(node.name)
+            waiting.append(node)
+"""
+
+# `_onnx_int8.read_unrounded` for them.
 UNROUNDED_CODE = """\
 int8 = onnx.load("int8.onnx")
 made = {name: node for node in int8.graph.node for name in node.output}
-for node in int8.graph.node:      # OpenVINO 2026.4 sums 8-bit integers of a batch wrongly: sums read what was not rounded
-    back = made.get(node.input[0]) if node.op_type.startswith("Reduce") else None
-    if back is not None and back.op_type == "DequantizeLinear":
-        node.input[0] = made[back.input[0]].input[0]
+for node in int8.graph.node:
+    for place, name in enumerate(node.input if node.name in apart else ()):
+        if name in made and made[name].op_type == "DequantizeLinear" and made[name].input[0] in made:
+            node.input[place] = made[made[name].input[0]].input[0]
 onnx.save(int8, "int8.onnx")
 """
+
+
+def sums(node: Any) -> bool:
+    """Whether a node of a graph adds up the entries of one tensor."""
+    if node.op_type != "Einsum":
+        return node.op_type in REDUCTIONS
+    taken, _, answer = node.attribute[0].s.decode().partition("->")
+    terms = [set(term.strip()) for term in taken.split(",")]
+    return any(sum(label in term for term in terms) == 1 and label not in answer for label in set.union(*terms) - set(". "))
 
 
 def call_code(name: str, precision: str = "f32") -> str:
     """The lines that answer by the file `name`. OpenVINO has threads of its own."""
     return (
         "import openvino\n"
-        f'settings = {{"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "{precision}"}}\n'
+        'settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,\n'
+        f'            "INFERENCE_PRECISION_HINT": "{precision}"}}\n'
         f'compiled = openvino.Core().compile_model("{name}", "CPU", settings)\n'
         "answers = list(compiled({given.get_any_name(): x.numpy() for given, x in zip(compiled.inputs, inputs)}).values())"
     )

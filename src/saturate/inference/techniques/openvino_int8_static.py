@@ -84,7 +84,7 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     _openvino.needs_float32(context)
     exported, path, ranges = _onnx_int8.static(
-        context, options.method, options.products, options.reduce_range, options.batches, unrounded=_openvino.REDUCTIONS)
+        context, options.method, options.products, options.reduce_range, options.batches, unrounded=_openvino.sums)
     _openvino.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
@@ -94,5 +94,5 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range)
+    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, _openvino.APART_CODE)
     return f"{code}{_openvino.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"

@@ -14,7 +14,9 @@ where ONNX Runtime was at 2.1 (`bench/inference.py`).
 When it hurts
 -------------
 Models that torch.export does not take (control flow that depends on data) are refused by name. A size that was not seen before
-is planned anew at its first call. Integers of 64 bits are computed with 32. Weights are held twice while the program is made.
+is planned anew at its first call. Weights are held twice while the program is made. What is no error in OpenVINO: integers of
+64 bits are computed with 32 (inputs that exceed them are refused when they come; results that do are not seen), an index beyond an
+embedding answers zeros, ReLU and clamp make a number of NaN, and sums of 8-bit integers stop at the largest instead of wrapping.
 
 Numerics
 --------
