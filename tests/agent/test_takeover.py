@@ -46,6 +46,15 @@ models = [Net(), Net()]; optimizers = [adam(m) for m in models]
 for turn in range(3):
     model, optimizer = models[turn % 2], optimizers[turn % 2]; train(model, optimizer, 40); told(model, optimizer)
 """, ["True True"] * 3),
+    "one that the script froze": ("""
+import gc
+model = Net(); optimizer = adam(model); train(model, optimizer, 3)
+gc.collect(); gc.freeze(); gc.disable(); train(model, optimizer, 30); told(model, optimizer)
+""", ["True True"]),
+    "one that the script compiled": ("""
+model = torch.compile(Net(), backend="eager"); optimizer = adam(model); train(model, optimizer, 30)
+print(hasattr(vars(model)["forward"], "instances_own"), optimizer.param_groups[0].get("fused"), flush=True)
+""", ["True True"]),
     "a model of another class": ("""
 model = Net(); train(model, adam(model), 30)
 model = Other(); optimizer = adam(model); train(model, optimizer, 30); told(model, optimizer)

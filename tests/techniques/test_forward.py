@@ -346,6 +346,8 @@ def test_compile_variants_follow_the_facts():
     assert "reduce-overhead" not in modes and "max-autotune" not in modes
     assert not compile.eligible(dataclasses.replace(cpu, machine=MachineFacts()))
     assert not compile.eligible(dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True),)))
+    already = dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True, convolutions=1),))
+    assert "compiles" in channels_last.eligible(already).reason and bf16_autocast.eligible(usual(modules=already.modules))
 
 
 @pytest.fixture
@@ -476,6 +478,60 @@ def test_a_step_that_the_user_compiles_around_the_model_still_runs(fresh_dynamo)
 
     torch.compile(step, None, None)(torch.rand(2, 4)).backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.fixture
+def compiling():
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    yield lambda model, backend: torch.compile(model, backend=backend)
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_the_script_compiled_is_wrapped_from_outside(compiling, backend):
+    """Seen on nanochat: no module could be wrapped, so bfloat16 was not even tried on scripts that compile their model."""
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).train()
+    model = compiling(plain, backend)
+    x = torch.rand(2, 4)
+    expected, own = model(x), vars(model)["forward"]
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    output = model(x)
+    assert output.dtype == torch.float32 and not torch.equal(output, expected)
+    assert bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    assert "forward" not in vars(plain) and "__deepcopy__" not in vars(plain), "what is compiled is as it was"
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    model.train()
+    assert list(model.state_dict()) == list(compiling(plain, backend).state_dict())
+    context.undo()
+    assert vars(model)["forward"] is own and not {"__getstate__", "__reduce_ex__", "__deepcopy__"} & set(vars(model))
+    assert torch.equal(model(x), expected)
+
+
+def test_a_copy_of_what_the_script_compiled_has_its_own_weights(compiling):
+    model = compiling(torch.nn.Sequential(torch.nn.Linear(4, 4)).train(), "eager")
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    twin, x = copy.deepcopy(model), torch.rand(2, 4)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(x).any() and model(x).any()
+    context.undo()
+    assert model(x).any() and not twin(x).any()
+
+
+def test_a_forward_that_a_script_puts_on_what_it_compiled_is_refused(compiling):
+    model = compiling(torch.nn.Linear(2, 2), "eager")
+    model.forward = lambda x: x
+    with pytest.raises(NotApplied):
+        bf16_autocast.apply(context_of(model), bf16_autocast.Options())
 
 
 def test_a_whole_model_that_was_saved_loads_with_weights_only():

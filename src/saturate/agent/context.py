@@ -138,9 +138,15 @@ class Context:
 
 def forward_overridden(module: Any) -> bool:
     """Whether a script or library replaced `forward` on the instance. A wrapped module that was pickled and loaded
-    carries its own plain method there, which is no replacement."""
+    carries its own plain method there, which is no replacement; neither is what `torch.compile` puts there."""
     own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", own) is not type(module).forward
+    return own is not None and getattr(own, "__func__", own) is not type(module).forward and _compiled(module) is None
+
+
+def _compiled(module: Any) -> Any:
+    """The forward of a module that `torch.compile` made around another one, or None for any other module."""
+    own = vars(module).get("forward")
+    return own if type(module).__name__ == "OptimizedModule" and hasattr(own, "_torchdynamo_orig_callable") else None
 
 
 def is_ours(module: Any) -> bool:
@@ -150,8 +156,11 @@ def is_ours(module: Any) -> bool:
 
 
 def _unbind(module: Any) -> None:
+    own = getattr(vars(module).get("forward"), "instances_own", None)
     for name in _BOUND:
         vars(module).pop(name, None)
+    if own is not None:
+        vars(module)["forward"] = own
 
 
 #: What `_bind_forward` leaves on an instance.
@@ -165,14 +174,18 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
     compilation or the type. A bound method alone is pickled as a call of `getattr`, which `torch.load(weights_only=True)`
     refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11). `copy.copy` asks the
-    class how to reduce it, and the instance only for its state.
+    class how to reduce it, and the instance only for its state. What `torch.compile` made is wrapped from outside.
     """
-    original = type(module).forward
+    if is_ours(module):
+        _unbind(module)
+    own = _compiled(module)
+    original = type(module).forward if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
     inner = original
     for wrap in wrappers:
         inner = wrap(inner)
 
-    @functools.wraps(original)          # libraries read the signature, to choose dataset columns for one
+    # Libraries read the signature, to choose dataset columns for one. Not what dynamo keeps on a function of its own.
+    @functools.wraps(original if own is None else own, updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (inner if self.training else original)(self, *args, **kwargs)
 
@@ -191,7 +204,9 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     def deepcopied(self: Any, memo: dict[int, Any]) -> Any:
         with as_it_was(self):
             twin = copy.deepcopy(self, memo)
-        if type(twin) is type(self):        # one with a class of its own, as graphs have, has a forward of its own
+        if own is not None:
+            _bind_forward(twin, wrappers)       # around its own forward: that of `self` has the weights of `self`
+        elif type(twin) is type(self):          # one with a class of its own, as graphs have, has a forward of its own
             bind(twin)
         return twin
 
@@ -199,15 +214,17 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     def as_it_was(instance: Any) -> Iterator[None]:
         bound = {name: vars(instance).pop(name) for name, function in ours.items()
                  if getattr(vars(instance).get(name), "__func__", None) is function}
+        if own is not None and "forward" in bound:
+            vars(instance)["forward"] = own
         try:
             yield
         finally:
             vars(instance).update(bound)
 
-    def bind(instance: Any) -> None:
-        for name, function in ours.items():
-            setattr(instance, name, types.MethodType(function, instance))
+    def bind(instance: Any) -> None:        # not by setattr: a compiled module hands that on to the module inside
+        vars(instance).update({name: types.MethodType(function, instance) for name, function in ours.items()})
 
+    forward.instances_own = own             # type: ignore[attr-defined] - for `_unbind`
     ours = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
     bind(module)
 

@@ -15,6 +15,7 @@ import types
 from typing import Any
 
 from saturate.agent import memory, observe
+from saturate.agent.inspection import user_compiles
 
 #: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
 MOST_CALLS = 2000
@@ -115,7 +116,7 @@ class _NothingSeen:
         self.device, self.modules, self.distributed = trained[0].device.type, modules, distributed
         self.devices = observe.devices(trained, self.device)
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
-        self.compiled, self.shapes = False, ()
+        self.compiled, self.shapes = user_compiles(modules), ()
 
     def describe(self) -> str:
         return ""

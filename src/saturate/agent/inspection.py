@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from saturate.agent import motif
@@ -43,7 +44,7 @@ class Inspection:
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         wanted = {id(p) for p in parameters}
         everything = [m for m in all_modules(torch) if any(id(p) in wanted for p in m.parameters())]
-        self.compiled = _user_compiles(everything)
+        self.compiled = user_compiles(everything)
         children = {id(child) for m in everything for child in m._modules.values() if child is not None}
         self._roots = [m for m in everything if id(m) not in children]
         self.modules: tuple[Any, ...] = ()
@@ -187,7 +188,7 @@ class Inspection:
         distributed = self.session.torch.nn.parallel.DistributedDataParallel
         inner = [m.module if isinstance(m, distributed) else m for m in modules]
         self.modules = tuple(m for m in inner if next(m.parameters(), None) is not None)
-        self.distributed = any(isinstance(m, distributed) for m in modules)
+        self.distributed = any(isinstance(getattr(m, "_orig_mod", m), distributed) for m in modules)
         self._called.clear()
 
     def describe(self) -> str:
@@ -215,7 +216,8 @@ def _in_backward(torch: Any) -> Any:
     return (lambda: task() != -1) if task is not None else (lambda: False)
 
 
-def _user_compiles(modules: list[Any]) -> bool:
+def user_compiles(modules: Iterable[Any]) -> bool:
+    """Whether the script compiles one of these modules, or has compiled anything at all."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.utils.counters["frames"].get("ok", 0):
         return True

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import sys
+import weakref
 from dataclasses import asdict
 from typing import Any
 
@@ -34,9 +35,20 @@ def _group() -> Any:
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
+#: Modules that lived when the script called `gc.freeze`: the collector does not list them any more.
+_frozen: list[weakref.ref[Any]] = []
+
+
 def all_modules(torch: Any) -> list[Any]:
     """Every living nn.Module. `type(o)`, not `isinstance`: lazy proxies must not be touched."""
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    listed = {id(module) for module in found}
+    return found + [module for reference in _frozen if (module := reference()) is not None and id(module) not in listed]
+
+
+def remember_modules(torch: Any) -> None:
+    """Before `gc.freeze`."""
+    _frozen[:] = [weakref.ref(module) for module in all_modules(torch)]
 
 
 def trained_parameters(session: Any) -> list[Any]:

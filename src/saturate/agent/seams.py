@@ -7,13 +7,17 @@
     Module.eval                              a step that contains an evaluation is not a training step
     Optimizer.__init__, init_process_group   first signs that this process trains; `import` techniques apply then
     torch.load                               files that only name a checkpoint in a store
+    gc.freeze                                what it freezes is not among `gc.get_objects` any more
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from typing import Any
+
+from saturate.agent import observe
 
 
 def install(session: Any) -> None:
@@ -26,6 +30,7 @@ def install(session: Any) -> None:
     _evaluation(session, torch)
     _signs(session, torch)
     _loading(session, torch)
+    _freezing(session, torch)
     if not session.plan["techniques"]:       # facts are asked of the unchanged workload
         _saves(session, torch)
 
@@ -67,6 +72,17 @@ def _optimizers(session: Any, torch: Any) -> None:
 
     session.undo.append(register_optimizer_step_pre_hook(before).remove)
     session.undo.append(register_optimizer_step_post_hook(after).remove)
+
+
+def _freezing(session: Any, torch: Any) -> None:
+    original = gc.freeze
+
+    @functools.wraps(original)
+    def freeze() -> None:
+        session.guard(observe.remember_modules, torch)
+        original()
+
+    replace(session, gc, "freeze", freeze)
 
 
 def _scaler(session: Any, torch: Any) -> None:
