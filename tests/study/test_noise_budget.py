@@ -134,3 +134,37 @@ def test_what_the_kernel_did_for_each_process_of_the_first_race_is_known():
     unlucky = Facts(page_faults=1500.0, kernel_ms=4.0)
     found = tune.seen_by_all(unlucky, SimpleNamespace(work=pair[1:]))
     assert (found.page_faults, found.kernel_ms, found.least_page_faults) == (1500.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(("split_ms", "raced_ms", "again"), [(60.0, 24.0, True), (10.0, 24.0, True), (26.0, 24.0, False), (0.0, 24.0, False)])
+def test_a_split_of_a_baseline_that_ran_at_another_speed_is_made_again(monkeypatch, split_ms, raced_ms, again):
+    """Seen on a Keras script: the first process took 62 ms for a step, all others 23, and the gain was explained by the first."""
+    asked = []
+
+    class Bench:
+        def live(self, purpose, techniques):
+            asked.append((purpose, techniques))
+            return purpose
+
+        def finish_live(self, live):
+            asked.append((live, "ended"))
+
+    monkeypatch.setattr(baseline, "observe", lambda study, live: {"split": {"forward": 20.0 if live != "tuned" else 12.0}})
+    kept = {}
+    store = SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__)
+    study = SimpleNamespace(store=store, starved="", notes=[], baseline={"split": {"forward": split_ms} if split_ms else {}},
+                            final=SimpleNamespace(a_ms=raced_ms))
+    found = tune._observe_tuned(study, Bench(), ("fast",))
+    assert found["split"] == {"forward": 12.0} and found.get("before") == ({"forward": 20.0} if again else None)
+    assert kept["tuned"] == found and len([one for one in asked if one[1] == "ended"]) == 1 + again
+
+
+def test_a_result_stands_where_its_step_cannot_be_split():
+    class Bench:
+        def live(self, purpose, techniques):
+            raise TrialEnded(Outcome("crashed", "the port is taken"))
+
+    kept = {}
+    study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
+                            baseline={"split": {}}, final=SimpleNamespace(a_ms=1.0))
+    assert tune._observe_tuned(study, Bench(), ("fast",)) == {} and "the port is taken" in study.notes[0]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import inspect
 import io
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent.context import Context, is_ours  # noqa: E402 - after the import that decides whether to run at all
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
     _common,
@@ -118,11 +120,50 @@ def test_autocast_without_low_precision_work_is_not_active():
 
 
 def test_a_replaced_forward_is_refused_but_does_not_spoil_the_others():
-    ours, theirs = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    """By techniques that change what a forward gets."""
+    ours, theirs = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)
     theirs.forward = lambda x: x
     with pytest.raises(NotApplied):
-        bf16_autocast.apply(context_of(theirs), bf16_autocast.Options())
-    assert "1 module(s)" in bf16_autocast.apply(context_of(theirs, ours), bf16_autocast.Options())
+        channels_last.apply(context_of(theirs), channels_last.Options())
+    channels_last.apply(context_of(theirs, ours), channels_last.Options())
+    assert is_ours(ours) and not is_ours(theirs)
+
+
+def shifted(module):
+    """A forward of the instance's own, as TRL puts one on the models that it trains."""
+    plain = type(module).forward
+    module.forward = types.MethodType(lambda self, x, scale=2.0: plain(self, x) * scale, module)
+    return module
+
+
+def test_a_replaced_forward_is_wrapped_from_outside():
+    model, x = shifted(torch.nn.Linear(8, 8)).train(), torch.rand(2, 8)
+    expected, own = model(x), vars(model)["forward"]
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    output = model(x)
+    assert output.dtype == torch.float32 and not torch.equal(output, expected) and torch.allclose(output, expected, atol=0.1)
+    assert bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
+    assert torch.equal(model.eval()(x), expected)
+    shallow = copy.copy(model)
+    assert torch.equal(shallow(x), expected), "its own forward is not lost"
+    twin = copy.deepcopy(model.train())
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.fill_(1.0)
+    assert torch.equal(twin(x), torch.full((2, 8), 2.0)) and torch.equal(model(x), output)
+    context.undo()
+    assert vars(model)["forward"] is own and torch.equal(model(x), expected)
+
+
+def test_what_a_library_replaces_can_be_compiled(fresh_dynamo):
+    model, x = shifted(torch.nn.Linear(8, 8)).train(), torch.rand(2, 8)
+    expected = model(x)
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    assert torch.allclose(model(x), expected)
+    assert compile.active(evidence_of(context, dynamo_frames=frames(fresh_dynamo)), compile.Options()).active
 
 
 def usual(**changes):
@@ -142,7 +183,7 @@ def usual(**changes):
         ({"grad_scaler": True}, False),
         ({"modules": (ModuleFacts(dtypes=("bfloat16",), linears=2),)}, False),
         ({"modules": (ModuleFacts(dtypes=("float32",)),)}, False),
-        ({"modules": (ModuleFacts(dtypes=("float32",), linears=2, forward_overridden=True),)}, False),
+        ({"modules": (ModuleFacts(dtypes=("float32",), linears=2, forward_overridden=True),)}, True),
     ],
 )
 def test_bf16_is_offered_where_it_is_native(changes, allowed):
@@ -347,7 +388,7 @@ def test_compile_variants_follow_the_facts():
     assert not compile.eligible(dataclasses.replace(cpu, machine=MachineFacts()))
     assert not compile.eligible(dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True),)))
     already = dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True, convolutions=1),))
-    assert "compiles" in channels_last.eligible(already).reason and bf16_autocast.eligible(usual(modules=already.modules))
+    assert bf16_autocast.eligible(usual(modules=already.modules))
 
 
 @pytest.fixture
@@ -525,13 +566,6 @@ def test_a_copy_of_what_the_script_compiled_has_its_own_weights(compiling):
     assert not twin(x).any() and model(x).any()
     context.undo()
     assert model(x).any() and not twin(x).any()
-
-
-def test_a_forward_that_a_script_puts_on_what_it_compiled_is_refused(compiling):
-    model = compiling(torch.nn.Linear(2, 2), "eager")
-    model.forward = lambda x: x
-    with pytest.raises(NotApplied):
-        bf16_autocast.apply(context_of(model), bf16_autocast.Options())
 
 
 def test_a_whole_model_that_was_saved_loads_with_weights_only():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -47,11 +48,11 @@ class Context:
         view.owner = owner
         return view
 
-    def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
+    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:
         if id(module) not in self._stacks:
             if is_ours(module):         # a deep copy of a module that was wrapped
                 _unbind(module)
-            if forward_overridden(module):
+            if forward_overridden(module) and not around:
                 raise NotApplied(
                     f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
                 )
@@ -137,16 +138,15 @@ class Context:
 
 
 def forward_overridden(module: Any) -> bool:
-    """Whether a script or library replaced `forward` on the instance. A wrapped module that was pickled and loaded
-    carries its own plain method there, which is no replacement; neither is what `torch.compile` puts there."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", own) is not type(module).forward and _compiled(module) is None
+    """Whether a script or library replaced `forward` on the instance, as `torch.compile` does with that of its own class."""
+    return _own_forward(module) is not None
 
 
-def _compiled(module: Any) -> Any:
-    """The forward of a module that `torch.compile` made around another one, or None for any other module."""
+def _own_forward(module: Any) -> Any:
+    """The forward that an instance has instead of its class's, or None. A wrapped module that was pickled and loaded carries
+    its own plain method there, which is no replacement."""
     own = vars(module).get("forward")
-    return own if type(module).__name__ == "OptimizedModule" and hasattr(own, "_torchdynamo_orig_callable") else None
+    return own if getattr(own, "__func__", own) is not type(module).forward else None
 
 
 def is_ours(module: Any) -> bool:
@@ -174,17 +174,17 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     A closure over the module would run the original's weights in every deep copy; hooks and `__class__` swaps break
     compilation or the type. A bound method alone is pickled as a call of `getattr`, which `torch.load(weights_only=True)`
     refuses; so the instance says itself what is kept of it (pickle and copy ask it since Python 3.11). `copy.copy` asks the
-    class how to reduce it, and the instance only for its state. What `torch.compile` made is wrapped from outside.
+    class how to reduce it, and the instance only for its state. What an instance has instead is wrapped from outside.
     """
     if is_ours(module):
         _unbind(module)
-    own = _compiled(module)
+    own = _own_forward(module)
     original = type(module).forward if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
     inner = original
     for wrap in wrappers:
         inner = wrap(inner)
 
-    # Libraries read the signature, to choose dataset columns for one. Not what dynamo keeps on a function of its own.
+    # Libraries read the signature, to choose dataset columns for one. Not what `torch.compile` keeps on a function of its own.
     @functools.wraps(original if own is None else own, updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (inner if self.training else original)(self, *args, **kwargs)
@@ -193,8 +193,9 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         found = type(self).__getstate__(self)
         if not isinstance(found, dict):
             return found                # a class with a state of its own kind
-        return {name: value for name, value in found.items()
+        kept = {name: value for name, value in found.items()
                 if name not in ours or getattr(value, "__func__", None) is not ours[name]}
+        return kept | {"forward": own} if own is not None and "forward" in found else kept
 
     def reduced(self: Any, protocol: int) -> Any:
         with as_it_was(self):
@@ -225,8 +226,17 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         vars(instance).update({name: types.MethodType(function, instance) for name, function in ours.items()})
 
     forward.instances_own = own             # type: ignore[attr-defined] - for `_unbind`
+    if own is not None:
+        with contextlib.suppress(TypeError, ValueError):        # it has no signature to read
+            forward.__signature__ = _with_self(inspect.signature(own))      # type: ignore[attr-defined]
     ours = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
     bind(module)
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    """That of a method, whose first parameter is left out where it is bound."""
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
 def _with_copies_of(own: dict[str, Any], found: Any) -> Any:

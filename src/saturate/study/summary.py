@@ -48,7 +48,7 @@ def record_of(study: Study) -> StudyRecord:
         machine=_machine(study),
         workload=_workload(study),
         staircase=_staircase(study, result),
-        split_before=study.baseline.get("split", {}),
+        split_before=study.tuned.get("before") or study.baseline.get("split", {}),
         split_after=study.tuned.get("split", {}),
         numerics=_curves(study),
         races=[r.record for r in results],

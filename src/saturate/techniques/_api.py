@@ -99,9 +99,11 @@ class Context(Protocol):
     early: bool                         # stage "model": applied before the first training forward (`EARLY`)
     gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
-    def wrap_forward(self, module: Any, order: int, wrap: Any) -> None:
+    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:
         """Put `wrap(inner) -> function(self, *args, **kwargs)` around the module's forward in training mode.
-        Wrappers with a higher order are further out. The result survives deepcopy, pickle and `torch.save`."""
+        Wrappers with a higher order are further out. The result survives deepcopy, pickle and `torch.save`. `around`: also
+        where the instance has a forward of its own, from the script, a library or `torch.compile`; without, that raises
+        NotApplied, for what such a forward makes of its inputs nobody knows."""
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """`setattr` that is listed and undone."""

@@ -25,7 +25,7 @@ def computing(facts: Facts, most: float = 1.0) -> float | None:
 
 
 def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
-    """Trained modules whose forward may be wrapped."""
+    """Trained modules whose forward is that of their class: for techniques that change what it gets or what it does."""
     return tuple(module for module in facts.modules if not module.forward_overridden)
 
 
@@ -35,9 +35,9 @@ def why_no_autocast(facts: Facts) -> Ineligible | None:
         return Ineligible(f"the script already runs under {facts.autocast} autocast")
     if facts.grad_scaler:
         return Ineligible("the script scales its loss itself, so it manages its own precision")
-    modules = wrappable(facts)
+    modules = facts.modules
     if not modules:
-        return Ineligible("no trained module whose forward can be wrapped was seen")
+        return Ineligible("no trained module was seen")
     if not any("float32" in module.dtypes for module in modules):
         return Ineligible("the trained modules hold no float32 parameters")
     if not any(module.linears or module.convolutions or module.recurrents or module.attentions for module in modules):
@@ -140,7 +140,7 @@ def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -
 
         return forward
 
-    context.wrap_forward(module, OBSERVER_ORDER, wrap)
+    context.wrap_forward(module, OBSERVER_ORDER, wrap, around=True)
 
 
 #: Further out than any technique.
@@ -185,7 +185,7 @@ def wrap_autocast(context: Any, dtype: Any, key: str) -> int:
             context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
 
     def wrap_one(module: Any) -> None:
-        context.wrap_forward(module, AUTOCAST_ORDER, wrap)
+        context.wrap_forward(module, AUTOCAST_ORDER, wrap, around=True)
         observe_first_call(context, module, look)
 
     return wrap_all(context, wrap_one)

@@ -82,9 +82,9 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device not in ("cpu", "cuda"):
         return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
-    modules = _common.wrappable(facts)
+    modules = facts.modules
     if not modules:
-        return Ineligible("no trained module whose forward can be wrapped was seen")
+        return Ineligible("no trained module was seen")
     if all(module.compiled for module in modules):
         return Ineligible("the script already compiles its model")
     if facts.device == "cpu" and not facts.machine.compiler:
@@ -114,7 +114,7 @@ def apply(context: Any, options: Options) -> str:
         raise NotApplied("no trained module is known")
     compiler = _Compiler(context, options)
     if options.scope == "module":
-        count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap))
+        count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap, around=True))
         return f"forward of {count} module(s) compiled, mode {options.mode}, dynamic {options.dynamic}"
     blocks = [block for module in context.modules for block in repeated_blocks(module)]
     if not blocks:
