@@ -30,8 +30,9 @@ from saturate.measure.race import Limits
 #: Times eager float32, times the best lossless, on one thread of a CPU with VNNI.
 TARGETS = {"resnet50": (6.5, 3.2), "bert-base": (6.5, 3.2), "vit-b16": (5.5, 2.9)}
 
-#: How many of the held-out inputs may get another top-1. Generous: the logits of random weights lie close together.
-MAX_DROP = 0.3
+#: How many of the held-out inputs may get another top-1. Generous: the logits of random weights lie close together, so that 8 bits
+#: change some 20 % of the answers, and the half of the inputs that confirms must be able to tell that this is within the budget.
+MAX_DROP = 0.4
 
 #: A smoke run's peers, and the techniques of its search: what needs no compiler.
 SMOKE_PEERS = ("eager", "onnx-runtime")

@@ -115,6 +115,18 @@ def test_who_was_not_scored_has_its_turn_when_the_one_that_outran_it_falls(how: 
     assert won is not None and won.found.candidate.label() == "bf16 + other" and won.judgement.verdict == "pass"
 
 
+@pytest.mark.parametrize(("lossless_ms", "winner"), [(0.8, "bf16"), (0.45, "run")])
+def test_behind_the_end_of_the_time_one_that_was_not_scored_is_worth_a_turn(lossless_ms: float, winner: str) -> None:
+    """Seen on ResNet-50: 96 samples could not tell of five ways to int8, and bfloat16, twice as fast as the lossless one, had no turn."""
+    many = technique("fast", "runtime", "convergence", bound=9.0, variants=3)
+    world = World({"fast": 0.2, "bf16": 0.4, "run": lossless_ms})
+    search = walk(world, many, BF16, RUN)
+    losing(world, *(label for label in fates(search) if label.startswith("fast")))
+    search.deadline_s = search.end_s = 0.0
+    won, _ = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+    assert won is not None and winner in won.found.candidate.label(), fates(search)
+
+
 def test_who_was_not_scored_is_left_alone_while_the_best_holds() -> None:
     world = World({"fast": 0.2, "bf16": 0.26, "other": 0.8})
     search = walk(world, FAST, BF16, OTHER)

@@ -34,6 +34,13 @@ def test_without_findings_a_technique_that_nothing_bounds_waits() -> None:
     assert promise("compile", 0.2, []) < promise("allocator", None, [])
 
 
+def test_what_can_give_but_little_comes_last_unless_it_is_named() -> None:
+    """On a public script dataset-cache, which could remove 3 % of a step, took the time in which compile and cpu-threads had no turn."""
+    assert promise("dataset-cache", 0.03, []) > promise("compile", 0.9, [], slow_start=True) > promise("cpu-threads", None, [])
+    assert promise("dataset-cache", 0.04, []) < promise("dataset-cache", 0.03, [])
+    assert promise("dataset-cache", 0.03, [finding(1.5, "dataset-cache")]) < promise("cpu-threads", None, [])
+
+
 def test_what_takes_long_to_find_out_waits_unless_the_diagnosis_names_it() -> None:
     """compile took 70 of 180 s on a public script, and four that take ten each had no turn."""
     assert promise("compile", 0.9, [], slow_start=True) > promise("allocator", None, [])

@@ -23,6 +23,9 @@ from saturate.measure.race import Limits
 #: So many contenders are stored and confirmed at most.
 MOST = 4
 
+#: When the time is over, one that was not scored still has a turn where it is this many times as fast as what is left without loss.
+WORTH = 1.25
+
 #: Contenders this close to the first, by their screening, race it.
 CLOSE = 1.06
 
@@ -140,8 +143,10 @@ def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: ty
     `mend`, which may bring other contenders in its place."""
     best: Confirmed | None = None
     seen: set[Candidate] = set()
-    while (found := following(search, seen, best)) is not None:
+    spare = True
+    while (found := following(search, seen, best, spare)) is not None:
         seen.add(found.candidate)
+        spare = spare and (not found.unscored or search.time_left())
         confirmed = survive(found, yard, failed, check_failed, search.progress)
         if confirmed is None:
             mend(found)
@@ -152,15 +157,23 @@ def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: ty
     return best
 
 
-def following(search: Search, seen: set[Candidate], best: Confirmed | None) -> Tried | None:
+def following(search: Search, seen: set[Candidate], best: Confirmed | None, spare: bool = False) -> Tried | None:
     """The next contender. One that was not scored has its turn where those that outran it did not survive, and a lossless one
-    however many others did not: it needs no samples."""
+    however many others did not: it needs no samples. Behind the end of the time one that was not scored may be the `spare`:
+    much faster than what loses nothing, and made by other techniques than those that fell."""
     left = [one for one in contenders(search) if one.candidate not in seen]
     room = len(seen) < MOST + 2
     if best is not None:
         close = (one for one in left if not one.unscored and search.value(best.found) <= CLOSE * search.value(one))
         return next(close, None) if room else None
-    return next((one for one in left if one.candidate.lossless or (room and (not one.unscored or search.time_left()))), None)
+    safe = max((search.value(one) for one in left if one.candidate.lossless), default=1.0)
+    fallen = {part.id for candidate in seen for part in candidate.parts}
+
+    def has_turn(one: Tried) -> bool:
+        other = search.value(one) >= WORTH * safe and fallen.isdisjoint(part.id for part in one.candidate.parts)
+        return one.candidate.lossless or (room and (not one.unscored or search.time_left() or (spare and other)))
+
+    return next(filter(has_turn, left), None)
 
 
 def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: type[Exception],

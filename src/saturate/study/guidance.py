@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from saturate.records.analysis import Finding
 
+#: A technique that can remove no more of a step than this has its turn after those of which nobody can say anything.
+LITTLE = 0.05
+
+#: ... that is, it has this first part of its key.
+LAST = 4
+
 
 def promise(identity: str, bound: float | None, findings: Sequence[Finding], slow_start: bool = False) -> tuple[int, float]:
     """Sort key of a technique, the most promising first.
@@ -13,11 +19,14 @@ def promise(identity: str, bound: float | None, findings: Sequence[Finding], slo
     `bound` is the largest share of a step (0 to 1) that it says it can remove; None: nothing bounds it. A finding that
     names it says how much its cause is worth, and that was seen in this workload. So the named come first, by what their
     largest finding could give and no more than their own bound; then the bounded; then those nobody can say anything of.
-    What nothing names and takes minutes to find out (`slow_start`) comes last: in that time several others have their turn.
+    What nothing names and takes minutes to find out (`slow_start`) comes after them: in that time several others have their
+    turn. Last comes what can give but little.
     """
     shares = _shares(identity, findings)
     if shares:
         return 0, -min(max(shares), 1.0 if bound is None else bound)
+    if bound is not None and bound <= LITTLE:
+        return LAST, -bound
     if slow_start and not any(identity in finding.techniques for finding in findings):
         return 3, 0.0
     return (2, 0.0) if bound is None else (1, -bound)

@@ -23,7 +23,7 @@ from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.fates import FATES, Fate, in_words, leads
-from saturate.study.guidance import promise, promised_gain
+from saturate.study.guidance import LAST, promise, promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
@@ -106,11 +106,11 @@ class Search:
             self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
             found.append(answer)
         # What makes processes alike comes first. What changes the work itself comes before what changes where it runs: that depends
-        # on the former. What is only worth a trial under a limit costs time, and comes last.
-        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, tuple[int, float]]:
+        # on the former. What can give but little comes behind both, and what is only worth a trial under a limit costs time: it is last.
+        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, bool, tuple[int, float]]:
             about = first.module.TECHNIQUE
-            return (first.id not in self.racer.steadying, self.saves_memory(first), about.stage == "environment",
-                    promise(first.id, bound, self.findings, about.slow_start))
+            promised = promise(first.id, bound, self.findings, about.slow_start)
+            return (first.id not in self.racer.steadying, self.saves_memory(first), promised[0] == LAST, about.stage == "environment", promised)
 
         found.sort(key=lambda entry: place(entry[0], entry[1][0]))
         return [variants for _, variants in found]

@@ -90,7 +90,7 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     modules = _common.wrappable(facts)
     if not modules:
-        return Ineligible("no trained module whose forward can be wrapped was seen")
+        return Ineligible("no trained module was seen whose forward is its class's own")
     if facts.checkpointed:
         return Ineligible("the script recomputes activations itself")
     if all(module.compiled for module in modules):

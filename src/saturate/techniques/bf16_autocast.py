@@ -24,7 +24,8 @@ computed outside the model sees float32 and is as safe as before.
 How it is applied
 -----------------
 The forward of each outermost module is wrapped while it is in training mode; evaluation keeps float32. Tensors in
-returned tuples, dictionaries and dataclasses are widened to float32.
+returned tuples, dictionaries and dataclasses are widened to float32. A forward that the script compiled, or that a library put
+on the module, is wrapped from outside; what is compiled is compiled once more for it.
 
 References
 ----------

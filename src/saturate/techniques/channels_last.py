@@ -58,7 +58,7 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     modules = [module for module in _common.wrappable(facts) if module.convolutions]
     if not modules:
-        return Ineligible("no trained module with 2-d convolutions whose forward can be wrapped was seen")
+        return Ineligible("no trained module with 2-d convolutions was seen whose forward is its class's own")
     if all(module.grouped_convolutions >= module.convolutions for module in modules):
         return Ineligible("all convolutions are grouped; their kernels gain nothing from channels-last")
     return Eligible(f"{sum(module.convolutions for module in modules)} 2-d convolutions")

@@ -98,7 +98,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if not facts.memory_limit_bytes:
         return Ineligible("insurance against running out of memory, not a speed-up: put it into a recipe by hand")
     if not _common.wrappable(facts):
-        return Ineligible("no trained module whose forward can be wrapped was seen")
+        return Ineligible("no trained module was seen whose forward is its class's own")
     if any(module.compiled for module in facts.modules):
         return Ineligible("the script compiles its model, and a compiled forward is not cut")
     if any(module.batch_norms for module in facts.modules):

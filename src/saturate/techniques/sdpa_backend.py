@@ -75,7 +75,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.sdpa_calls < 1:
         return Ineligible("scaled_dot_product_attention was not called")
     if not _common.wrappable(facts):
-        return Ineligible("no trained module whose forward can be wrapped was seen")
+        return Ineligible("no trained module was seen whose forward is its class's own")
     return Eligible(f"{facts.sdpa_calls} attention calls in one step")
 
 
