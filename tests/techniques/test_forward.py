@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent.context import Context, is_ours  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402 - after the import that decides whether to run at all
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
     _common,
@@ -155,6 +155,14 @@ def test_a_replaced_forward_is_wrapped_from_outside():
     assert torch.equal(twin(x), torch.full((2, 8), 2.0)) and torch.equal(model(x), output)
     context.undo()
     assert vars(model)["forward"] is own and torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_by_name():
+    model = torch.jit.trace(torch.nn.Linear(2, 2), torch.rand(1, 2)).train()
+    assert not forward_overridden(model), "facts are asked of it as well"
+    with pytest.raises(NotApplied, match="TorchScript"):
+        bf16_autocast.apply(context_of(model), bf16_autocast.Options())
 
 
 def test_what_a_library_replaces_can_be_compiled(fresh_dynamo):

@@ -52,6 +52,8 @@ class Context:
         if id(module) not in self._stacks:
             if is_ours(module):         # a deep copy of a module that was wrapped
                 _unbind(module)
+            if not hasattr(type(module), "forward"):
+                raise NotApplied(f"{type(module).__name__} is TorchScript, whose forward is no Python function")
             if forward_overridden(module) and not around:
                 raise NotApplied(
                     f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
@@ -146,7 +148,7 @@ def _own_forward(module: Any) -> Any:
     """The forward that an instance has instead of its class's, or None. A wrapped module that was pickled and loaded carries
     its own plain method there, which is no replacement."""
     own = vars(module).get("forward")
-    return own if getattr(own, "__func__", own) is not type(module).forward else None
+    return None if own is None or getattr(own, "__func__", own) is type(module).forward else own
 
 
 def is_ours(module: Any) -> bool:
