@@ -159,10 +159,23 @@ def test_a_replaced_forward_is_wrapped_from_outside():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_is_refused_by_name():
-    model = torch.jit.trace(torch.nn.Linear(2, 2), torch.rand(1, 2)).train()
-    assert not forward_overridden(model), "facts are asked of it as well"
+    traced, scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.rand(1, 2)), torch.jit.script(torch.nn.Linear(2, 2))
+    assert not forward_overridden(traced) and forward_overridden(scripted), "facts are asked of both"
     with pytest.raises(NotApplied, match="TorchScript"):
-        bf16_autocast.apply(context_of(model), bf16_autocast.Options())
+        bf16_autocast.apply(context_of(traced), bf16_autocast.Options())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_the_script_scripted_is_wrapped_from_outside():
+    model, x = torch.jit.script(torch.nn.Linear(8, 8)).train(), torch.rand(2, 8)
+    expected = model(x)
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    output = model(x)
+    assert not torch.equal(output, expected) and torch.allclose(output, expected, atol=0.05) and output.requires_grad
+    assert torch.equal(copy.deepcopy(model)(x), expected), "a copy runs as it always did"
+    context.undo()
+    assert torch.equal(model(x), expected)
 
 
 def test_what_a_library_replaces_can_be_compiled(fresh_dynamo):

@@ -52,7 +52,7 @@ class Context:
         if id(module) not in self._stacks:
             if is_ours(module):         # a deep copy of a module that was wrapped
                 _unbind(module)
-            if not hasattr(type(module), "forward"):
+            if _class_forward(module) is None and not forward_overridden(module):
                 raise NotApplied(f"{type(module).__name__} is TorchScript, whose forward is no Python function")
             if forward_overridden(module) and not around:
                 raise NotApplied(
@@ -148,7 +148,12 @@ def _own_forward(module: Any) -> Any:
     """The forward that an instance has instead of its class's, or None. A wrapped module that was pickled and loaded carries
     its own plain method there, which is no replacement."""
     own = vars(module).get("forward")
-    return None if own is None or getattr(own, "__func__", own) is type(module).forward else own
+    return None if own is None or getattr(own, "__func__", own) is _class_forward(module) else own
+
+
+def _class_forward(module: Any) -> Any:
+    """None for TorchScript, whose classes have none."""
+    return getattr(type(module), "forward", None)
 
 
 def is_ours(module: Any) -> bool:
@@ -181,7 +186,7 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     if is_ours(module):
         _unbind(module)
     own = _own_forward(module)
-    original = type(module).forward if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
+    original = _class_forward(module) if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
     inner = original
     for wrap in wrappers:
         inner = wrap(inner)
@@ -208,7 +213,8 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         with as_it_was(self):
             twin = copy.deepcopy(self, memo)
         if own is not None:
-            _bind_forward(twin, wrappers)       # around its own forward: that of `self` has the weights of `self`
+            if _own_forward(twin) is not None:      # a copy of TorchScript has none until it is called
+                _bind_forward(twin, wrappers)       # around its own forward: that of `self` has the weights of `self`
         elif type(twin) is type(self):          # one with a class of its own, as graphs have, has a forward of its own
             bind(twin)
         return twin
