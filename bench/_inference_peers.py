@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")     # a benchmark reports to nobody
 
 #: Which peers compute what the model computes, up to the order of additions.
 LOSSLESS = ("eager", "inductor", "onnx-runtime", "openvino")

@@ -15,6 +15,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# What a test imports of ONNX Runtime itself reports to nobody.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 # Under nohup, or in the background of a script, SIGHUP and SIGINT are ignored, and every process that a test starts would
 # inherit that. A handler is not inherited: with one, children start with the default.
 for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, signal.default_int_handler)):

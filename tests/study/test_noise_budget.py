@@ -154,7 +154,7 @@ def test_a_split_of_a_baseline_that_ran_at_another_speed_is_made_again(monkeypat
     store = SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__)
     study = SimpleNamespace(store=store, starved="", notes=[], baseline={"split": {"forward": split_ms} if split_ms else {}},
                             final=SimpleNamespace(a_ms=raced_ms))
-    found = tune._observe_tuned(study, Bench(), ("fast",))
+    found = baseline.observe_tuned(study, Bench(), ("fast",))
     assert found["split"] == {"forward": 12.0} and found.get("before") == ({"forward": 20.0} if again else None)
     assert kept["tuned"] == found and len([one for one in asked if one[1] == "ended"]) == 1 + again
 
@@ -167,4 +167,4 @@ def test_a_result_stands_where_its_step_cannot_be_split():
     kept = {}
     study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
                             baseline={"split": {}}, final=SimpleNamespace(a_ms=1.0))
-    assert tune._observe_tuned(study, Bench(), ("fast",)) == {} and "the port is taken" in study.notes[0]
+    assert baseline.observe_tuned(study, Bench(), ("fast",)) == {} and "the port is taken" in study.notes[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
 from saturate.study.bench import Bench, Live, Pace
+from saturate.study.candidates import Set
 from saturate.study.state import Study
 from saturate.study.verification import UPDATES
 from saturate.trial import meter
@@ -25,6 +26,10 @@ from saturate.trial.process import TrialEnded
 
 #: The study's question whose answer is why two processes of the command cannot live at once.
 ALTERNATES = "two at once"
+
+#: A baseline whose step took this many times as long as those of the last race (a process may stay slow as long as it lives) is no
+#: picture of where their time goes.
+APART = 1.3
 
 
 def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts], list[Finding]]) -> bool:
@@ -114,6 +119,35 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
             "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
             "memory_bytes": live.trial.resident_bytes(), "ports": live.trial.ports()}
+
+
+def observe_tuned(study: Study, bench: Bench, kept: Set) -> dict[str, Any]:
+    """What `observe` says of the final set; with "before", the split of a step of a baseline that ran as fast as those of
+    the final race, where the first one did not. Empty where a process failed: the result stands without."""
+    stored = study.store.answer("tuned")
+    if stored is None:
+        try:
+            stored = _observed(study, bench, "tuned", kept)
+            if not study.starved and study.final and apart(study.baseline["split"], study.final.a_ms):
+                stored["before"] = _observed(study, bench, "baseline, once more", ())["split"]
+        except TrialEnded as ended:
+            study.notes.append(f"where the time of a step went is not known in full: {ended.outcome.reason}")
+        study.store.set_answer("tuned", stored or {})
+    return stored or {}
+
+
+def _observed(study: Study, bench: Bench, purpose: str, techniques: Set) -> dict[str, Any]:
+    live = bench.live(purpose, techniques)
+    try:
+        return observe(study, live)
+    finally:
+        bench.finish_live(live)
+
+
+def apart(split: Mapping[str, float], step_ms: float | None) -> bool:
+    """Whether the parts of a step are those of a process that ran at another speed than `step_ms`."""
+    total = sum(split.values())
+    return bool(total and step_ms) and not 1 / APART <= total / step_ms <= APART
 
 
 def with_machine(study: Study, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -45,10 +45,6 @@ from saturate.trial.process import TrialEnded, Workload
 
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
 FINAL = Limits(max_pairs=3, min_rounds=6, max_rounds=16)
-
-#: A baseline whose step took this many times as long as those of the last race (a process may stay slow as long as it lives) is no
-#: picture of where their time goes.
-APART = 1.3
 
 #: A gain of less needs three fresh pairs, whatever time it is: two processes of one program can differ by as much.
 SMALL_GAIN = 0.05
@@ -346,38 +342,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if won is not None:
         pairs = words.count(len(won.pairs), "pair")
         study.notes.append(f"the budget had ended: the gain is that of the race in which it was found, {pairs} of processes")
-    study.tuned = (study.store.answer("tuned") or {}) if won is not None else _observe_tuned(study, racer.bench, kept)
+    study.tuned = (study.store.answer("tuned") or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
-
-
-def _observe_tuned(study: Study, bench: Bench, kept: Set) -> dict[str, Any]:
-    """What `baseline.observe` says of the final set; with "before", the split of a step of a baseline that ran as fast as those of
-    the final race, where the first one did not. Empty where a process failed: the result stands without."""
-    stored = study.store.answer("tuned")
-    if stored is None:
-        try:
-            stored = _observe(study, bench, "tuned", kept)
-            if not study.starved and study.final and apart(study.baseline["split"], study.final.a_ms):
-                stored["before"] = _observe(study, bench, "baseline, once more", ())["split"]
-        except TrialEnded as ended:
-            study.notes.append(f"where the time of a step went is not known in full: {ended.outcome.reason}")
-        study.store.set_answer("tuned", stored or {})
-    return stored or {}
-
-
-def _observe(study: Study, bench: Bench, purpose: str, techniques: Set) -> dict[str, Any]:
-    live = bench.live(purpose, techniques)
-    try:
-        return baseline.observe(study, live)
-    finally:
-        bench.finish_live(live)
-
-
-def apart(split: Mapping[str, float], step_ms: float | None) -> bool:
-    """Whether the parts of a step are those of a process that ran at another speed than `step_ms`."""
-    total = sum(split.values())
-    return bool(total and step_ms) and not 1 / APART <= total / step_ms <= APART
 
 
 def _won(stairs: list[tuple[Candidate, Result]], before: Set, kept: Set) -> Result | None:

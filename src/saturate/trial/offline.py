@@ -30,6 +30,7 @@ def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, 
         "AIM_REPO": str(folder),
         "DVCLIVE_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "ORT_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
     }
     return {name: value for name, value in variables.items() if environ.get(name, "").lower() not in ("disabled", "dryrun")}

@@ -9,8 +9,11 @@ The CUDA path (input and output binding) is written against ONNX Runtime 1.30 an
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +34,9 @@ INPUT = "input_"
 #: Of a session: where the weights of the graph that it writes go, which may exceed a protobuf.
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
+#: What ONNX Runtime reads as it starts, and the package by which OpenVINO reports; see `unreported`.
+UNREPORTED, REPORTER = "ORT_DISABLE_TELEMETRY", "openvino_telemetry"
+
 REMEDY = "copy the artifact again, or run saturate optimize again"
 
 
@@ -40,7 +46,7 @@ def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "
     Raises EnvironmentProblem where ONNX Runtime is not installed, and what ONNX Runtime raises (see `failures`).
     """
     onnxruntime = require("onnxruntime")
-    onnxruntime.disable_telemetry_events()
+    onnxruntime.disable_telemetry_events()      # of one that was imported before; see `unreported`
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
@@ -104,10 +110,31 @@ def failures() -> tuple[type[Exception], ...]:
 def require(name: str) -> Any:
     """Import a package of the extra, or raise the EnvironmentProblem that names it."""
     try:
-        return importlib.import_module(name)
+        with unreported():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(f"{name} is not installed", cause=str(error),
                                  remedy="pip install 'saturate[inference]'") from error
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """Keep what is imported inside from reporting home: the model is its owner's. From 1.29 on ONNX Runtime sends the names and
+    hashes of models to Microsoft (its Privacy.md), unless it is told not to as it starts; OpenVINO tells Google Analytics that it
+    was imported and keeps a number for the user in ~/intel, unless the package that does so is missing."""
+    told, absent = os.environ.get(UNREPORTED), REPORTER not in sys.modules
+    os.environ[UNREPORTED] = "1"
+    if absent:
+        sys.modules[REPORTER] = None      # type: ignore[assignment]  # an import of it fails, as if it were not installed
+    try:
+        yield
+    finally:
+        if told is None:
+            del os.environ[UNREPORTED]
+        else:
+            os.environ[UNREPORTED] = told
+        if absent:
+            sys.modules.pop(REPORTER, None)
 
 
 def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
