@@ -99,6 +99,25 @@ def test_an_item_that_is_random_unlike_those_looked_at_stays_random(root, on, ma
     assert (stored, read) == (0, 57)            # nineteen of twenty, three times
 
 
+def test_an_item_that_fails_among_others_raises_with_what_was_drawn_before_it(root, on):
+    """Items are made in groups; the random numbers drawn until one fails are those of a loop over them all the same."""
+
+    def drawn(dataset):
+        seed()
+        sampler = [[3, 4, 5], [6, 7, 99], [8]]
+        with pytest.raises(IndexError):
+            list(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
+        return float(numpy.random.rand()), random.random(), torch.rand(1).item()
+
+    def dataset():
+        return cases.Folder(root, cases.RandomShift())
+
+    plain = drawn(dataset())
+    for _ in range(2):
+        on()
+        assert drawn(dataset()) == plain
+
+
 def test_what_a_dataset_prints_comes_out_as_often_as_it_would(root, on, capfd):
     on(ahead=20)
     list(torch.utils.data.DataLoader(cases.Prints(root), batch_size=4, num_workers=1))

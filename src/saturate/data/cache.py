@@ -22,6 +22,9 @@ from saturate.data.cache_ahead import Ahead
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
 
+#: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
+GROUP_BYTES = 1 << 20
+
 #: Share of the free disk, or of the available memory, that a cache may take.
 FREE_SHARE = 0.5
 
@@ -92,6 +95,7 @@ class Reader:
         self._pid = os.getpid()
         self._began, self._spent_s = time.perf_counter(), 0.0
         self._read = self._stored = 0
+        self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
 
     def item(self, index: Any) -> Any:
         """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not
@@ -103,19 +107,18 @@ class Reader:
         """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
         if not self._usable():
             return self._plain(indices)
-        out: list[Any] = [None] * len(indices)
-        missing = []
-        for at, index in enumerate(indices):
-            if type(index) is not int or not 0 <= index < self.store.slots:
-                out[at] = self._plain([index])[0]
-                continue
-            found, item = self._cached(index)
-            if found:
-                out[at] = self._finished(item)
-            elif self._together:
-                missing.append(at)
-            else:
-                out[at] = self._made(index)
+        out: list[Any] = self._at_once(indices) if self._together else []
+        while len(out) < len(indices):
+            out += self._in_order(indices[len(out):len(out) + self._group])
+        self.attributes = attributes(self.source)
+        self.store.count(self._read, self._stored)
+        self._read = self._stored = 0
+        return out
+
+    def _at_once(self, indices: list[Any]) -> list[Any]:
+        """Items of a dataset that is asked for many at once: what is missing, in one call."""
+        out = [self._cached(index) for index in indices]
+        missing = [at for at, item in enumerate(out) if item is MISSING]
         if missing:
             before = cache_probe.states()
             fresh = self.source.__getitems__([indices[at] for at in missing])
@@ -124,10 +127,42 @@ class Reader:
                 out[at] = item
                 if not drew:
                     self._keep(indices[at], item)
-        self.attributes = attributes(self.source)
-        self.store.count(self._read, self._stored)
-        self._read = self._stored = 0
-        return out
+        return [self._plain([index])[0] if item is PLAIN else item for index, item in zip(indices, out)]
+
+    def _in_order(self, indices: list[Any]) -> list[Any]:
+        """Some items: first what is cached of all of them is read or made, then each is finished. So one look at the generators of
+        random numbers, which takes a thirtieth of the time in which a photograph is decoded, tells of them all that they drew
+        nothing. Where one did, failed, or is not what it was, all that was drawn is taken back, and they are made one by one."""
+        if self.off:                        # since the group before
+            return self._plain(indices)
+        before, fresh, items, read = None, [], [], self._read
+        try:
+            for index in indices:
+                item = self._cached(index)
+                if item is MISSING:
+                    before = before or cache_probe.states()
+                    item = self._base(index)
+                    fresh.append((index, item))
+                items.append(item)
+            drew = before is not None and cache_probe.drawn_since(before)
+            again = drew or bool(self.off)
+        except Exception:
+            if len(indices) == 1:
+                raise
+            again = True
+        if again and len(indices) == 1 and self._prefix is None:
+            return items                    # made by the source, and not to be kept
+        if again:
+            if before is not None:
+                cache_probe.restore(before)
+            if self.off or len(indices) == 1:
+                return self._plain(indices)
+            self._alone, self._group, self._read = True, 1, read
+            return [item for index in indices for item in self._in_order([index])]
+        for index, item in fresh:
+            if item is not PLAIN:
+                self._keep(index, item)
+        return [self._plain([index])[0] if item is PLAIN else self._finished(item) for index, item in zip(indices, items)]
 
     def _plain(self, indices: list[Any]) -> list[Any]:
         many = getattr(self.source, "__getitems__", None)
@@ -145,18 +180,26 @@ class Reader:
             say(f"{self.off}: until the next epoch its items come from itself")
         return not self.off
 
-    def _cached(self, index: int) -> tuple[bool, Any]:
+    def _cached(self, index: Any) -> Any:
+        """What is cached of an item; MISSING, or PLAIN for an index that no cache has."""
+        if type(index) is not int or not 0 <= index < self.store.slots:
+            return PLAIN
         record = self.store.get(index)
         if record is None:
-            return False, None
+            return MISSING
         try:
             item = cache_codec.decode(record)
         except cache_codec.Damaged:
-            return False, None
+            return MISSING
+        self._sized(len(record))
         if self._spent_s <= RECHECKED * (time.perf_counter() - self._began) and not self._still(index, bytes(record)):
-            return False, None
+            return MISSING
         self._read += 1
-        return True, item
+        return item
+
+    def _sized(self, record_bytes: int) -> None:
+        if not self._alone:
+            self._group = max(1, GROUP_BYTES // record_bytes)
 
     def _still(self, index: int, record: bytes) -> bool:
         """Make an item again: is it what was stored?"""
@@ -177,34 +220,24 @@ class Reader:
                 "items that were read from the cache before may have been old ones")
         return not problem
 
-    def _made(self, index: int) -> Any:
-        item, keep = self.base(index)
-        if item is NOT_SPLIT:
-            return cache_probe.one(self.source, index)
-        if keep:
-            self._keep(index, item)
-        return self._finished(item)
-
-    def base(self, index: int) -> tuple[Any, bool]:
-        """What of an item is cached, made by the source, and whether it may be kept. An item that draws random
-        numbers, unlike those that were looked at, is made each time; so is one whose transform does not show
-        (NOT_SPLIT, nothing drawn)."""
-        before, calls = cache_probe.states(), self._prefix.calls if self._prefix else 0
+    def _base(self, index: int) -> Any:
+        """What of an item is cached, made by the source; PLAIN where its transform does not show. Random numbers may have been
+        drawn: by an item that is unlike those that were looked at."""
+        calls = self._prefix.calls if self._prefix else 0
         item = cache_probe.one(self._twin, index)
-        drew = cache_probe.drawn_since(before)
         if self._prefix is None:
-            return item, not drew
+            return item
         result, self._prefix.result = self._prefix.result, None
-        if drew or self._prefix.calls != calls + 1 or cache_probe.find_place(item, result) != self.place:
-            cache_probe.restore(before)
-            return NOT_SPLIT, False
-        return item, True
+        shows = self._prefix.calls == calls + 1 and cache_probe.find_place(item, result) == self.place
+        return item if shows else PLAIN
 
     def _keep(self, index: int, item: Any) -> None:
         if self.off or self.store.full or not self.store.wanted(index):
             return
         try:
-            self._stored += self.store.put(index, cache_codec.encode(item))
+            parts = cache_codec.encode(item)
+            self._sized(sum(map(len, parts)))
+            self._stored += self.store.put(index, parts)
         except cache_codec.Unstorable:
             return                          # this one is made each time
         except Exception as error:  # noqa: BLE001 - a guest: the item is there, and the training has it
@@ -213,9 +246,13 @@ class Reader:
 
     def store_ahead(self, index: int) -> None:
         """Make and store one item, and forget it."""
-        item, keep = self.base(index)
+        before = cache_probe.states()
+        item = self._base(index)
+        drew = cache_probe.drawn_since(before)
         self.attributes = attributes(self.source)
-        if keep:
+        if drew:
+            cache_probe.restore(before)
+        elif item is not PLAIN:
             self._keep(index, item)
 
     def _finished(self, item: Any) -> Any:
@@ -224,7 +261,8 @@ class Reader:
         return cache_probe.replaced(item, self.place, lambda sample: cache_probe.through(self._rest, sample))
 
 
-NOT_SPLIT = object()
+#: In the place of an item: it is in no cache yet; it is what the source makes of it, whole.
+MISSING, PLAIN = object(), object()
 
 
 def attributes(dataset: Any) -> list[Any]:
