@@ -38,6 +38,7 @@ from typing import Any
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._layouts import Layouts
 
 ORDER = 10
 
@@ -79,6 +80,9 @@ def apply(context: Any, options: Options) -> str:
     _common.wrap_all(context, lambda module: _wrap(context, module))
     for parameter in weights:
         _convert(context, parameter)
+    for optimizer in context.optimizers:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            _keep_alike(context, optimizer)
     return f"{len(weights)} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
 
 
@@ -100,6 +104,18 @@ def _convert(context: Any, parameter: Any) -> None:
             if isinstance(value, context.torch.Tensor) and value.shape == parameter.shape:
                 value.data = value.data.contiguous(memory_format=channels_last)
                 context.on_undo(lambda value=value: setattr(value, "data", value.data.contiguous()))
+
+
+def _keep_alike(context: Any, optimizer: Any) -> None:
+    """What the script loads or makes later is laid out as it would be without us, which the script's fused kernels do not see."""
+    layouts = Layouts(context.torch, optimizer)
+
+    def before_step(*_: Any) -> None:
+        if not context.torch.compiler.is_compiling():
+            layouts.align()
+
+    context.on_undo(optimizer.register_step_pre_hook(before_step).remove)
+    context.on_undo(optimizer.register_load_state_dict_post_hook(lambda _: layouts.forget()).remove)
 
 
 def _wrap(context: Any, module: Any) -> None:

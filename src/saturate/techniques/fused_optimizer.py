@@ -24,6 +24,10 @@ kernel wants them. What `state_dict` returns carries the user's own flags and co
 without saturate; after `load_state_dict` the flags are set again. An optimizer with a group that cannot be fused is left
 alone as a whole.
 
+Fused kernels look at no strides: they update wrongly where a gradient or a state lies in another order in memory than its
+parameter. Before each step such a one is laid out as its parameter; from the first parameter on that does not fill its memory
+(a slice of another tensor), the script's own kernels go on.
+
 References
 ----------
 PyTorch documentation, "torch.optim", section "Algorithms" (for-loop, foreach and fused implementations).
@@ -32,12 +36,14 @@ pytorch/pytorch issue 95415 (why fused is not the default).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._layouts import Layouts, dense
 
 TECHNIQUE = Technique(
     id="fused-optimizer",
@@ -49,6 +55,7 @@ TECHNIQUE = Technique(
 
 KINDS = ("Adam", "AdamW", "SGD", "Adagrad")
 DEVICES = ("cpu", "cuda")
+STOPPED = "not fused any more"
 _FLAGS = {"fused": True, "foreach": False}      # SGD looks at foreach first
 
 
@@ -95,10 +102,11 @@ def apply(context: Any, options: Options) -> str:
     if not fusable:
         raise NotApplied("no optimizer of this process can be fused")
     for optimizer in fusable:
-        switch = _Switch(optimizer, context.torch)
+        switch = _Switch(optimizer, context.torch, lambda reason: context.note(TECHNIQUE.id, reason))
         context.on_undo(switch.off)
         context.on_undo(optimizer.register_state_dict_post_hook(switch.saving).remove)
         context.on_undo(optimizer.register_load_state_dict_post_hook(switch.loaded).remove)
+        context.on_undo(optimizer.register_step_pre_hook(switch.before_step).remove)
         for flag, value in _FLAGS.items():      # groups that are added later
             context.set_item(optimizer.defaults, flag, value)
         context.set_attribute(optimizer, "_step_supports_amp_scaling", True)
@@ -111,7 +119,7 @@ def _can_fuse(optimizer: Any) -> bool:
     groups = optimizer.param_groups
     return not all(group.get("fused") for group in groups) and not any(
         group.get("differentiable")
-        or any(not p.is_floating_point() or p.device.type not in DEVICES or (p.grad is not None and p.grad.is_sparse)
+        or any(not p.is_floating_point() or p.device.type not in DEVICES or not dense(p) or (p.grad is not None and p.grad.is_sparse)
                for p in group["params"])
         for group in groups
     )
@@ -121,10 +129,14 @@ class _Switch:
     """Sets and restores the flags of one optimizer. `load_state_dict` replaces the group objects, so groups are always
     looked up anew."""
 
-    def __init__(self, optimizer: Any, torch: Any):
+    def __init__(self, optimizer: Any, torch: Any, note: Callable[[str], None]):
         self.optimizer = optimizer
         self.torch = torch
+        self.note = note
         self.user_flags: list[dict[str, Any]] = []
+        self.user_defaults = {flag: optimizer.defaults.get(flag) for flag in _FLAGS}
+        self.layouts = Layouts(torch, optimizer)
+        self.stopped = False
 
     def on(self) -> None:
         groups = self.optimizer.param_groups
@@ -139,6 +151,27 @@ class _Switch:
             for flag in _FLAGS.keys() - flags.keys():
                 group.pop(flag, None)
             self._move_steps(group, on_device=bool(group.get("capturable") or group.get("fused")))
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.stopped or self.torch.compiler.is_compiling():
+            return
+        reason = self.layouts.align()
+        if reason:
+            self._stop(reason)
+
+    def _stop(self, reason: str) -> None:
+        """The script's own kernels, from this very step on."""
+        optimizer, self.stopped = self.optimizer, True
+        self.off()
+        optimizer.defaults.update(self.user_defaults)
+        optimizer._step_supports_amp_scaling = False
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:               # a scaler has left the division, and the step that is skipped, to the fused kernel
+            overflow = optimizer.found_inf is not None and bool(optimizer.found_inf)
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                parameter.grad = None if overflow else parameter.grad / scale
+            optimizer.grad_scale = optimizer.found_inf = None
+        self.note(f"{STOPPED}: {reason}")
 
     def _flags(self) -> list[dict[str, Any]]:
         """The user's flags of each group; a group that was added later has those of the first."""
@@ -165,13 +198,16 @@ class _Switch:
         return {**saved, "state": states, "param_groups": groups}
 
     def loaded(self, optimizer: Any) -> None:
-        self.on()
+        self.layouts.forget()
+        if not self.stopped:
+            self.on()
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
     fused = [optimizer.kind for optimizer in evidence.optimizers if optimizer.fused]
     if not fused or TECHNIQUE.id not in evidence.notes:
-        return Proof(False, "no optimizer that steps is fused")
+        seen = evidence.notes.get(TECHNIQUE.id, "")
+        return Proof(False, seen if seen.startswith(STOPPED) else "no optimizer that steps is fused")
     return Proof(True, f"{', '.join(fused)} stepped with its fused flag set")
 
 

@@ -1,0 +1,65 @@
+"""Fused optimizer kernels walk memory and look at no strides: what they read together must lie alike.
+
+On CPUs torch 2.13 updates wrongly, and in silence, where a parameter has gaps (a slice of another tensor), or its gradient or
+state lies in another order than it does; on CUDA such a step raises. The kernels that work one operation at a time take both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Layouts:
+    """Of the parameters, gradients and state of one optimizer. The state of other optimizers than torch's own is not known."""
+
+    def __init__(self, torch: Any, optimizer: Any):
+        self._torch = torch
+        self._optimizer = optimizer
+        self._known: tuple[Any, ...] = ()   # strides of parameters and gradients of a step in which all lay alike
+
+    def forget(self) -> None:
+        """The state is another one."""
+        self._known = ()
+
+    def align(self) -> str:
+        """Lay each gradient and state out as its parameter; why that is not enough, or ""."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        if any([gradient.is_sparse for gradient in gradients]):
+            return "gradients are sparse"
+        strides = [p.stride() for p in parameters], [gradient.stride() for gradient in gradients]
+        if strides == self._known:
+            return ""                       # as in the step before: asking a hundred parameters takes some 50 us
+        if not all(map(dense, parameters)):
+            return "the elements of a parameter do not fill its memory"
+        self._known = strides
+        for parameter, gradient in zip(parameters, gradients):
+            if _places(gradient) != _places(parameter):
+                parameter.grad = self._laid_out(parameter, gradient)
+                self._known = ()            # the next ones may come the same way
+            state = self._optimizer.state.get(parameter) or {}
+            for name, value in state.items():
+                if name != "step" and getattr(value, "shape", None) == parameter.shape and _places(value) != _places(parameter):
+                    state[name] = self._laid_out(parameter, value)
+        return ""
+
+    def _laid_out(self, parameter: Any, value: Any) -> Any:
+        with self._torch.no_grad():
+            return self._torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def dense(tensor: Any) -> bool:
+    """Whether its elements fill a stretch of memory, each once, in whichever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    reach = 1
+    for stride, size in sorted(_places(tensor)):
+        if stride != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _places(tensor: Any) -> list[tuple[int, int]]:
+    """Strides and sizes; the stride of a dimension of one element says nothing."""
+    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]

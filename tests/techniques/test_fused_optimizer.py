@@ -1,0 +1,186 @@
+"""Fused kernels look at no strides: what lies otherwise in memory is laid out before a step, or the script's kernels go on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.records.facts import Evidence  # noqa: E402
+from saturate.techniques import channels_last, fused_optimizer  # noqa: E402
+
+KINDS = {"Adam": {}, "AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
+
+
+def _turned(tensor):
+    """The same values in another order of memory."""
+    return tensor.t().contiguous().t()
+
+
+def _optimizer(kind, parameter):
+    return getattr(torch.optim, kind)([parameter], lr=0.1, **KINDS[kind])
+
+
+def _fused(optimizer, monkeypatch=None):
+    context = Context(torch)
+    context.optimizers = [optimizer]
+    fused_optimizer.apply(context, fused_optimizer.Options())
+    return context
+
+
+def _trained(parameter, optimizer, change=lambda parameter, optimizer, step: None, turn=lambda gradient: gradient, steps=4):
+    torch.manual_seed(1)
+    for step in range(steps):
+        change(parameter, optimizer, step)
+        parameter.grad = turn(torch.randn(6, 4))
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+def _other_order(parameter, optimizer, step):
+    if step == 2:
+        parameter.data = _turned(parameter.data)
+
+
+def _loaded(parameter, optimizer, step):
+    if step == 2:
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            state.update({name: _turned(value) for name, value in state.items() if value.dim() == 2})
+        optimizer.load_state_dict(saved)
+
+
+CASES = {
+    "gradients": {"turn": _turned},
+    "a parameter that gets another order": {"change": _other_order},
+    "a state that was saved in another order": {"change": _loaded},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_otherwise_is_updated_as_it_was(kind, case):
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    plain, fused = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    wanted = _trained(plain, _optimizer(kind, plain), **CASES[case])
+    optimizer = _optimizer(kind, fused)
+    context = _fused(optimizer)
+    torch.testing.assert_close(_trained(fused, optimizer, **CASES[case]), wanted)
+    assert optimizer.param_groups[0]["fused"]
+    context.undo()
+    assert not optimizer.param_groups[0].get("fused") and not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_looking_it_would_go_wrong(case, monkeypatch):
+    monkeypatch.setattr(fused_optimizer._Switch, "before_step", lambda *_: None)
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    plain, fused = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    wanted = _trained(plain, _optimizer("Adam", plain), **CASES[case])
+    optimizer = _optimizer("Adam", fused)
+    _fused(optimizer)
+    wrong = not torch.allclose(_trained(fused, optimizer, **CASES[case]), wanted, atol=1e-3)
+    if not wrong and torch.__version__ >= "2.14":
+        pytest.skip("this torch's fused kernels look at strides")
+    assert wrong
+
+
+def test_a_parameter_with_gaps_is_left_alone():
+    parameter = torch.nn.Parameter(torch.randn(6, 8)[:, :4])
+    with pytest.raises(fused_optimizer.NotApplied):
+        _fused(_optimizer("Adam", parameter))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_the_first_gap_on_the_script_s_kernels_go_on(kind):
+    wide = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+    def gaps(parameter, optimizer, step):
+        if step == 2:
+            room = torch.zeros(6, 8)
+            room[:, :4] = parameter.data
+            parameter.data = room[:, :4]
+        if step == 3:
+            optimizer.load_state_dict(optimizer.state_dict())       # after which the flags would be set again
+
+    plain, fused = (torch.nn.Parameter(wide[:, :4].clone(memory_format=torch.contiguous_format)) for _ in range(2))
+    wanted = _trained(plain, _optimizer(kind, plain), gaps)
+    optimizer = _optimizer(kind, fused)
+    context = _fused(optimizer)
+    torch.testing.assert_close(_trained(fused, optimizer, gaps), wanted)
+    assert not optimizer.param_groups[0].get("fused") and not optimizer.defaults.get("fused")
+    proof = fused_optimizer.active(Evidence(notes=context.notes), fused_optimizer.Options())
+    assert not proof.active and "do not fill" in proof.evidence
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_scaled_gradient_is_divided_where_the_fused_kernel_would_have(overflow):
+    def trained(parameter, optimizer):
+        torch.manual_seed(1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            if step == 2:
+                room = torch.zeros(6, 8)
+                room[:, :4] = parameter.data
+                parameter.data = room[:, :4]
+            optimizer.zero_grad()
+            loss = (parameter * torch.randn(6, 4)).sum() * (float("inf") if overflow and step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return parameter.detach().clone()
+
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    plain, fused = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    wanted = trained(plain, _optimizer("Adam", plain))
+    optimizer = _optimizer("Adam", fused)
+    _fused(optimizer)
+    torch.testing.assert_close(trained(fused, optimizer), wanted)
+    assert not optimizer.param_groups[0].get("fused")
+
+
+def test_one_element_long_dimensions_say_nothing():
+    """A 1x1 convolution in channels-last: its strides differ from its gradient's, its memory does not."""
+    parameter = torch.nn.Parameter(torch.randn(8, 4, 1, 1).to(memory_format=torch.channels_last))
+    optimizer = _optimizer("Adam", parameter)
+    context = _fused(optimizer)
+    gradient = torch.randn(8, 4, 1, 1)
+    for _ in range(2):
+        parameter.grad = gradient
+        optimizer.step()
+        assert parameter.grad is gradient
+    assert "switched" in context.notes["fused-optimizer"]
+
+
+@pytest.mark.parametrize("after", ["a load", "an average is swapped in"])
+def test_channels_last_keeps_the_script_s_fused_kernels_right(after):
+    """A state or parameters that come contiguous from elsewhere, under kernels that the script itself had chosen."""
+
+    def trained(convert):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        context = Context(torch)
+        for step in range(4):
+            if step == 1 and convert:
+                context.modules, context.optimizers = [model], [optimizer]
+                channels_last.apply(context, channels_last.Options())
+                assert model.weight.is_contiguous(memory_format=torch.channels_last)
+            if step == 2 and after == "a load":
+                saved = copy.deepcopy(optimizer.state_dict())
+                for state in saved["state"].values():
+                    state.update({name: value.contiguous() for name, value in state.items()})
+                optimizer.load_state_dict(saved)
+            elif step == 2:
+                model.weight.data = model.weight.data.clone(memory_format=torch.contiguous_format)
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+        context.undo()
+        assert not optimizer._optimizer_step_pre_hooks
+        return model.weight.detach().clone()
+
+    torch.testing.assert_close(trained(True), trained(False))
