@@ -27,6 +27,7 @@ tests/inference/test_inference_process.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -88,6 +89,11 @@ def misbehave(context: Any, how: str) -> Any:
         raise RuntimeError("no such luck\nmore lines")
     if how == "memory error":
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    if how == "fill the disk":      # as libraries do that name no cause
+        with contextlib.suppress(OSError), open(os.path.join(context.folder, "large"), "wb", buffering=0) as file:
+            while file.write(bytes(2**16)):
+                pass
+        raise NotApplied("the library could not do it")
     if how == "disk full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if how == "file too large":

@@ -354,7 +354,8 @@ def torch_file(thing, folder):
     return (folder / "bomb.pt").read_bytes()
 
 
-@pytest.mark.parametrize("leaf", [{"offset": 10**9}, {"shape": [10**12]}, {"shape": [-1, 3]}, {"dtype": "load"}, {"dtype": "nothing"}, {"offset": -5}])
+@pytest.mark.parametrize("leaf", [{"offset": 10**9}, {"shape": [10**12]}, {"shape": [-1, 3]}, {"dtype": "load"}, {"dtype": "nothing"}, {"dtype": "quint8"},
+                                  {"offset": -5}])
 def test_forged_examples_are_refused(stored, leaf):
     rewrite(stored, lambda plain: plain["examples"][0]["input_leaves"][0].update(leaf))
     with pytest.raises(ArtifactDamaged, match="not whole"):

@@ -535,3 +535,26 @@ def test_inputs_that_are_the_same_tensor_today_need_not_be_tomorrow(tmp_path: Pa
     x, y = torch.ones(4, 2), torch.zeros(4, 2)
     call = exported.load(torch, tmp_path, exported.save(context_of(Adds(), [(x, x)], tmp_path), tmp_path))
     assert torch.equal(call(x, y), x) and torch.equal(call(x, x), 3 * x)
+
+
+@pytest.mark.parametrize("how", ["replaced", "gone"])
+def test_a_compiled_program_that_is_read_later_must_be_the_one_that_was_checked(tmp_path, monkeypatch, how):
+    """The program for other sizes is opened by the first call that needs it."""
+    package = tmp_path / "model.pt2"
+    package.write_bytes(b"as it was")
+    monkeypatch.setattr(aoti, "_runner", lambda torch, path: lambda tensors: [tensors[0] + 1])
+    signature = {"inputs": {"tuple": [[0]]}, "outputs": [0], "parameters": ["x"], "ranges": {"n": [0, None]},
+                 "tensors": [{"dtype": "float32", "shape": ["n", 3]}], "fixed": [[4, 3]]}
+    for changed in (False, True):
+        call = aoti.opened(torch, package, signature, "cpu")
+        assert call(torch.zeros(4, 3)).sum() == 12
+        if not changed:
+            assert call(torch.zeros(2, 3)).sum() == 6
+        elif how == "gone":
+            package.rename(tmp_path / "elsewhere.pt2")
+        else:
+            package.write_bytes(b"something else")
+        if changed:
+            with pytest.raises(ArtifactDamaged, match="not what it was"):
+                call(torch.zeros(2, 3))
+        assert call(torch.zeros(4, 3)).sum() == 12

@@ -350,6 +350,31 @@ def test_a_check_may_ask_for_more_than_the_inputs_hold(start: Callable[..., Work
     assert asked == pytest.approx([62.0, 60 + 20 * 0.1 * 100, process.REQUEST_S, 12.0])
 
 
+def test_a_library_that_does_not_name_the_full_disk(tmp_path: Path) -> None:
+    """On a small file system of its own, where the system lets one be made."""
+    code = textwrap.dedent(f"""
+        import subprocess, sys
+        from pathlib import Path
+        from types import SimpleNamespace
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", {str(tmp_path)!r}], check=True)
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import misbehaves
+        from saturate.inference import worker
+        server = worker.Server()
+        server.folder, server.context = Path({str(tmp_path)!r}), SimpleNamespace(folder={str(tmp_path)!r})
+        server.do_try = lambda: misbehaves.misbehave(server.context, "fill the disk")
+        print(worker._answer(server, "try", ())[1:3])
+        Path({str(tmp_path)!r}, "large").unlink()
+        server.do_try = lambda: misbehaves.misbehave(server.context, "refuse")
+        print(worker._answer(server, "try", ())[1:3])
+    """)
+    ran = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", code], capture_output=True,
+                         text=True, timeout=120, check=False)
+    if ran.returncode and ("unshare:" in ran.stderr or "mount" in ran.stderr):
+        pytest.skip("no file system can be mounted here")
+    assert "'disk_full', 'no space is left in " in ran.stdout and "('not_applied', 'it does not want to')" in ran.stdout, ran.stderr
+
+
 def test_a_full_disk_is_told_from_a_candidate_that_fails(start: Callable[..., Worker]) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start().ask("misbehaves:misbehave", "disk full")

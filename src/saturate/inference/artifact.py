@@ -208,7 +208,7 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
     probe.demand(folder, manifest, now)
     other = hardware.other_hardware(made_on, now)
     differences = (*other, *hardware.other_software(made_on, now))
-    found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder, manifest, differences, modules), torch)
+    found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder.absolute(), manifest, differences, modules), torch)
     if verify:
         found.verify().demand()
     elif other:

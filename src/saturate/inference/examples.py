@@ -75,7 +75,7 @@ def read(torch: Any, data: bytes, examples: Sequence[Example]) -> list[tuple[tup
 
 def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
     dtype = getattr(torch, leaf.dtype, None)
-    if not isinstance(dtype, torch.dtype) or leaf.offset < 0 or any(size < 0 for size in leaf.shape):
+    if not isinstance(dtype, torch.dtype) or not _number(torch, dtype) or leaf.offset < 0 or any(size < 0 for size in leaf.shape):
         raise ValueError(f"{leaf} is no tensor")
     end = leaf.offset + math.prod(leaf.shape) * dtype.itemsize
     if end > len(data):
@@ -83,6 +83,12 @@ def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
     if end == leaf.offset:
         return torch.empty(leaf.shape, dtype=dtype)
     return torch.frombuffer(bytearray(data[leaf.offset : end]), dtype=dtype).reshape(leaf.shape)
+
+
+def _number(torch: Any, dtype: Any) -> bool:
+    """Whether its values are numbers as they are. A tensor of a quantized type needs more than its bytes: made of them alone it ends the process."""
+    name = str(dtype).removeprefix("torch.")
+    return dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or name.startswith(("int", "uint"))
 
 
 def tensors_of(torch: Any, value: Any) -> list[Any]:

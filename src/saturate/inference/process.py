@@ -291,7 +291,7 @@ class Worker:
         cause = classify({"ended": "exit", "code": 1}, text, 0, True, None).kind
         if kind == "failed":
             kind = "out_of_memory" if cause in OUT_OF_MEMORY else "disk_full" if cause in NO_ROOM else kind
-        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True, outside=cause in NO_ROOM)
+        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True, outside=kind == "disk_full" or cause in NO_ROOM)
 
     def _exchange(self, message: Any, deadline_s: float, late: str, device: str) -> Any:
         try:

@@ -12,12 +12,14 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import gc
 import importlib
 import itertools
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -40,6 +42,9 @@ EXPORT_S = 120.0
 #: Of the time for preparation, a training stage may use so much: converting, compiling and the first call come after
 #: it.
 _TRAINING_SHARE = 0.6
+
+#: A disk that does not take so much more is full. The page cache takes less without asking.
+_LITTLE_BYTES = 1 << 18
 
 #: glibc's limits grow up to 32 MiB.
 _LARGEST_KEPT_BYTES = 31 * 2**20
@@ -76,7 +81,22 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
         print(text, flush=True)
         kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
+        if kind != "out_of_memory" and server.folder and _is_full(server.folder):      # libraries say anything, or nothing
+            return "raised", "disk_full", f"no space is left in {server.folder}; {server.reason(error)}", text
         return "raised", kind, server.reason(error), text
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether a little more cannot be written there, or where temporary files go."""
+    for place in (folder, tempfile.gettempdir()):
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(_LITTLE_BYTES))
+                file.flush()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +121,7 @@ class Server:
 
     def __init__(self) -> None:
         self.device = "cpu"
+        self.folder: Path | None = None
         self.torch: Any = None
         self.context: Context | None = None         # None in a process that serves an artifact
         self.call: Callable[..., Any] | None = None
@@ -118,7 +139,7 @@ class Server:
         began = time.monotonic()
         import torch
 
-        self.torch, self.home = torch, order.home
+        self.torch, self.home, self.folder = torch, order.home, Path(order.folder)
         torch.set_num_threads(order.threads)
         _grow_allocator(torch)
         source = Source.open(Path(order.source), order.identity)

@@ -64,17 +64,30 @@ def opened(torch: Any, path: Path, signature: dict[str, Any], device: str,
     if "fixed" not in signature:
         return _program.callable_of(torch, signature, device, _runner(torch, path), classes, quiet=True)
     sizes = [torch.Size(shape) for shape in signature["fixed"]]
-    fast = _runner(torch, _beside(path))
+    fast, checked = _runner(torch, _beside(path)), _version(path)
     other: list[Callable[[list[Any]], Any]] = []
 
     def run(tensors: list[Any]) -> Any:
         if [tensor.shape for tensor in tensors] == sizes:
             return fast(tensors)
         if not other:
+            if _version(path) != checked:
+                raise ArtifactDamaged(f"{path} is not what it was when the artifact was loaded",
+                                      cause="it holds the program for all sizes but the measured one, and was moved or replaced",
+                                      remedy="load the artifact again, from where it is")
             other.append(_runner(torch, path))
         return other[0](tensors)
 
     return _program.callable_of(torch, signature, device, run, classes, quiet=True)
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """Changes with the file at a place; None: there is none."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
 def _runner(torch: Any, path: Path) -> Callable[[list[Any]], Any]:
