@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -244,6 +245,132 @@ def test_shuffled_order_is_the_same_in_every_epoch_with_persistent_workers():
         orders.append([batch.tolist() for _ in range(3) for batch in loader] + [torch.rand(1).item()])
         context.undo()
     assert orders[0] == orders[1]
+
+
+class Scaled(torch.utils.data.Dataset):
+    """Of a size that a script may change as it goes, inside of an object of its own."""
+
+    def __init__(self):
+        self.settings = types.SimpleNamespace(scale=1)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index * self.settings.scale
+
+
+def _passes(script, own=0):
+    """What `script(loader, dataset)` collects without the technique and with it, and the random numbers that follow. own: workers
+    of the script's."""
+    found = []
+    for technique in (False, True):
+        context, changes, data = Context(torch), {"num_workers": own}, Scaled()
+        if technique:
+            loader_workers.apply(context, loader_workers.Options(workers=2))
+            arguments = {"batch_size": 4, "num_workers": own, "persistent_workers": False, "prefetch_factor": None}
+            changes |= context.loader_rewrites[0](data, arguments, frozenset())
+            assert changes["persistent_workers"]
+        torch.manual_seed(5)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, **changes)
+        try:
+            found.append([*script(loader, data), torch.rand(1).item()])
+        finally:
+            context.undo()
+    return found
+
+
+def _zipped(loader, dataset):
+    return [(a.tolist(), b.tolist()) for _ in range(2) for a, b in zip(loader, loader)]
+
+
+def _nested(loader, dataset):
+    return [(batch.tolist(), sum(other.sum().item() for other in loader)) for _ in range(2) for batch in loader]
+
+
+def _broken_off(loader, dataset):
+    found = []
+    for _ in range(3):
+        for batch in loader:
+            found.append(batch.tolist())
+            break
+    return found
+
+
+def _endless(loader, dataset):
+    iterator, found = iter(loader), []
+    for _ in range(15):
+        try:
+            found.append(next(iterator).tolist())
+        except StopIteration:
+            iterator = iter(loader)
+            found.append(next(iterator).tolist())
+    return found
+
+
+def _curriculum(loader, dataset):
+    found = []
+    for epoch in range(3):
+        dataset.settings.scale = 1 + epoch // 2
+        found += [batch.tolist() for batch in loader]
+    return found
+
+
+@pytest.mark.parametrize(("script", "own"), [
+    (_zipped, 2),                   # with workers of any kind torch draws the order of a pass as soon as it begins
+    (_nested, 0), (_nested, 2), (_broken_off, 0), (_endless, 0), (_endless, 2), (_curriculum, 0), (_curriculum, 2)])
+def test_passes_and_changed_datasets_are_as_without_the_technique(script, own):
+    plain, changed = _passes(script, own)
+    assert changed == plain
+
+
+def test_without_looking_passes_would_go_wrong(monkeypatch):
+    monkeypatch.setattr(loader_workers, "_keep_passes", lambda *_: None)
+    for script in (_zipped, _nested, _curriculum):
+        plain, changed = _passes(script, own=2)
+        assert changed != plain
+
+
+def test_workers_live_on_as_long_as_nothing_changes():
+    pids = []
+
+    def script(loader, dataset):
+        for epoch in range(4):
+            dataset.settings.scale = 1 + epoch // 2
+            list(loader)
+            if loader.persistent_workers:
+                pids.append(loader._iterator._workers[0].pid)
+        return []
+
+    _passes(script)
+    assert pids[0] == pids[1] and pids[2] == pids[3] and pids[1] != pids[2]
+
+
+def test_a_gradient_that_the_script_drops_stays_dropped():
+    """Between backward and step: a layer that is frozen in some steps. One that backward left out gets its zeros."""
+
+    def trained(technique):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        unused = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([*model.parameters(), unused], 0.1, weight_decay=0.1)
+        unused.grad = torch.ones(3)
+        context = Context(torch)
+        context.optimizers = [optimizer]
+        if technique:
+            zero_grad_none.apply(context, zero_grad_none.Options())
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            if step != 4:           # a step without a backward: momentum acts
+                model(torch.randn(5, 4)).square().mean().backward()
+            if step % 2:
+                for parameter in model[0].parameters():
+                    parameter.grad = None
+            optimizer.step()
+        context.undo()
+        return [parameter.detach().clone() for parameter in (*model.parameters(), unused)]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def loading(**changes):

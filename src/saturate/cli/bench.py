@@ -93,7 +93,14 @@ def bench(
                 f"the program of {stored.candidate} runs on {words.count(fixed, 'thread')}, whatever --threads says",
                 remedy="leave --threads out, or run saturate optimize with other --threads",
             )
-    threads = threads or manifest.made_on.threads
+    own = [_fixed_threads(stored) or stored.made_on.threads for stored in filter(None, (manifest, manifest_other))]
+    if threads is None and len(set(own)) > 1:
+        raise UsageError(
+            f"{folder} runs on {words.count(own[0], 'thread')}, {other} on {own[1]}",
+            cause="a race between them would compare the threads, not the programs",
+            remedy="--threads N for both, or artifacts that saturate optimize made with the same --threads",
+        )
+    threads = threads or own[0]
     rows = []
     for size in sizes or [None]:
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as work:

@@ -121,18 +121,27 @@ def _keep_alike(context: Any, optimizer: Any) -> None:
 def _wrap(context: Any, module: Any) -> None:
     torch = context.torch
 
-    def inward(tensor: Any) -> Any:
-        wanted = tensor.dim() == 4 and tensor.is_floating_point()
-        return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
+    def inward(value: Any, changed: list[tuple[Any, Any, int]]) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point():
+            return value
+        other = value.contiguous(memory_format=torch.channels_last)
+        if other is not value:
+            changed.append((value, other, other._version))
+        return other
 
     def outward(tensor: Any) -> Any:
         return tensor.contiguous() if tensor.dim() == 4 else tensor
 
     def wrap(inner: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            args = tuple(inward(value) if isinstance(value, torch.Tensor) else value for value in args)
-            kwargs = {name: inward(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
-            return _common.map_tensors(inner(self, *args, **kwargs), outward, torch)
+            changed: list[tuple[Any, Any, int]] = []
+            args = tuple(inward(value, changed) for value in args)
+            kwargs = {name: inward(value, changed) for name, value in kwargs.items()}
+            output = inner(self, *args, **kwargs)
+            for given, other, version in changed:
+                if other._version != version:       # the forward wrote to its argument, and the script reads it there
+                    given.copy_(other)
+            return _common.map_tensors(output, outward, torch)
 
         return forward
 

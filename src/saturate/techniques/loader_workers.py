@@ -12,7 +12,9 @@ The step waits for its input: decoding, augmentation, tokenization, slow storage
 When it hurts
 -------------
 No core is left for the workers, or batches are so cheap that handing them over costs more than making them. Each worker
-holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker.
+holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker. Where the
+script changes its dataset between epochs, workers are started anew; a change that does not show from outside (inside of an
+object of a library, or somewhere in a large array) reaches them at the next such start only.
 
 Numerics
 --------
@@ -38,10 +40,14 @@ from __future__ import annotations
 import functools
 import math
 import multiprocessing
+import sys
+import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -147,12 +153,16 @@ def apply(context: Any, options: Options) -> str:
             context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
         return changes
 
+    def ours(loader: Any) -> bool:
+        return loader.persistent_workers and made_persistent.get(id(loader.dataset)) is loader.dataset
+
     context.on_loader(rewrite)
-    _keep_order(context, made_persistent)
+    _keep_order(context, ours)
+    _keep_passes(context, ours)
     return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
-def _keep_order(context: Any, made_persistent: weakref.WeakValueDictionary[int, Any]) -> None:
+def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     """Draw the per-epoch random number that persistent workers skip, so that samplers shuffle as without workers."""
     torch = context.torch
     iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
@@ -160,11 +170,55 @@ def _keep_order(context: Any, made_persistent: weakref.WeakValueDictionary[int, 
 
     @functools.wraps(original)
     def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
-        if not first_iter and made_persistent.get(id(loader.dataset)) is loader.dataset:
+        if not first_iter and ours(loader):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         original(self, loader, first_iter)
 
     context.set_attribute(iterator, "_reset", reset)
+
+
+def _keep_passes(context: Any, ours: Callable[[Any], bool]) -> None:
+    """Two things that persistent workers change without a word. A loader with them has one iterator: a second pass inside of one
+    that is not over, as `zip(loader, loader)`, would take its batches. And they keep the dataset of the first epoch."""
+    kind = context.torch.utils.data.DataLoader
+    original = kind.__iter__
+    seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        if not ours(self):
+            return original(self)
+        if _busy(self):
+            return self._get_iterator()
+        now = _held(self)
+        if self._iterator is not None and seen.get(self) != now:
+            self._iterator._shutdown_workers()
+            self._iterator = None
+        seen[self] = now
+        return original(self)
+
+    context.set_attribute(kind, "__iter__", iterate)
+
+
+def _held(loader: Any) -> Any:
+    """A glance at what its workers hold a copy of."""
+    try:
+        return glance(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    except Exception:  # noqa: BLE001 - an object that raises when it is looked at: its workers are started anew each time
+        return object()
+
+
+def _busy(loader: Any) -> bool:
+    """Whether the script is in the middle of a pass over the loader. One that it broke off, it has let go."""
+    iterator = loader._iterator
+    return iterator is not None and iterator._rcvd_idx < iterator._send_idx and _references(loader) > _ALONE
+
+
+def _references(loader: Any) -> int:
+    return sys.getrefcount(loader._iterator)
+
+
+_ALONE = _references(types.SimpleNamespace(_iterator=types.SimpleNamespace()))      # what Python itself adds
 
 
 def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: Any) -> dict[str, Any]:

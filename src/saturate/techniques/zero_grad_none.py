@@ -20,7 +20,8 @@ gets its zeros before the optimizer looks, so momentum and weight decay act on i
 
 How it is applied
 -----------------
-`zero_grad` of each optimizer instance is replaced; a hook before its step fills in what backward left out.
+`zero_grad` of each optimizer instance is replaced. When the next backward ends (or a step begins without one), what it left out
+is filled with zeros; a gradient that the script itself drops after that stays dropped.
 
 References
 ----------
@@ -72,10 +73,21 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     if not context.optimizers:
         raise NotApplied("no optimizer is known")
+    emptied: list[Any] = []         # parameters whose gradients were dropped, and no backward has ended since
     for optimizer in context.optimizers:
-        emptied: list[Any] = []
-        context.on_undo(optimizer.register_step_pre_hook(functools.partial(_fill, context.torch, emptied)).remove)
+        context.on_undo(optimizer.register_step_pre_hook(lambda *_: _fill(context.torch, emptied)).remove)
         context.set_attribute(optimizer, "zero_grad", _dropping(context, optimizer, emptied))
+    autograd = context.torch.autograd
+    original = autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if emptied:
+            _fill(context.torch, emptied)
+        return found
+
+    context.set_attribute(autograd, "backward", context.torch._disable_dynamo(backward))
     return f"zero_grad of {len(context.optimizers)} optimizer(s) drops gradients"
 
 
@@ -94,7 +106,8 @@ def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
                 if parameter.grad is not None and id(parameter) not in known
             )
         else:
-            emptied.clear()
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            emptied[:] = [parameter for parameter in emptied if id(parameter) not in own]
         original(set_to_none=True)
         dropped = sum(parameter.grad is None for parameter in emptied) if pending else 0
         if dropped:
@@ -104,9 +117,10 @@ def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
     return zero_grad
 
 
-def _fill(torch: Any, emptied: list[Any], optimizer: Any, args: Any, kwargs: Any) -> None:
+def _fill(torch: Any, emptied: list[Any]) -> None:
     for parameter in emptied:
-        if parameter.grad is None:
+        # With a hook of its own, a gradient may have been used and dropped already.
+        if parameter.grad is None and not parameter._post_accumulate_grad_hooks:
             parameter.grad = torch.zeros_like(parameter)
     emptied.clear()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,10 @@ _CALLS_IN_SIZES = frozenset(
      "ToFloat Identity Max Min Abs Integer Rational Add Mul Pow Eq Ne Lt Le Gt Ge And Or Not Equality Unequality "
      "StrictLessThan LessThan StrictGreaterThan GreaterThan").split()
 )
+_POWERS = frozenset(("Pow", "PowByNatural", "FloatPow", "LShift"))
+
+#: The product of all exponents of an expression; sizes are squared or cubed at most.
+_MOST_RAISED = 64.0
 _NODES_IN_SIZES = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant,
     ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
@@ -177,7 +182,11 @@ def is_size(text: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     names = set()           # of symbols: text, but nothing that could become code where torch prints it
+    raised = 1.0            # sympy computes powers of numbers: 9**9**9 has a third of a billion digits
     for node in ast.walk(tree):
+        raised *= _exponent(node)
+        if not raised <= _MOST_RAISED:
+            return False
         if isinstance(node, ast.Call):
             if not isinstance(node.func, ast.Name):
                 return False
@@ -190,6 +199,24 @@ def is_size(text: str) -> bool:
         if not isinstance(node, _NODES_IN_SIZES) or (isinstance(node, ast.Name) and "__" in node.id):
             return False
     return True
+
+
+def _exponent(node: ast.AST) -> float:
+    """To how many digits for one a power or a shift leads; 1 for what is neither, inf where that does not show."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.LShift)):
+        by: ast.AST = node.right
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
+        if len(node.args) != 2:
+            return math.inf
+        by = node.args[1]
+    else:
+        return 1.0
+    while isinstance(by, ast.Call) and isinstance(by.func, ast.Name) and by.func.id in ("Integer", "Rational", "Float") and by.args:
+        by = by.args[0]
+    if isinstance(by, ast.UnaryOp):
+        by = by.operand
+    plain = isinstance(by, ast.Constant) and type(by.value) in (int, float)
+    return max(1.0, abs(by.value)) if plain else math.inf
 
 
 def _is_plain(value: Any, named: bool) -> bool:

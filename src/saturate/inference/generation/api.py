@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time as clock
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, tune
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating
+from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
@@ -83,6 +84,7 @@ def generate(
     name, for what cannot be done.
     """
     torch = _torch()
+    _warn_of(model)
     rows = shapes.as_lists(prompts)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     way = Way(draft, adapter, draft_adapter, tokenizers, lengths=None if lengths is None else tuple(lengths),
@@ -90,7 +92,7 @@ def generate(
     with evaluating(*_models(model, draft)):
         batches = shapes.batches(rows, len(rows) if batch_size is None else batch_size)
         loop = build(torch, model, way, batches[0], request)
-        return _generation([loop.generate(batch, request) for batch in batches])
+        return _generation(loop.generate_all(batches, request))
 
 
 @dataclass(repr=False)
@@ -122,7 +124,7 @@ class GenerationResult:
         batches = shapes.batches(rows, self._batch_size)
         with evaluating(*_models(self._given.model, self._given.draft)):
             loop = self._local(batches[0], request)
-            return _generation([loop.generate(batch, request) for batch in batches])
+            return _generation(loop.generate_all(batches, request))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Store the best way as an artifact, which `saturate.load` opens. Before it takes its place it is loaded in a
@@ -223,6 +225,7 @@ def optimize(
             f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(tune.KINDS)}"
         )
     torch = _torch()
+    _warn_of(model)
     selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     started = clock.monotonic()
@@ -257,6 +260,13 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
             yield Path(folder)
     else:
         yield None
+
+
+def _warn_of(model: Any) -> None:
+    undone = not_done(model)
+    if undone:
+        warnings.warn(f"the model's generation_config asks for {', '.join(undone)}, which is not done here: the model's own generate "
+                      "may say something else", stacklevel=3)
 
 
 def _generation(runs: list[Run]) -> Generation:

@@ -1,9 +1,9 @@
 """A way to generate in a folder: the weights of the model and of its draft (safetensors), and how they are used.
 
 Weights are stored as they came; those in fewer bits are made again when they are loaded. A model of transformers is
-built from its configuration, which is plain data, by the class of that library; of any other model the artifact knows
-no code, and whoever loads it gives an instance of the class, whose weights are replaced. Nothing is unpickled, and no
-code is imported that the artifact names, but classes of transformers.
+built from its configuration, which is plain data, by the class of that library for causal language models; of any other
+model the artifact knows no code, and whoever loads it gives an instance of the class, whose weights are replaced. Nothing is
+unpickled, and no code is imported that the artifact names, but those classes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
 def architecture(module: Any) -> dict[str, Any]:
     """What it takes to build the module again, as plain data; of most modules only the name of their class."""
     kind = type(module)
-    if kind.__module__.partition(".")[0] != _LIBRARY:
+    if kind.__module__.partition(".")[0] != _LIBRARY or not _is_causal(type(module.config), kind):
         return {"class": kind.__qualname__}
     return {"class": kind.__name__, "library": _LIBRARY, "configuration_class": type(module.config).__name__,
             "configuration": json.loads(module.config.to_json_string(use_diff=False))}
@@ -102,7 +102,7 @@ class Program:
         request = Request(max_new_tokens, known.sampling, known.eos)
         batches = shapes.batches(shapes.as_lists(prompts), self.batch_size)
         loop = self.served(batches[0], request).loop
-        return [self._torch.tensor(row) for batch in batches for row in loop.generate(batch, request).tokens]
+        return [self._torch.tensor(row) for run in loop.generate_all(batches, request) for row in run.tokens]
 
 
 def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None) -> Program:
@@ -150,7 +150,30 @@ def _built(known: dict[str, Any]) -> Any:
         if not (isinstance(found, type) and issubclass(found, base)):
             raise ArtifactDamaged(f"transformers {transformers.__version__} has no model {known['class']}",
                                   remedy="install the version that the manifest names")
-    return kind(configuration.from_dict(known["configuration"]))
+    if not _is_causal(configuration, kind):
+        raise ArtifactDamaged(f"{known['class']} is no causal language model of transformers {transformers.__version__}",
+                              remedy="give an instance of the class, if you trust it: saturate.load(folder, model=...)")
+    return kind(configuration.from_dict(_without_code(known["configuration"])))
+
+
+def _is_causal(configuration: type, kind: type) -> bool:
+    """Whether transformers has this class for causal language models of such a configuration. Others may fetch what their
+    configuration names, a backbone for one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if configuration not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[configuration]
+    return kind in (found if isinstance(found, (tuple, list)) else (found,))
+
+
+def _without_code(configuration: Any) -> Any:
+    """A configuration without what names code: an implementation of attention may be a repository that transformers fetches and
+    imports. It has its own choice where none is named."""
+    if isinstance(configuration, dict):
+        return {key: _without_code(value) for key, value in configuration.items()
+                if key != "auto_map" and not str(key).endswith("_implementation")}
+    return [_without_code(one) for one in configuration] if isinstance(configuration, list) else configuration
 
 
 def proved(yard: Yard, stored: Path, batches: list[list[list[int]]], wanted: list[list[list[int]]],

@@ -127,3 +127,23 @@ def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos])
+
+
+#: Settings of Hugging Face's generation that change no token here: what is given to the call instead, and what is bookkeeping.
+_NO_MATTER = frozenset(
+    "transformers_version _from_model_config use_cache output_attentions output_hidden_states output_scores output_logits "  # noqa: SIM905
+    "return_dict_in_generate bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens max_time "
+    "do_sample temperature top_k top_p cache_implementation cache_config compile_config disable_compile prefill_chunk_size "
+    "num_return_sequences is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+    "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit".split()
+)
+_NOTHING = (None, False, 0, 0.0, 1, 1.0, "never")     # a penalty of 1, a beam of 1, no n-gram of 0
+
+
+def not_done(model: Any) -> list[str]:
+    """What the model's `generation_config` asks for that is not done here, with its value: "repetition_penalty 1.1". The
+    tokens are then not those of its own `generate`."""
+    configuration = getattr(model, "generation_config", None)
+    known = configuration.to_dict() if hasattr(configuration, "to_dict") else {}
+    return [f"{name} {value}" for name, value in known.items()
+            if name not in _NO_MATTER and not any(value is none or value == none for none in _NOTHING) and value not in ([], {})]

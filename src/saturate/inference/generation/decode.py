@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from saturate.errors import UsageError
@@ -180,6 +180,11 @@ class Loop:
             run.decode_ns = self._now() - started
         run.tokens = [row[start:] for row, start in zip(sequences.known, sequences.prompt)]
         return run
+
+    def generate_all(self, batches: Sequence[Batch], request: Request) -> list[Run]:
+        """The batches of one call."""
+        return [self.generate(batch, replace(request, sampling=request.sampling.of_batch(number)))
+                for number, batch in enumerate(batches)]
 
     def prefill(self, prompts: Sequence[Sequence[int]], request: Request) -> Sequences:
         """All prompts through the target, and the first new token of each."""

@@ -8,9 +8,10 @@ not is replaced by one drawn from max(p - q, 0), normalised. Each token is then 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saturate.errors import UsageError
@@ -43,6 +44,13 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def of_batch(self, number: int) -> Sampling:
+        """The same for batch `number` of a call: with random numbers of its own, or equal prompts would get equal texts."""
+        if not number or self.greedy:
+            return self
+        digest = hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(digest, "big"))
 
 
 def whole(value: Any) -> bool:

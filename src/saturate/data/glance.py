@@ -1,0 +1,135 @@
+"""A glance at what a worker process holds a copy of: equal to an earlier one unless something has changed since.
+
+A worker that lives from one epoch to the next keeps the dataset as it was when the worker began. A script that changes it in
+between (a curriculum, an epoch number, augmentation that ends) would train on what it no longer has. A glance reads numbers and
+text, sees tensors and arrays by place, version and a sample of their content, and goes through attributes, containers, closures
+and the globals that the code of items names. It is bounded: of long containers it looks at some places, and it ends after so many
+things. What it cannot tell apart by then, it takes for equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Things that a glance looks at, at most: some 20 ms.
+MOST = 20_000
+
+#: Items of a container that are looked at; of a longer one, as many that are spread over it.
+EACH = 256
+
+#: Bytes of an array that are looked at.
+SAMPLE_BYTES = 1 << 16
+
+#: Methods of an object by which items are made.
+_METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+def glance(*things: Any) -> tuple[Any, ...]:
+    """Something to compare with == to another glance at the same things. It holds no reference to any of them."""
+    found: list[Any] = []
+    pending, met = list(things), set()
+    while pending and len(found) < MOST:
+        thing = pending.pop()
+        if isinstance(thing, _PLAIN):
+            found.append(thing if thing == thing else "nan")
+            continue
+        if id(thing) in met:
+            found.append(id(thing))
+            continue
+        met.add(id(thing))
+        seen, inside = _look(thing)
+        found.append((type(thing).__qualname__, seen))
+        pending.extend(inside)
+    return tuple(found)
+
+
+def _look(thing: Any) -> tuple[Any, list[Any]]:
+    """What one thing is, and what it consists of."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if isinstance(thing, (bytes, bytearray)):
+        return (len(thing), zlib.crc32(thing[:SAMPLE_BYTES])), []
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return (id(thing), thing._version, tuple(thing.shape), _content(thing)), []
+    if numpy is not None and isinstance(thing, numpy.ndarray):
+        return (id(thing), thing.shape, _array(thing)), []
+    if isinstance(thing, (list, tuple)):
+        return len(thing), _spread(thing)
+    if isinstance(thing, (set, frozenset)):
+        return (len(thing), frozenset(item for item in itertools.islice(thing, EACH) if isinstance(item, _PLAIN))), []
+    if isinstance(thing, Mapping) and type(thing).__module__ in ("builtins", "collections"):
+        return len(thing), [part for item in itertools.islice(thing.items(), EACH) for part in item]
+    if isinstance(thing, functools.partial):
+        return id(thing), [thing.func, thing.args, thing.keywords]
+    if isinstance(thing, types.MethodType):
+        return id(thing.__func__), [thing.__self__, thing.__func__]
+    if isinstance(thing, types.FunctionType):
+        return id(thing.__code__), [*_cells(thing), *_globals(thing)]
+    if isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return id(thing), []
+    own = getattr(thing, "__dict__", None)
+    if not isinstance(own, dict):
+        return id(thing), [getattr(thing, name, None) for name in _slots(type(thing))]
+    methods = [method for name in _METHODS if isinstance(method := getattr(type(thing), name, None), types.FunctionType)]
+    return id(thing), [dict(own), *methods]
+
+
+def _spread(items: Any) -> list[Any]:
+    step = max(1, len(items) // EACH)
+    return [items[at] for at in range(0, len(items), step)]
+
+
+def _content(tensor: Any) -> int:
+    """0: it is not in memory that can be read here."""
+    if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided or not tensor.numel():
+        return 0
+    try:
+        return _array(tensor.detach().numpy())
+    except (TypeError, RuntimeError):       # a type of numbers that numpy does not have
+        return 0
+
+
+def _array(array: Any) -> int:
+    """A checksum of at most `SAMPLE_BYTES`, spread over the array."""
+    if array.dtype.hasobject or not array.size:
+        return 0
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    step = max(1, array.size * array.dtype.itemsize // SAMPLE_BYTES)
+    return zlib.crc32(bytes(flat[::step].tobytes()))
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:                  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+
+
+def _globals(function: types.FunctionType) -> Iterator[Any]:
+    """The values of the names that its code, and the code inside of it, reads from its module. Code of libraries is not followed."""
+    if "site-packages" in function.__code__.co_filename:
+        return
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield function.__globals__[name]
+
+
+def _slots(kind: type) -> list[str]:
+    found = []
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        found.extend([names] if isinstance(names, str) else names)
+    return [name for name in found if not name.startswith("__")]

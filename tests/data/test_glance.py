@@ -1,0 +1,83 @@
+"""A glance at what workers hold a copy of: what it sees change, what it takes for equal, and that it ends."""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+from saturate.data.glance import glance  # noqa: E402
+
+LEVEL = types.SimpleNamespace(noise=0.1)
+
+
+class Reads(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return (lambda: LEVEL.noise * index)()
+
+
+def holder(**values):
+    return types.SimpleNamespace(inner=types.SimpleNamespace(**values))
+
+
+def change_text(thing):
+    thing.inner.value = "other"
+
+
+def in_place(thing):
+    thing.inner.value += 1
+
+
+def reassigned(thing):
+    thing.inner.value = thing.inner.value.copy() if isinstance(thing.inner.value, dict) else list(thing.inner.value)
+    if isinstance(thing.inner.value, dict):
+        thing.inner.value["rate"] = 2
+    else:
+        thing.inner.value[150_000] = -1
+
+
+@pytest.mark.parametrize(("value", "change"), [
+    ("text", change_text), (1.5, in_place), (torch.zeros(1000), in_place), (numpy.zeros((50, 7)), in_place),
+    (numpy.zeros((50, 7))[:, ::2], in_place), (torch.zeros(3, dtype=torch.bfloat16), in_place), ({"rate": 1}, reassigned),
+])
+def test_what_it_sees(value, change):
+    thing = holder(value=value)
+    before = glance(thing)
+    assert glance(thing) == before
+    change(thing)
+    assert glance(thing) != before
+
+
+def test_globals_closures_and_partial_functions(monkeypatch):
+    dataset = Reads()
+    before = glance(dataset)
+    monkeypatch.setattr(LEVEL, "noise", 0.2)
+    assert glance(dataset) != before
+    rate = [1]
+
+    def collate(batch):
+        return rate[0], batch
+
+    for function in (collate, functools.partial(collate, batch=[1])):
+        before = glance(function)
+        rate[0] += 1
+        assert glance(function) != before
+
+
+def test_nan_and_circles_are_equal_to_themselves():
+    thing = holder(value=float("nan"), array=numpy.array([None, "x"], dtype=object), sparse=torch.eye(3).to_sparse())
+    thing.inner.back = thing
+    assert glance(thing) == glance(thing)
+
+
+def test_it_ends_soon_on_large_things():
+    thing = holder(names=[f"{number}.jpg" for number in range(10**6)], table=[[number] * 100 for number in range(10**4)],
+                   pixels=numpy.zeros((1000, 1000, 8)))
+    began = time.thread_time()
+    glance(thing)
+    assert time.thread_time() - began < 1.0
