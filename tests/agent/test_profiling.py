@@ -359,6 +359,26 @@ while True:
     assert by_name(seen)["Sequential"]["flops"] == 2 * 8 * 16 * 32       # head and body are called by themselves
 
 
+def test_torch_func_inside_of_a_step_goes_on(start, script):
+    """It refuses where hooks watch what is saved, as ours do."""
+    trial = start(str(script("""
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+net = nn.Linear(4, 1); opt = torch.optim.SGD(net.parameters(), 0.01)
+def loss(p, x): return functional_call(net, p, (x,)).square().mean()
+def adapted(p, x):
+    g = grad(loss)(p, x)
+    return loss({k: p[k] - 0.1 * g[k] for k in p}, x)
+while True:
+    opt.zero_grad()
+    vmap(adapted, in_dims=(None, 0))(dict(net.named_parameters()), torch.randn(3, 8, 4)).mean().backward()
+    opt.step()
+""")))
+    trial.wait_ready()
+    assert trial.look("modules", 1, 2)["saved_bytes"] > 0
+
+
 def test_a_module_with_a_product_that_nobody_can_count_has_no_count(start, script):
     trial = start(str(script("""
 import torch

@@ -120,6 +120,39 @@ while True:
 }
 
 
+def test_a_forked_child_may_train_what_its_parent_built(script, start):
+    """As pytorch-a3c: the optimizer and a loader are made in the parent, which does not train."""
+    trial = start(str(script(HEAD + """
+import torch.multiprocessing as mp
+def train(opt, loader):
+    while True:
+        for (b,) in loader:
+            opt.zero_grad(); model(b).pow(2).mean().backward(); opt.step()
+if __name__ == "__main__":
+    opt = torch.optim.Adam(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 2)
+    child = mp.get_context("fork").Process(target=train, args=(opt, loader)); child.start(); child.join()
+""")))
+    assert trial.wait_ready()["step"]["tokens"] == ["B", "S0"]
+    assert trial.run_block(0, 20).moved
+
+
+def test_children_of_a_training_are_left_alone(script, start):
+    """One that runs a backward of its own, forked in the middle of it."""
+    trial = start(str(script(HEAD + """
+import os
+opt = torch.optim.Adam(model.parameters()); n = 0
+while True:
+    opt.zero_grad(); loss_of().backward(); opt.step(); n += 1
+    if n % 10 == 0:
+        child = os.fork()
+        if child == 0: loss_of().backward(); os._exit(0)
+        os.waitpid(child, 0)
+""")))
+    assert trial.wait_ready()["step"]["tokens"] == ["B", "S0"]
+    assert trial.run_block(0, 40).moved
+
+
 #: Trainings that go on with other optimizers: 30 steps each.
 SUCCESSIONS = {
     "folds that were built at once": """

@@ -150,6 +150,15 @@ def test_threads_that_the_program_brings_along(capsys, stored, acted, tmp_path):
     assert json.loads(call(capsys, stored / "open", "--threads", "2", "--json")[1])["threads"] == 2
 
 
+def test_two_programs_with_other_threads_are_not_raced_as_if_they_had_the_same(capsys, stored, acted, tmp_path):
+    folder = Path(shutil.copytree(stored / "fixed", tmp_path / "two threads"))
+    plain = json.loads((folder / "manifest.json").read_text())
+    rewrite(folder, {**plain, "settings": {**plain["settings"], "threads": 2}})
+    code, out, err = call(capsys, stored / "open", "--against", folder, "--json")
+    assert code == 2 and "runs on 1 thread" in err and "on 2" in err and not json.loads(out)["rows"]
+    assert call(capsys, stored / "open", "--against", folder, "--threads", "2")[0] == 0
+
+
 def test_a_race_that_fails_leaves_the_numbers(capsys, stored, acted, monkeypatch):
     from saturate.inference import racing
     from saturate.inference.process import WorkerFailed

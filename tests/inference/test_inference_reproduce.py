@@ -77,14 +77,52 @@ def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
             assert f"# {name}: " in source, "it is said what the name is"
 
 
-def runs(id: str, folder: Path) -> None:
+#: A model whose inputs are nested, one of them None and one that nothing depends on, and whose answer is a dictionary.
+NESTED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 16)
+    def forward(self, given, mask=None, extra=()):
+        hidden = self.first(given["x"]) if mask is None else given["x"]
+        return {"out": self.last(torch.relu(hidden + extra[0])), "twice": (hidden * 2,)}
+def batch():
+    return {"unused": torch.randn(4, 3), "x": torch.randn(4, 64)}, None, (torch.randn(4, 64),)
+model, inputs, calibration = Net().eval(), batch(), [batch() for _ in range(3)]
+with torch.no_grad():
+    wanted = model(*inputs)
+wanted = [wanted["out"], wanted["twice"][0]]
+"""
+
+#: Behind the printed lines: how far the answers are from the model's own.
+COMPARE = """
+from torch.utils._pytree import tree_leaves
+found = [torch.as_tensor(one) for one in tree_leaves(answers)]
+assert [one.dtype for one in found] == [torch.float32] * 2, [one.dtype for one in found]
+for one, other in zip(found, wanted):
+    error = ((one - other).norm() / other.norm()).item()
+    assert error < 0.2, error
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", ["onnx-runtime", "openvino-runtime", "onnx-int8-static", "onnx-int8-dynamic", "openvino-int8-static", "bf16",
+                                "torchao-int4"])
+def test_inputs_may_be_nested_missing_or_without_use(id: str, tmp_path: Path) -> None:
+    runs(id, tmp_path, NESTED, COMPARE)
+
+
+def runs(id: str, folder: Path, given: str = GIVEN, compare: str = "assert answers is not None\n") -> None:
     needs = next((packages for start, packages in EXTRAS.items() if id.startswith(start)), ())
     for package in ("torch", *needs):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     for number, options in enumerate(TECHNIQUES[id].variants(FACTS)):
         script = folder / f"reproduce{number}.py"
-        script.write_text("import sys; sys.modules['saturate'] = None\n" + GIVEN + making(id, options) + "\nassert answers is not None\n")
+        script.write_text("import sys; sys.modules['saturate'] = None\n" + given + making(id, options) + f"\n{compare}")
         done = subprocess.run([sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-2000:]
 

@@ -6,8 +6,10 @@ inside the backward pass is recomputation: its operations are counted apart, bec
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from saturate.agent import flopcount, kinds, memorylines
@@ -176,6 +178,24 @@ class ModuleCosts(Window):
                 self.saved[key] = size
             return tensor.detach()
 
-        hooks = self.torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        graph = self.torch.autograd.graph
+        hooks = graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         hooks.__enter__()
         self._held.append(hooks)
+        original = graph.disable_saved_tensors_hooks
+
+        @contextlib.contextmanager
+        def disabled(message: str) -> Iterator[None]:
+            """torch.func asks for a while without such hooks, and refuses where there are some: ours step aside."""
+            top = self.torch._C._autograd._top_saved_tensors_default_hooks(True)
+            aside = hooks in self._held and top is not None and top[0] is pack
+            if aside:
+                hooks.__exit__(None, None, None)
+            try:
+                with original(message):
+                    yield
+            finally:
+                if aside:
+                    hooks.__enter__()
+
+        self.replace(graph, "disable_saved_tensors_hooks", disabled)

@@ -156,6 +156,15 @@ class Session:
 
         application.on_wake(self)
 
+    def _take_over(self) -> None:
+        """A forked child trains what its parent built, which woke there: it holds all that the parent's session set up. Not where
+        the parent has trained itself: what its children run then is something else."""
+        from torch.utils.data import get_worker_info
+
+        if not self.counts and get_worker_info() is None:
+            self.pid = os.getpid()
+            self._woke = _CLOCK()
+
     def loader_arguments(self, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments to build a DataLoader with, after techniques rewrote them."""
         if self.asleep or not self.context.loader_rewrites:
@@ -191,6 +200,8 @@ class Session:
     def backward_begins(self) -> None:
         if self.phase == "asleep":
             self.signs_of_training()
+        elif self.phase == "discover" and self.asleep:
+            self.guard(self._take_over)
         if self.splitting:
             self._began = _CLOCK()
 

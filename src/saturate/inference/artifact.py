@@ -322,8 +322,8 @@ class Artifact:
             except Exception as error:  # noqa: BLE001 - whatever a program raises on its inputs, it does not verify
                 words = f"it fails on its own inputs: {type(error).__name__}: {error}"
                 return Verification(False, None, demanded, words)
-            if [tuple(one.shape) for one in got] != [tuple(one.shape) for one in expected]:
-                return Verification(False, None, demanded, "its answer has other shapes than the one that was stored")
+            if [(one.dtype, tuple(one.shape)) for one in got] != [(one.dtype, tuple(one.shape)) for one in expected]:
+                return Verification(False, None, demanded, "its answer has other shapes or number types than the one that was stored")
             worst = min([worst, *(examples.agreement_db(torch, a, b.cpu()) for a, b in zip(expected, got))])
             compared += len(got)
         if not compared:

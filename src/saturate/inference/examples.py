@@ -66,6 +66,8 @@ def read(torch: Any, data: bytes, examples: Sequence[Example]) -> list[tuple[tup
         if not isinstance(inputs, tuple):
             raise ValueError("the inputs of an example are no tuple")
         answers = [_tensor(torch, data, leaf) for leaf in one.output_leaves]
+        if min([*_places(one.inputs), *_places(one.outputs)], default=0) < 0:
+            raise ValueError("a tensor of an example has a negative place")
         try:
             found.append((inputs, [answers[place] for place in _places(one.outputs)]))
         except (AttributeError, IndexError, TypeError) as error:

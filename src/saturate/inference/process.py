@@ -27,6 +27,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import batches as trees
 from saturate.inference import pickles, wire
 from saturate.inference.candidates import Candidate
+from saturate.inference.formats.aoti import SCRATCH
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
@@ -256,7 +257,7 @@ class Worker:
         environment.update({
             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.source.folder.absolute() / "inductor"),
-            _MARK: self._token})
+            SCRATCH: str((self.folder / "scratch").absolute()), _MARK: self._token})
         order = self.folder / "supervise.json"
         descriptor = os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:

@@ -95,6 +95,18 @@ def test_only_classes_of_transformers_are_built(tmp_path, wrong):
         artifact._built({"library": "transformers", "configuration": {}, **wrong})
 
 
+def test_a_configuration_names_no_code_and_no_place():
+    """transformers would fetch an attention's kernels, or another model's backbone, from wherever they are named."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    with pytest.raises(ArtifactDamaged, match="no causal language model"):
+        artifact._built({"library": "transformers", "class": "DetrModel", "configuration_class": "DetrConfig", "configuration": {"backbone": "some/where"}})
+    plain = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "auto_map": {"AutoModel": "some/where--code.Model"}}
+    built = artifact._built({"library": "transformers", "class": "GPT2LMHeadModel", "configuration_class": "GPT2Config",
+                             "configuration": {**plain, "attn_implementation": "some/where@main", "_attn_implementation": "some/where"}})
+    assert isinstance(built, transformers.GPT2LMHeadModel) and "/" not in str(built.config._attn_implementation)
+    assert artifact.architecture(transformers.GPT2Model(built.config)) == {"class": "GPT2Model"}
+
+
 def test_a_model_of_transformers_builds_itself(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the models under test are its")
     torch.manual_seed(0)

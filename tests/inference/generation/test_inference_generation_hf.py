@@ -158,3 +158,13 @@ def test_encoder_decoders_are_refused():
     )
     with pytest.raises(UsageError):
         generate(transformers.T5ForConditionalGeneration(config).eval(), PROMPTS, max_new_tokens=NEW)
+
+
+def test_what_the_generation_configuration_asks_for_and_is_not_done_is_said(recwarn):
+    model = made("GPT2")
+    generate(model, PROMPTS[0], max_new_tokens=2)
+    assert not [one for one in recwarn if "generation_config" in str(one.message)]
+    model.generation_config.repetition_penalty = 1.3
+    model.generation_config.temperature = 0.7           # the call's own sampling decides
+    with pytest.warns(UserWarning, match="repetition_penalty 1.3, which is not done"):
+        generate(model, PROMPTS[0], max_new_tokens=2)

@@ -234,3 +234,13 @@ def test_a_tie_ends_what_stays_and_only_where_it_matters():
     assert (stay.item(), unsure.item()) == (1, True), "the draft lost against a tie"
     stay, following, unsure = accept_greedy(torch, logits, torch.tensor([[0, 1]]), torch.tensor([2]), 0.1)
     assert (stay.item(), following.item(), unsure.item()) == (0, 1, False), "the tie lies behind what was refused"
+
+
+def test_batches_of_a_call_draw_numbers_of_their_own():
+    """Equal prompts: one batch of eight, and eight batches of one."""
+    prompts, wanted = [[0, 1, 2]] * 8, Sampling(seed=3)
+    model = Bigram(TARGET)
+    for size in (None, 1, 3):
+        first, second = (generate(model, prompts, max_new_tokens=8, sampling=wanted, batch_size=size).tokens for _ in range(2))
+        assert first == second and len(set(map(tuple, first))) > 5
+    assert wanted.of_batch(0) is wanted and wanted.of_batch(1) != Sampling(seed=4).of_batch(0)

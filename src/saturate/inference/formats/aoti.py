@@ -12,8 +12,10 @@ refused, and so is anything that is no archive.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from saturate.inference.techniques._api import Context, Entry, NotApplied
 
 FORMAT = "aoti"
 NAME = "model.pt2"
+
+#: The variable by which a candidate's process knows the folder that goes with it.
+SCRATCH = "SATURATE_SCRATCH"
 
 
 def build(context: Context, program: _program.Program, path: Path, configuration: dict[str, Any] | None = None) -> Path:
@@ -92,8 +97,25 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 def _runner(torch: Any, path: Path) -> Callable[[list[Any]], Any]:
     """Flat tensors in and out. The package's own call would parse the description of its inputs each time."""
-    package = torch._inductor.aoti_load_package(str(path))
+    with _unpacked_in(os.environ.get(SCRATCH)):
+        package = torch._inductor.aoti_load_package(str(path))
     return getattr(package.loader, "boxed_run", None) or (lambda tensors: package(*tensors))
+
+
+@contextlib.contextmanager
+def _unpacked_in(folder: str | None) -> Iterator[None]:
+    """Where torch unpacks the library of a package. It removes that folder when its process ends by itself, and a candidate's
+    process is killed."""
+    before = os.environ.get("TMPDIR")
+    if folder is not None:
+        os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        if folder is not None and before is None:
+            del os.environ["TMPDIR"]
+        elif folder is not None and before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def save(context: Context, folder: Path, package: Path, program: _program.Program) -> Entry:

@@ -173,9 +173,15 @@ def _cause(error: BaseException) -> str:
 
 # -- the same without saturate -----------------------------------------------------------------------------------------
 
+# Inputs go by name: they may be nested or None, and a graph has no inputs that nothing depends on.
 EXPORT_CODE = """\
-torch.onnx.export(model, inputs, dynamo=True).save("model.onnx")      # dynamic_shapes= for sizes that vary
+from torch.utils._pytree import tree_leaves
+def named(batch):
+    tensors = [x for x in tree_leaves(batch) if torch.is_tensor(x)]
+    return {f"input_{place}": x.numpy() for place, x in enumerate(tensors)}
+torch.onnx.export(model, inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")      # dynamic_shapes= for sizes that vary
 """
+
 
 def call_code(name: str, more: str = "") -> str:
     """The lines that answer by the file `name`. `more`: lines about the `options`. ONNX Runtime has threads of its own."""
@@ -184,7 +190,7 @@ def call_code(name: str, more: str = "") -> str:
         "options = onnxruntime.SessionOptions()\n"
         f"options.intra_op_num_threads = torch.get_num_threads()\n{more}"
         f'session = onnxruntime.InferenceSession("{name}", options)\n'
-        "answers = session.run(None, {given.name: x.numpy() for given, x in zip(session.get_inputs(), inputs)})"
+        "answers = session.run(None, {one.name: named(inputs)[one.name] for one in session.get_inputs()})"
     )
 
 

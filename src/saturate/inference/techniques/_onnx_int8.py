@@ -209,13 +209,12 @@ onnx.save(prepared, "prepared.onnx")
 """
 
 READER_CODE = """\
-names = [given.name for given in prepared.graph.input]
 class Batches(CalibrationDataReader):
     def __init__(self):
         self.left = iter(calibration)
     def get_next(self):
         batch = next(self.left, None)
-        return None if batch is None else {name: x.numpy() for name, x in zip(names, batch)}
+        return None if batch is None else {one.name: named(batch)[one.name] for one in prepared.graph.input}
 """
 
 

@@ -132,5 +132,5 @@ def call_code(name: str, precision: str = "f32") -> str:
         'settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,\n'
         f'            "INFERENCE_PRECISION_HINT": "{precision}"}}\n'
         f'compiled = openvino.Core().compile_model("{name}", "CPU", settings)\n'
-        "answers = list(compiled({given.get_any_name(): x.numpy() for given, x in zip(compiled.inputs, inputs)}).values())"
+        "answers = list(compiled({one.get_any_name(): named(inputs)[one.get_any_name()] for one in compiled.inputs}).values())"
     )

@@ -98,3 +98,23 @@ def _under_autocast(context: Context, dtype: Any) -> None:
             _wrap.around(module, without)
     _wrap.around(context.model, within)
 
+
+def as_code(dtype: str, autocast: bool = False) -> str:
+    """The lines that answer in another number format, with inputs and answers as they are. Both may be nested, or hold None."""
+    if autocast:
+        return ("from torch.utils._pytree import tree_map\n"
+                f"with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, dtype=torch.{dtype}):\n"
+                "    answers = model(*inputs)\n"
+                f"answers = tree_map(lambda x: x.float() if torch.is_tensor(x) and x.dtype is torch.{dtype} else x, answers)")
+    return (f"{in_format(dtype)}\n"
+            "with torch.no_grad():\n"
+            "    answers = tree_map(in_format(torch.float32), model(*inputs))")
+
+
+def in_format(dtype: str) -> str:
+    """The lines that bring the model and its inputs into another number format."""
+    return ("from torch.utils._pytree import tree_map\n"
+            "def in_format(dtype):\n"
+            "    return lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x\n"
+            f"model = model.to(torch.{dtype})\n"
+            f"inputs = tree_map(in_format(torch.{dtype}), inputs)")

@@ -88,10 +88,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    if options.autocast:
-        return "with torch.autocast(inputs[0].device.type, dtype=torch.bfloat16):\n    answers = model(*inputs)"
-    return (
-        "model = model.to(torch.bfloat16)\n"
-        "inputs = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs)\n"
-        "answers = model(*inputs).float()"
-    )
+    return _precision.as_code("bfloat16", options.autocast)

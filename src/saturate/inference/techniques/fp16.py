@@ -82,10 +82,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    if options.autocast:
-        return "with torch.autocast(inputs[0].device.type, dtype=torch.float16):\n    answers = model(*inputs)"
-    return (
-        "model = model.half()\n"
-        "inputs = tuple(x.half() if x.is_floating_point() else x for x in inputs)\n"
-        "answers = model(*inputs).float()"
-    )
+    return _precision.as_code("float16", options.autocast)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx, _torchao
+from saturate.inference.techniques import _onnx, _precision, _torchao
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -87,5 +87,5 @@ def as_code(options: Options) -> str:
     mapping = "act_mapping_type=MappingType.ASYMMETRIC" if options.asymmetric else ""
     return ("# pip install torchao\n"
             f"from torchao.quantization import Int8DynamicActivationInt8WeightConfig, {'MappingType, ' if mapping else ''}quantize_\n"
-            + ("model = model.to(torch.bfloat16)\n" if options.bfloat16 else "") +
+            + (f"{_precision.in_format('bfloat16')}\n" if options.bfloat16 else "") +
             f"quantize_(model, Int8DynamicActivationInt8WeightConfig({mapping}))")

@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.inference.techniques import _torchao
+from saturate.inference.techniques import _precision, _torchao
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -101,5 +101,5 @@ def as_code(options: Options) -> str:
     argument = "" if options.weight_only else "granularity=PerRow()"
     return ("# pip install torchao\n"
             f"from torchao.quantization import {config}, {'' if options.weight_only else 'PerRow, '}quantize_\n"
-            "model = model.to(torch.bfloat16)\n"
+            f"{_precision.in_format('bfloat16')}\n"
             f"quantize_(model, {config}({argument}))")

@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.inference.techniques import _torchao
+from saturate.inference.techniques import _precision, _torchao
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -107,8 +107,19 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    on_gpu = "    " + _precision.in_format("bfloat16").replace("\n", "\n    ")
     return ("# pip install torchao\n"
-            "from torchao.quantization import Int4WeightOnlyConfig, quantize_\n"
-            "model = model.to(torch.bfloat16)\n"
-            f"quantize_(model, Int4WeightOnlyConfig(group_size={options.group}, int4_packing_format='tile_packed_to_4d',\n"
-            "                                      int4_choose_qparams_algorithm='hqq'))    # on a GPU")
+            "from torchao.quantization import quantize_\n"
+            "on_gpu = next(model.parameters()).is_cuda\n"
+            "if on_gpu:\n"
+            "    from torchao.quantization import Int4WeightOnlyConfig\n"
+            f"    how = Int4WeightOnlyConfig(group_size={options.group}, int4_packing_format='tile_packed_to_4d',\n"
+            "                               int4_choose_qparams_algorithm='hqq')\n"
+            f"{on_gpu}\n"
+            "else:\n"
+            "    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig\n"
+            f"    how = PrototypeInt4WeightOnlyConfig(group_size={options.group})\n"
+            "def fits(layer, name):\n"
+            f"    return (isinstance(layer, torch.nn.Linear) and layer.in_features % {options.group} == 0\n"
+            f"            and layer.out_features % (1 if on_gpu else {CPU_OUTPUTS}) == 0)\n"
+            "quantize_(model, how, fits)")

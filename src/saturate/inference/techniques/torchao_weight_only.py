@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _torchao
+from saturate.inference.techniques import _precision, _torchao
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -80,5 +80,5 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     return ("# pip install torchao\n"
             "from torchao.quantization import Int8WeightOnlyConfig, quantize_\n"
-            + ("model = model.to(torch.bfloat16)\n" if options.bfloat16 else "")
+            + (f"{_precision.in_format('bfloat16')}\n" if options.bfloat16 else "")
             + "quantize_(model, Int8WeightOnlyConfig())")
