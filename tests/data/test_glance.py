@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
+import sqlite3
 import time
 import types
+import zipfile
 
 import pytest
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from saturate.data.glance import glance  # noqa: E402
+from saturate.data.glance import glance, open_file  # noqa: E402
 
 LEVEL = types.SimpleNamespace(noise=0.1)
 
@@ -81,3 +85,23 @@ def test_it_ends_soon_on_large_things():
     began = time.thread_time()
     glance(thing)
     assert time.thread_time() - began < 1.0
+
+
+def test_open_files_are_seen_wherever_they_are(tmp_path, monkeypatch):
+    path = tmp_path / "data"
+    path.write_bytes(b"0123")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(path, "data")
+    log = logging.Logger("of the dataset")
+    log.addHandler(logging.FileHandler(tmp_path / "log"))
+    assert open_file(holder(log=log, data=io.BytesIO(b"0"), array=numpy.memmap(path, mode="r"))) == ""
+    with open(path, "rb") as file:
+        assert open_file(holder(parts=[{"a": file}])) == "BufferedReader"
+        monkeypatch.setattr(LEVEL, "noise", file)
+        assert open_file(Reads()) == "BufferedReader"
+    assert open_file(Reads()) == ""                     # it is closed
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert open_file(holder(archive=archive)) == "BufferedReader"
+    connection = sqlite3.connect(":memory:")
+    assert open_file(holder(base=connection)) == "Connection"
+    connection.close()

@@ -250,3 +250,16 @@ def test_two_verification_runs_at_once_need_memory_for_them_and_the_frozen_basel
     assert baseline.side_by_side(study, mode, Pace(0.01, 9.0, crowded=False)) is holds          # type: ignore[arg-type]
     for lost in (None, Pace(0.1, 9.0, crowded=True)):
         assert baseline.side_by_side(study, mode, lost) is False                                # type: ignore[arg-type]
+
+
+def test_who_waits_for_a_first_step_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(bench, "say", said.append)
+    monkeypatch.setattr(benches, "FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(benches, "NEXT_WORD_S", 600.0)
+    trial, _ = bench.ready("baseline", ())
+    bench.finish(trial, ())
+    assert len(said) == 1 and "no training step after" in said[0]
+    trial, _ = bench.ready("again", ())         # a command that has trained needs no such words
+    bench.finish(trial, ())
+    assert len(said) == 1

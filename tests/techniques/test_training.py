@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import io
 import os
 import socket
 import subprocess
@@ -322,6 +323,39 @@ def _curriculum(loader, dataset):
 def test_passes_and_changed_datasets_are_as_without_the_technique(script, own):
     plain, changed = _passes(script, own)
     assert changed == plain
+
+
+class FromOneFile(torch.utils.data.Dataset):
+    """Its file is opened when it is made, or when the first item is asked for."""
+
+    def __init__(self, path, lazy):
+        self.path, self.file = path, None if lazy else io.FileIO(path)
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        self.file = self.file or io.FileIO(self.path)
+        self.file.seek(4 * index)
+        return int.from_bytes(self.file.read(4), "little")
+
+
+@pytest.mark.parametrize("opened", ["at once", "before the first pass", "by the workers"])
+def test_forked_workers_do_not_share_a_file(opened, tmp_path):
+    (tmp_path / "data").write_bytes(b"".join(number.to_bytes(4, "little") for number in range(400)))
+    dataset, context = FromOneFile(tmp_path / "data", lazy=opened != "at once"), Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    arguments = {"batch_size": 4, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": "fork"}
+    changes = context.loader_rewrites[0](dataset, arguments, frozenset())
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, **changes)
+    if opened == "before the first pass":
+        assert dataset[0] == 0
+    try:
+        for _ in range(2):
+            assert torch.cat(list(loader)).tolist() == list(range(400))
+        assert loader.num_workers == (2 if opened == "by the workers" else 0)
+    finally:
+        context.undo()
 
 
 def test_without_looking_passes_would_go_wrong(monkeypatch):

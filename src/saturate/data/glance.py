@@ -1,4 +1,5 @@
-"""A glance at what a worker process holds a copy of: equal to an earlier one unless something has changed since.
+"""A glance at what a worker process gets a copy of: equal to an earlier one unless something has changed since; and whether there
+are open files in it.
 
 A worker that lives from one epoch to the next keeps the dataset as it was when the worker began. A script that changes it in
 between (a curriculum, an epoch number, augmentation that ends) would train on what it no longer has. A glance reads numbers and
@@ -10,11 +11,12 @@ things. What it cannot tell apart by then, it takes for equal.
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 #: Things that a glance looks at, at most: some 20 ms.
@@ -29,26 +31,48 @@ SAMPLE_BYTES = 1 << 16
 #: Methods of an object by which items are made.
 _METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 
+#: Other things that a fork may not share.
+_CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Environment"), ("netCDF4", "Dataset"), ("tables", "File")}
+
 _PLAIN = (type(None), bool, int, float, complex, str)
 
 
 def glance(*things: Any) -> tuple[Any, ...]:
     """Something to compare with == to another glance at the same things. It holds no reference to any of them."""
-    found: list[Any] = []
+    return tuple(seen for _, seen in _walk(things))
+
+
+def open_file(*things: Any) -> str:
+    """The class of an open file in these things, or "". Forked workers would share its place with each other: one moves it while
+    another reads."""
+    return next((type(thing).__name__ for thing, _ in _walk(things) if _is_open(thing)), "")
+
+
+def _is_open(thing: Any) -> bool:
+    if isinstance(thing, io.IOBase):
+        return not isinstance(thing, (io.BytesIO, io.StringIO)) and not thing.closed and thing.readable()
+    kind = type(thing)
+    if kind.__module__.partition(".")[0] == "h5py" and kind.__name__ in ("File", "Group", "Dataset"):
+        return bool(thing)
+    return (kind.__module__.partition(".")[0], kind.__name__) in _CONNECTIONS
+
+
+def _walk(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each thing with what is seen of it."""
     pending, met = list(things), set()
-    while pending and len(found) < MOST:
+    for _ in range(MOST):
+        if not pending:
+            return
         thing = pending.pop()
         if isinstance(thing, _PLAIN):
-            found.append(thing if thing == thing else "nan")
-            continue
-        if id(thing) in met:
-            found.append(id(thing))
-            continue
-        met.add(id(thing))
-        seen, inside = _look(thing)
-        found.append((type(thing).__qualname__, seen))
-        pending.extend(inside)
-    return tuple(found)
+            yield thing, thing if thing == thing else "nan"
+        elif id(thing) in met:
+            yield None, id(thing)
+        else:
+            met.add(id(thing))
+            seen, inside = _look(thing)
+            yield thing, (type(thing).__qualname__, seen)
+            pending.extend(inside)
 
 
 def _look(thing: Any) -> tuple[Any, list[Any]]:

@@ -6,8 +6,9 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ SPINNING, FIRST_STEPS = 8, 5
 
 #: A first step is waited for at least this long, however small the budget.
 LEAST_PATIENCE_S = 60.0
+
+#: When it is said that a first step is still waited for, and how often then.
+FIRST_WORD_S, NEXT_WORD_S = 30.0, 120.0
 
 #: What the baseline leaves in its folder in a study with a memory limit.
 EARLY_FACTS = "early_facts.json"
@@ -167,7 +171,8 @@ class Bench:
         refused."""
         trial = started or self.start(purpose, techniques, capture)
         try:
-            hello = trial.wait_ready(math.inf if self._trains else max(LEAST_PATIENCE_S, self.budget_s))
+            with contextlib.nullcontext() if self._trains else self._said_that_it_waits():
+                hello = trial.wait_ready(math.inf if self._trains else max(LEAST_PATIENCE_S, self.budget_s))
             self._trains = True
             return trial, hello
         except TrialEnded as ended:
@@ -178,6 +183,26 @@ class Bench:
                 self.intercept = ended.outcome.reason
                 self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
             return self.ready(purpose, techniques, capture)
+
+    @contextlib.contextmanager
+    def _said_that_it_waits(self) -> Iterator[None]:
+        """Whoever waits for a first step for long wants to know what for."""
+        come = threading.Event()
+
+        def tell() -> None:
+            began, pause_s = time.monotonic(), FIRST_WORD_S
+            while not come.wait(pause_s):
+                self.say(f"  no training step after {time.monotonic() - began:.0f} s; a step ends with loss.backward() and an optimizer's step "
+                         "or an update by hand")
+                pause_s = NEXT_WORD_S
+
+        thread = threading.Thread(target=tell, name="waiting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            come.set()
+            thread.join()
 
     def _memory_plan(self, run_dir: Path, techniques: Set, verifies: bool) -> dict[str, Any]:
         """What the agent is told of the limit. The baseline need not keep it; should it run out of memory, it has left what is

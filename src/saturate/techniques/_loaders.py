@@ -7,6 +7,8 @@ import multiprocessing
 import pickle
 from typing import Any
 
+from saturate.data import glance
+
 
 def may_have_workers(dataset: Any, arguments: dict[str, Any], torch: Any) -> bool:
     """Whether a loader of map-style samples that has no workers may have some: it has two batches or more, and workers can
@@ -36,16 +38,25 @@ def _on_device(dataset: Any, torch: Any) -> bool:
 
 
 def _can_cross(dataset: Any, arguments: dict[str, Any]) -> bool:
-    """Whether workers can receive the dataset: a forked one has it already, any other must unpickle it."""
+    """Whether workers can receive the dataset: a forked one has it already, but shares the place in open files; any other must
+    unpickle it."""
     chosen = arguments.get("multiprocessing_context")
     method = chosen if isinstance(chosen, str) else (chosen or multiprocessing).get_start_method()
     if method == "fork":
-        return True
+        return not shared_file(dataset, arguments.get("collate_fn"))
     try:
         pickle.Pickler(_Sink()).dump((dataset, arguments.get("collate_fn"), arguments.get("worker_init_fn")))
     except Exception:  # noqa: BLE001 - any object's own __reduce__ may raise anything, and then workers cannot start
         return False
     return True
+
+
+def shared_file(dataset: Any, collate_fn: Any) -> str:
+    """What forked workers would share of a dataset and its collate function: the class of an open file, or ""."""
+    try:
+        return glance.open_file(dataset, collate_fn)
+    except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at had better be left alone
+        return type(error).__name__
 
 
 class _Sink:

@@ -25,8 +25,8 @@ workers that are persistent because of this technique it is drawn all the same.
 How it is applied
 -----------------
 Arguments of `DataLoader` that stand at their defaults are changed when it is built. Left alone are: iterable datasets
-(each worker would read everything), datasets that hold device tensors, datasets that cannot be pickled where workers
-are spawned, and loaders of fewer than two batches. Counts respect the CPU quota, memory and /dev/shm.
+(each worker would read everything), datasets that hold device tensors or open files, datasets that cannot be pickled where
+workers are spawned, and loaders of fewer than two batches. Counts respect the CPU quota, memory and /dev/shm.
 
 References
 ----------
@@ -142,12 +142,15 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     count = 0
     made_persistent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()     # datasets by id
+    given_workers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def rewrite(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
         nonlocal count
         changes = _changes(dataset, arguments, options, context.torch)
         if "persistent_workers" in changes:
             made_persistent[id(dataset)] = dataset
+        if "num_workers" in changes and type(dataset).__weakrefoffset__:
+            given_workers[id(dataset)] = dataset
         if changes:
             count += 1
             context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
@@ -158,7 +161,7 @@ def apply(context: Any, options: Options) -> str:
 
     context.on_loader(rewrite)
     _keep_order(context, ours)
-    _keep_passes(context, ours)
+    _keep_passes(context, ours, lambda loader: given_workers.get(id(loader.dataset)) is loader.dataset)
     return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
@@ -177,15 +180,18 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool]) -> None:
-    """Two things that persistent workers change without a word. A loader with them has one iterator: a second pass inside of one
-    that is not over, as `zip(loader, loader)`, would take its batches. And they keep the dataset of the first epoch."""
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool]) -> None:
+    """Three things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
+    that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
+    was opened since the loader was built would be shared by all of them."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
+        if self._iterator is None and self.num_workers and given(self) and _loaders.shared_file(self.dataset, self.collate_fn):
+            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
         if _busy(self):
