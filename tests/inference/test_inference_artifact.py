@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -99,6 +100,24 @@ def test_it_is_called_as_the_model_was(program, whole):
     answer["logits"] += 1       # no tensor of inference mode, which could not be changed
     other = batch(7)
     assert torch.allclose(loaded(*other)["logits"], model(*other)["logits"], atol=1e-6)
+
+
+def test_copies_are_loaded_from_the_folder_again(program, whole, stored):
+    model, inputs = program[2:]
+    loaded = artifact.load(whole)
+    for other in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert torch.allclose(other(*inputs)["logits"], model(*inputs)["logits"], atol=1e-6) and other.folder == whole
+    gone = pickle.dumps(artifact.load(stored))
+    shutil.rmtree(stored)
+    with pytest.raises(ArtifactDamaged):
+        pickle.loads(gone)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float64", "shape": [2, 5]}, {"dtype": "bool"}])
+def test_an_answer_of_another_number_type_does_not_verify(stored, change):
+    rewrite(stored, lambda plain: plain["examples"][0]["output_leaves"][0].update(change))
+    found = artifact.load(stored).verify()
+    assert not found.ok and "number types" in found.reason
 
 
 def test_it_verifies_on_the_machine_that_made_it(whole):

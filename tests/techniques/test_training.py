@@ -462,23 +462,27 @@ def test_where_a_copy_goes(args, kwargs, expected):
     assert pin_memory.to_cuda(torch, args, kwargs) is expected
 
 
-def test_only_pinned_copies_to_cuda_become_non_blocking(monkeypatch):
+def test_only_batches_that_a_loader_pinned_are_copied_without_blocking(monkeypatch):
+    """A pinned buffer of the script's own may be written to as soon as its copy has returned."""
     calls = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append(kwargs), raising=False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self.clone())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is not plain)
     context = Context(torch)
     pin_memory.apply(context, pin_memory.Options())
-    pinned, plain = torch.ones(1), torch.zeros(1)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
+    batch = torch.utils.data._utils.pin_memory.pin_memory({"images": [torch.ones(1)], "label": (torch.ones(1), "text")})
+    pinned, other, own, plain = batch["images"][0], batch["label"][0], torch.ones(1).pin_memory(), torch.zeros(1)
     for tensor, args, kwargs in (
-        (pinned, ("cuda",), {}), (plain, ("cuda",), {}), (pinned, ("cpu",), {}), (pinned, ("cuda",), {"non_blocking": False}),
-        (pinned, ("cuda", torch.float32, False), {}),
+        (pinned, ("cuda",), {}), (other, ("cuda",), {}), (own, ("cuda",), {}), (plain, ("cuda",), {}), (pinned, ("cpu",), {}),
+        (pinned, ("cuda",), {"non_blocking": False}), (pinned, ("cuda", torch.float32, False), {}),
     ):
         tensor.to(*args, **kwargs)
-    assert calls == [{"non_blocking": True}, {}, {}, {"non_blocking": False}, {}]
+    assert calls == [{"non_blocking": True}, {"non_blocking": True}, {}, {}, {}, {"non_blocking": False}, {}]
     assert pin_memory.TECHNIQUE.id in context.notes
     assert context.loader_rewrites[0](None, {"pin_memory": False}, frozenset()) == {"pin_memory": True}
     assert context.loader_rewrites[0](None, {"pin_memory": True}, frozenset()) == {}
     context.undo()
+    assert not hasattr(torch.utils.data._utils.pin_memory.pin_memory, "__wrapped__")
 
 
 # -- process-wide settings -------------------------------------------------------------------------------------------

@@ -311,6 +311,10 @@ class Artifact:
     def __repr__(self) -> str:
         return f"<Artifact {self.info.candidate} of {self.info.model}, format {self.info.format}, in {self.folder}>"
 
+    def __reduce__(self) -> Any:
+        """A copy, or the one that another process unpickles, is loaded from the folder again."""
+        return load, (str(self.folder),)
+
     def verify(self) -> Verification:
         """Run the stored inputs and compare with the stored answers."""
         torch, demanded = self._torch, _demanded_db(self.info)

@@ -15,13 +15,14 @@ Pinning costs a copy on the host. Pinned memory cannot be swapped, so a machine 
 
 Numerics
 --------
-`exact`: the same bytes arrive. A script that overwrites a host tensor right after copying it would race with the copy;
-batches from a DataLoader are new each time.
+`exact`: the same bytes arrive. A script that overwrites a host tensor right after copying it would race with a copy that
+returned at once. So only what a DataLoader has pinned is copied so, which is new each time, and no buffer of the script's own.
 
 How it is applied
 -----------------
 `pin_memory` of each DataLoader that stands at its default is set when it is built. `Tensor.to` and `Tensor.cuda` get
-`non_blocking=True` when a pinned tensor goes to a CUDA device.
+`non_blocking=True` when a tensor that a DataLoader pinned goes to a CUDA device. Tensors inside of batches with a method
+`pin_memory` of their own are not known, and copied as before.
 
 References
 ----------
@@ -49,6 +50,9 @@ TECHNIQUE = Technique(
 
 #: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
 SLOWEST_COPY = 1e6
+
+#: An attribute of tensors that a DataLoader has pinned.
+PINNED = "_saturate_pinned"
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,30 @@ def apply(context: Any, options: Options) -> str:
 
     context.on_loader(rewrite)
     if options.non_blocking:
+        _mark_pinned(context)
         for name in ("to", "cuda"):
             context.set_attribute(context.torch.Tensor, name, _copying(context, name))
     return f"DataLoaders pin their batches, non-blocking copies {options.non_blocking}"
 
 
+def _mark_pinned(context: Any) -> None:
+    """Know the tensors again that loaders pin, in whichever thread."""
+    torch = context.torch
+    module = torch.utils.data._utils.pin_memory
+    original = module.pin_memory
+
+    @functools.wraps(original)
+    def pin(data: Any, device: Any = None) -> Any:
+        found = original(data, device)      # which calls this for what is inside of it
+        if isinstance(data, torch.Tensor):
+            setattr(found, PINNED, True)
+        return found
+
+    context.set_attribute(module, "pin_memory", pin)
+
+
 def _copying(context: Any, name: str) -> Any:
-    """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for pinned tensors on their way to a CUDA device."""
+    """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for tensors that a loader pinned, on their way to a CUDA device."""
     torch = context.torch
     original = getattr(torch.Tensor, name)
     pending = [True]
@@ -105,6 +126,7 @@ def _copying(context: Any, name: str) -> Any:
             and not torch.compiler.is_compiling()
             and not any(isinstance(argument, bool) for argument in args)        # given by position
             and self.device.type == "cpu"
+            and getattr(self, PINNED, False)
             and self.is_pinned()
         ):
             kwargs["non_blocking"] = True

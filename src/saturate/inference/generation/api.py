@@ -210,7 +210,8 @@ def optimize(
     ways: which kinds are tried, "draft", "lookup", "compile" (half a minute and more on a CPU), "weights". isolate:
     False keeps all in this process, for a model of which the device does not hold two: then nothing limits the time
     and memory of a way. workdir: a folder in which the same call goes on after an interruption; one call at a time works in it. say: gets a line as
-    each way begins. The other arguments are those of `generate`. Ctrl-C ends the search and returns the best so far.
+    each way begins. The other arguments are those of `generate`. Ctrl-C ends the search and returns the best so far;
+    before the plain loop has been measured there is none, and it goes on as KeyboardInterrupt.
 
     Raises UsageError, by name, where the model cannot be called rightly, WorkloadFailed where it fails, and
     CheckUnusable; a way that fails costs its row in the table.
