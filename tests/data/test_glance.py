@@ -79,6 +79,18 @@ def test_nan_and_circles_are_equal_to_themselves():
     assert glance(thing) == glance(thing)
 
 
+def test_what_is_near_is_seen_beside_what_is_large():
+    deep = [[[number, [number]] for number in range(200)] for _ in range(250)]
+    thing = types.SimpleNamespace(a=1, deep=deep, log=logging.getLogger("of the dataset"), z=1)
+    for name in "az":
+        before = glance(thing, deep)
+        setattr(thing, name, 2)
+        assert glance(thing, deep) != before
+    before = glance(thing)
+    logging.getLogger("of somebody else").warning("something")
+    assert glance(thing) == before
+
+
 def test_it_ends_soon_on_large_things():
     thing = holder(names=[f"{number}.jpg" for number in range(10**6)], table=[[number] * 100 for number in range(10**4)],
                    pixels=numpy.zeros((1000, 1000, 8)))

@@ -10,9 +10,11 @@ things. What it cannot tell apart by then, it takes for equal.
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 import itertools
+import logging
 import sys
 import types
 import zlib
@@ -58,18 +60,18 @@ def _is_open(thing: Any) -> bool:
 
 
 def _walk(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each thing with what is seen of it."""
-    pending, met = list(things), set()
+    """Each thing with what is seen of it; what lies near the surface comes first."""
+    pending, met = collections.deque(things), {}        # by id, and held: another object could get the number of one that has gone
     for _ in range(MOST):
         if not pending:
             return
-        thing = pending.pop()
+        thing = pending.popleft()
         if isinstance(thing, _PLAIN):
             yield thing, thing if thing == thing else "nan"
         elif id(thing) in met:
             yield None, id(thing)
         else:
-            met.add(id(thing))
+            met[id(thing)] = thing
             seen, inside = _look(thing)
             yield thing, (type(thing).__qualname__, seen)
             pending.extend(inside)
@@ -96,7 +98,7 @@ def _look(thing: Any) -> tuple[Any, list[Any]]:
         return id(thing.__func__), [thing.__self__, thing.__func__]
     if isinstance(thing, types.FunctionType):
         return id(thing.__code__), [*_cells(thing), *_globals(thing)]
-    if isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType)):
+    if isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType, logging.Logger)):      # a logger leads to all others
         return id(thing), []
     own = getattr(thing, "__dict__", None)
     if not isinstance(own, dict):
