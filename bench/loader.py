@@ -24,7 +24,7 @@ from pathlib import Path
 import _race
 from _output import as_text, close, write_json
 
-from saturate.data.cache_ahead import usable_cpus
+from saturate.data.cache_helpers import usable_cpus
 from saturate.measure import stats
 from saturate.measure.race import Limits
 

@@ -476,7 +476,7 @@ def test_a_damaged_file_is_named(stored, damage):
     assert "model.onnx" in raised.value.card() and raised.value.remedy
 
 
-@pytest.mark.parametrize("settings", [{}, {"threads": None}, {"inputs": 3}, {"tensors": [1]}, {"outputs": {"no": 1}}])
+@pytest.mark.parametrize("settings", [{}, {"threads": None}, {"threads": 0}, {"inputs": 3}, {"tensors": [1]}, {"outputs": {"no": 1}}])
 def test_settings_that_are_none_are_named(stored, settings):
     folder, entry, _ = stored
     damaged = dataclasses.replace(entry, settings={**entry.settings, **settings} if settings else {})

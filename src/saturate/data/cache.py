@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.data import cache_codec, cache_key, cache_probe, cache_store
-from saturate.data.cache_ahead import Ahead
+from saturate.data.cache_ahead import Ahead, Beside
 
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
@@ -89,6 +89,7 @@ class Reader:
         self._twin, self._prefix, self._rest = (source, None, []) if steps is None else cache_probe.cut(source, steps)
         self._together = steps is None and callable(getattr(source, "__getitems__", None))
         self.attributes = attributes(source)    # as this process left them
+        self.kept = 0                       # items that this process has stored
         self._began_anew()
 
     def _began_anew(self) -> None:
@@ -204,14 +205,7 @@ class Reader:
     def _still(self, index: int, record: bytes) -> bool:
         """Make an item again: is it what was stored?"""
         began = time.perf_counter()
-        random_state = cache_probe.states()
-        try:
-            again = b"".join(cache_codec.encode(cache_probe.one(self._twin, index)))
-            problem = "" if again == record else "is not what it was when it was stored"
-        except Exception as error:  # noqa: BLE001 - what the user's dataset raises, it raises again where the loop sees it
-            problem = f"cannot be read any more ({type(error).__name__}: {error})"
-        finally:
-            cache_probe.restore(random_state)
+        problem = self._difference(index, record)
         self._spent_s += time.perf_counter() - began
         if problem:
             self.off = f"item {index} of {type(self.source).__name__} {problem}"
@@ -219,6 +213,21 @@ class Reader:
             say(f"{self.off}: the cache is dropped, and the training goes on from the dataset itself; "
                 "items that were read from the cache before may have been old ones")
         return not problem
+
+    def _difference(self, index: int, record: bytes) -> str:
+        random_state = cache_probe.states()
+        try:
+            again = b"".join(cache_codec.encode(cache_probe.one(self._twin, index)))
+            return "" if again == record else "is not what it was when it was stored"
+        except Exception as error:  # noqa: BLE001 - what the user's dataset raises, it raises again where the loop sees it
+            return f"cannot be read any more ({type(error).__name__}: {error})"
+        finally:
+            cache_probe.restore(random_state)
+
+    def agrees(self, index: int) -> bool:
+        """Whether this process makes an item as it is stored."""
+        record = self.store.get(index)
+        return record is None or not self._difference(index, bytes(record))
 
     def _base(self, index: int) -> Any:
         """What of an item is cached, made by the source; PLAIN where its transform does not show. Random numbers may have been
@@ -237,23 +246,30 @@ class Reader:
         try:
             parts = cache_codec.encode(item)
             self._sized(sum(map(len, parts)))
-            self._stored += self.store.put(index, parts)
+            stored = self.store.put(index, parts)
+            self._stored += stored
+            self.kept += stored
         except cache_codec.Unstorable:
             return                          # this one is made each time
         except Exception as error:  # noqa: BLE001 - a guest: the item is there, and the training has it
             self.off = f"storing an item failed: {type(error).__name__}: {error}"
             say(self.off)
 
-    def store_ahead(self, index: int) -> None:
-        """Make and store one item, and forget it."""
+    def store_ahead(self, indices: list[int]) -> None:
+        """Make and store some items, and forget them."""
         before = cache_probe.states()
-        item = self._base(index)
-        drew = cache_probe.drawn_since(before)
+        made = [(index, self._base(index)) for index in indices]
         self.attributes = attributes(self.source)
-        if drew:
+        if cache_probe.drawn_since(before):
             cache_probe.restore(before)
-        elif item is not PLAIN:
-            self._keep(index, item)
+            for index in indices if len(indices) > 1 else []:
+                self.store_ahead([index])
+            return
+        for index, item in made:
+            if item is not PLAIN and not self.store.holds(index):       # another process may have been faster
+                self._keep(index, item)
+        self.store.count(self._read, self._stored)
+        self._read = self._stored = 0
 
     def _finished(self, item: Any) -> Any:
         if self._prefix is None:
@@ -316,6 +332,7 @@ class Caches:
         self.folder = folder
         self.max_bytes = max_bytes
         self.ahead_s = ahead_s
+        self.in_trial = ahead_s > 0
         self.ranks = max(1, ranks)
         self._told: list[_Told] = []
         self._loaders: weakref.WeakKeyDictionary[Any, _Served] = weakref.WeakKeyDictionary()
@@ -339,10 +356,12 @@ class Caches:
         if reader is None or reader.off:
             return
         iterator._dataset = CachedDataset(reader)
+        threads = 1 if loader.num_workers else self.torch.get_num_threads()
         if self.ahead_s > 0:
-            threads = 1 if loader.num_workers else self.torch.get_num_threads()
-            iterator._index_sampler = Ahead(iterator._index_sampler, reader, self, threads)
-            iterator._sampler_iter = iter(iterator._index_sampler)
+            iterator._index_sampler = Ahead(iterator._index_sampler, reader, threads, self)
+        elif not self.in_trial and not loader.num_workers:
+            iterator._index_sampler = Beside(iterator._index_sampler, reader, threads)
+        iterator._sampler_iter = iter(iterator._index_sampler)
 
     def _reader(self, loader: Any) -> Reader | None:
         """For this loader's dataset as it is now; None where it cannot be cached."""

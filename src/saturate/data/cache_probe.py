@@ -7,6 +7,7 @@ random; or nothing can be cached, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import json
@@ -18,10 +19,12 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.data import cache_codec
+from saturate.data.glance import open_files
 
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6
@@ -165,10 +168,27 @@ def one(dataset: Any, index: int) -> Any:
 
 def probe(dataset: Any, length: int) -> Found:
     """Look at some items of a dataset, in a child process."""
+    with _places_kept(dataset):
+        return _probe(dataset, length)
+
+
+@contextlib.contextmanager
+def _places_kept(dataset: Any) -> Iterator[None]:
+    """A forked process shares the places in open files: those that it moves in files of the dataset are put back."""
+    before = []
+    for file in open_files(dataset):
+        with contextlib.suppress(OSError, AttributeError):      # without a descriptor, or one that has no places
+            before.append((file.fileno(), os.lseek(file.fileno(), 0, os.SEEK_CUR)))
+    try:
+        yield
+    finally:
+        for descriptor, place in before:
+            os.lseek(descriptor, place, os.SEEK_SET)
+
+
+def _probe(dataset: Any, length: int) -> Found:
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")         # that this process has threads: so it has when workers are forked
-        child = os.fork()
+    child = fork()
     if child == 0:
         _in_child(dataset, length, reader, writer)
     os.close(writer)
@@ -204,7 +224,6 @@ def _in_child(dataset: Any, length: int, reader: int, writer: int) -> None:
     """Never returns. `os._exit`: nothing that the parent registered for its own end may run here."""
     try:
         os.close(reader)
-        settle_child()
         try:
             found = examine(dataset, length)
         except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises is the answer
@@ -214,16 +233,35 @@ def _in_child(dataset: Any, length: int, reader: int, writer: int) -> None:
         os._exit(0)
 
 
-def settle_child() -> None:
-    """What a process must do that was forked to make items, before it does so."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):               # what the dataset prints it will print again; what the parent had not flushed, twice
-        os.dup2(nowhere, stream)
-    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)        # the threads of the parent were not forked with it
+def fork() -> int:
+    """As `os.fork`, for a process to make items in. What the script does when it is told to end, only the script does: no signal
+    reaches such a process before that is settled."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # that this process has threads: so it has when workers are forked
+            child = os.fork()
+        if child == 0:
+            _settle()
+        return child
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settle() -> None:
+    try:
+        for number in signal.valid_signals():
+            if number == signal.SIGINT or callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):           # what the dataset prints it will print again; what the parent had not flushed, twice
+            os.dup2(nowhere, stream)
+        sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)    # the threads of the parent were not forked with it
+    except BaseException:  # noqa: BLE001 - whatever it is, the script must not go on in this process
+        os._exit(1)
 
 
 def examine(dataset: Any, length: int) -> Found:

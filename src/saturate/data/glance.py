@@ -47,7 +47,12 @@ def glance(*things: Any) -> tuple[Any, ...]:
 def open_file(*things: Any) -> str:
     """The class of an open file in these things, or "". Forked workers would share its place with each other: one moves it while
     another reads."""
-    return next((type(thing).__name__ for thing, _ in _walk(things) if _is_open(thing)), "")
+    return next((type(thing).__name__ for thing in open_files(*things)), "")
+
+
+def open_files(*things: Any) -> Iterator[Any]:
+    """Those in these things; of libraries, what they call an open file."""
+    return (thing for thing, _ in _walk(things) if _is_open(thing))
 
 
 def _is_open(thing: Any) -> bool:

@@ -9,7 +9,8 @@ stored and the rest is done anew for each sample, so that augmentation stays ran
 When it helps
 -------------
 The step waits for samples that are costly to make: JPEG decoding, resizing, tokenization, spectrograms, slow file
-servers. From the second epoch on; the first one makes every sample as before.
+servers. From the second epoch on. In the first one, processes of the lowest priority make and store what is missing on
+cores that the training leaves idle, if its loader has no workers.
 
 When it hurts
 -------------
@@ -29,7 +30,9 @@ A stand-in takes the dataset's place inside the loader's iterator; `loader.datas
 version of the dataset, shared by workers and ranks, in `~/.cache/saturate/data` (or `SATURATE_DATA_CACHE`): its name
 is a hash of the dataset's code, attributes and files with their sizes and times. Pictures and arrays are stored as
 bytes, never pickled. In trials, samples are stored before they are asked for, so that what is measured is a warm
-cache.
+cache. In runs, forked helpers go through the epoch's order ahead of the training, which makes itself whatever is not
+stored yet. There are none for datasets that hold open files; and where torch has several threads here, none stores an
+item that an operation was used for whose rounding could depend on their number.
 
 References
 ----------
@@ -60,7 +63,7 @@ TECHNIQUE = Technique(
 )
 
 #: What a study that keeps it says beside its gain.
-REMARK = "measured with a warm cache; the first epoch of a run makes every sample as before, and stores it"
+REMARK = "measured with a warm cache; in the first epoch of a run every sample is still made, and stored"
 
 #: Share of the step below which waiting for input is not worth a trial.
 LEAST_WAIT = 0.02

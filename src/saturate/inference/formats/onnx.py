@@ -46,6 +46,8 @@ def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "
     Raises EnvironmentProblem where ONNX Runtime is not installed, and what ONNX Runtime raises (see `failures`).
     """
     onnxruntime = require("onnxruntime")
+    if threads < 1:
+        raise ValueError(f"{threads} threads")
     onnxruntime.disable_telemetry_events()      # of one that was imported before; see `unreported`
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL

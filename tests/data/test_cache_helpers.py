@@ -1,0 +1,374 @@
+"""Helpers store what is missing beside the training: it gets the same batches, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cache_cases as cases  # noqa: E402
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.data import cache_ahead, cache_codec, cache_helpers, cache_store  # noqa: E402
+from saturate.techniques import dataset_cache  # noqa: E402
+
+ITEMS = 120
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "files"
+    root.mkdir()
+    chance = random.Random(0)
+    for index in range(ITEMS):
+        (root / f"{index:03d}.bin").write_bytes(chance.randbytes(60))
+    return root
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    monkeypatch.setenv(dataset_cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.delenv(dataset_cache.AHEAD, raising=False)
+    monkeypatch.setattr(cache_ahead, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    context = Context(torch)
+    dataset_cache.apply(context, dataset_cache.Options())
+    yield context
+    context.undo()
+
+
+@pytest.fixture
+def helpers(monkeypatch):
+    """Those that were made."""
+    made = []
+    original = cache_helpers.Helpers.__init__
+
+    def init(self, *arguments, **keywords):
+        original(self, *arguments, **keywords)
+        made.append(list(self._children))
+
+    monkeypatch.setattr(cache_helpers.Helpers, "__init__", init)
+    return made
+
+
+def loader(dataset, **arguments):
+    return torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, **arguments)
+
+
+def one_pass(of, pause_s=0.0):
+    """What a training that computes for so long sees of it."""
+    seen = []
+    for batch in of:
+        seen.append(cache_codec.encode(batch))
+        time.sleep(pause_s)
+    return seen, torch.rand(1).item(), random.random()
+
+
+def seeded(dataset, pause_s=0.0, passes=2):
+    torch.manual_seed(3)
+    random.seed(3)
+    of = loader(dataset)
+    return [one_pass(of, pause_s) for _ in range(passes)]
+
+
+def told(context):
+    return str(context.notes[dataset_cache.TECHNIQUE.id])
+
+
+def gone(pids):
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def gone_or_dead(pids):
+    """Ended, but perhaps not waited for."""
+    return all(not os.path.exists(f"/proc/{pid}") or " Z " in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
+
+
+def reader_of(context):
+    (served,) = context.notes[dataset_cache.TECHNIQUE.id]._loaders.values()
+    return served.reader
+
+
+@pytest.mark.parametrize("kind", ["whole", "cut"])
+def test_the_training_gets_the_same_and_makes_less_itself(root, context, helpers, kind):
+    transform = cases.Compose([cases.Scale(), cases.RandomFlip()]) if kind == "cut" else None
+    dataset = cases.Folder(root, transform)
+    context.undo()
+    plain = seeded(dataset)
+    dataset_cache.apply(context, dataset_cache.Options())
+    assert seeded(dataset, pause_s=0.02) == plain
+    assert len(helpers) == 1 and len(helpers[0]) == 2 and gone(helpers[0])
+    stored = int(told(context).partition(", ")[2].partition(" items")[0])
+    assert ITEMS <= stored < ITEMS * 5 / 4, told(context)       # some are made by two at the same time
+
+
+def test_what_the_helpers_made_is_read(root, context, helpers):
+    """The count of the items that the training process makes: without helpers it is all of them."""
+    dataset = cases.Counting(root)
+    one_pass(loader(dataset), 0.02)
+    assert helpers and dataset.count < ITEMS * 3 / 4
+
+
+def test_a_short_pass_and_a_warm_one_have_none(root, context, helpers, monkeypatch):
+    dataset = cases.Files(root)
+    for _ in range(5):
+        next(iter(loader(dataset)))
+    monkeypatch.setattr(cache_ahead, "PATIENCE_S", 100.0)
+    one_pass(loader(dataset))
+    monkeypatch.setattr(cache_ahead, "PATIENCE_S", 0.0)
+    one_pass(loader(dataset))           # warm
+    assert not helpers
+
+
+def test_a_pass_that_is_left_takes_its_helpers_along(root, context, helpers):
+    iterator = iter(loader(cases.Files(root)))
+    for _ in range(4):
+        next(iterator)
+    assert helpers and not gone(helpers[0])
+    del iterator
+    assert gone(helpers[0])
+
+
+def test_a_script_that_waits_for_its_children_is_not_disturbed(root, context, helpers):
+    """Nor are others killed, that got the numbers of those that it waited for."""
+    iterator = iter(loader(cases.Files(root)))
+    for _ in range(4):
+        next(iterator)
+    for child in helpers[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert len(list(iterator)) == ITEMS // 4 - 4
+
+
+class Lines(torch.utils.data.Dataset):
+    """Reads from one open file."""
+
+    def __init__(self, path):
+        self.file = open(path, "rb")        # noqa: SIM115 - as such datasets do
+
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        cases.slow()
+        self.file.seek(index * 60)
+        return torch.frombuffer(bytearray(self.file.read(60)), dtype=torch.uint8)
+
+
+class NextLine(Lines):
+    """Gives what comes next, whatever it is asked for."""
+
+    def __getitem__(self, index):
+        cases.slow()
+        return torch.frombuffer(bytearray(self.file.read(60)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", [Lines, NextLine])
+def test_the_place_in_an_open_file_is_the_training_s_alone(tmp_path, context, helpers, kind):
+    path = tmp_path / "lines"
+    path.write_bytes(random.Random(0).randbytes(60 * (ITEMS + 1)))
+
+    def read():
+        torch.manual_seed(5)
+        with kind(path).file as file:
+            dataset = kind(path)
+            dataset.file.close()
+            dataset.file = file
+            return one_pass(loader(dataset), 0.005)[0]
+
+    context.undo()
+    plain = read()
+    dataset_cache.apply(context, dataset_cache.Options())
+    assert read() == plain
+    assert all(not one for one in helpers)
+
+
+class Normalised(cases.Files):
+    """A sum over the whole item: several threads may round it otherwise than one."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image - image.mean(), target
+
+
+class Pictures(cases.Files):
+    """As most datasets of pictures end."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        image = image.contiguous().float().div(255).sub_(torch.tensor([0.5, 0.4, 0.3])[:, None, None])
+        assert not (image > 9).any()
+        return torch.stack([image, image.flip(-1)]), torch.tensor(target)
+
+
+@pytest.mark.parametrize(("kind", "helped"), [(Normalised, False), (Pictures, True)])
+def test_where_several_threads_make_items_a_helper_makes_only_what_one_makes_alike(root, context, helpers, monkeypatch, kind, helped):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    of = loader(kind(root))
+    iterator = iter(of)
+    for _ in range(3):
+        next(iterator)
+    reader = reader_of(context)
+    until = time.monotonic() + 30       # a helper that must watch each operation has something to import first
+    while not gone_or_dead(helpers[0]) and time.monotonic() < until and sum(map(reader.store.holds, range(ITEMS))) == reader.kept:
+        time.sleep(0.05)
+    assert (sum(map(reader.store.holds, range(ITEMS))) > reader.kept) is helped
+    for _ in iterator:
+        pass
+
+
+def test_a_helper_that_makes_other_items_stores_none(root, context, helpers):
+    """Here: because it is another process."""
+    class ByProcess(cases.Files):
+        pid = os.getpid()
+
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            here = os.getpid() == self.pid or os.environ.get("LOOKING")
+            return (image if here else image + 1), target
+
+    os.environ["LOOKING"] = "1"         # the process that looks at the dataset beforehand
+    of = loader(ByProcess(root))
+    try:
+        iterator = iter(of)
+    finally:
+        del os.environ["LOOKING"]
+    for _ in range(3):
+        next(iterator)
+    time.sleep(0.3)
+    reader = reader_of(context)
+    assert helpers and sum(map(reader.store.holds, range(ITEMS))) == reader.kept
+
+
+def test_what_a_script_does_when_told_to_end_only_it_does(root, context, helpers, tmp_path):
+    mark = tmp_path / "checkpoint"
+    before = signal.signal(signal.SIGTERM, lambda *_: mark.write_text("saved"))
+    try:
+        iterator = iter(loader(cases.Files(root)))
+        for _ in range(3):
+            next(iterator)
+        for child in helpers[0]:
+            os.kill(child, signal.SIGTERM)
+        time.sleep(0.2)
+        assert not mark.exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(list(iterator)) == ITEMS // 4 - 3
+
+
+def test_no_room_for_another_process(root, context, helpers, monkeypatch):
+    iterator = iter(loader(cases.Files(root)))
+
+    def refuse():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert len(list(iterator)) == ITEMS // 4 and helpers[0] == []
+
+
+def test_they_end_with_a_training_that_is_killed(root, tmp_path):
+    code = f"""
+        import os, sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch, cache_cases
+        from saturate.agent.context import Context
+        from saturate.data import cache_ahead, cache_helpers
+        from saturate.techniques import dataset_cache
+        torch.set_num_threads(1)
+        cache_ahead.PATIENCE_S = 0.0
+        cache_helpers.usable_cpus = lambda: 2
+        cache_cases.COST_S = 0.2
+        dataset_cache.apply(Context(torch), dataset_cache.Options())
+        iterator = iter(torch.utils.data.DataLoader(cache_cases.Files({str(root)!r}), batch_size=4))
+        for _ in range(3):
+            next(iterator)
+        print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
+        time.sleep(60)
+    """
+    environment = {**os.environ, dataset_cache.FOLDER: str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        children = list(map(int, process.stdout.readline().split()))
+        assert len(children) == 2
+        process.kill()
+    until = time.monotonic() + 5
+    while not gone(children) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(children)
+
+
+def test_of_a_process_that_takes_long_to_fork_there_are_few(root, context, helpers, monkeypatch):
+    real = os.fork
+
+    def slow():
+        time.sleep(cache_helpers.MOST_FORKING_S * 0.6)
+        return real()
+
+    of = loader(cases.Files(root))
+    iterator = iter(of)
+    monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 16)
+    monkeypatch.setattr(os, "fork", slow)
+    assert len(list(iterator)) == ITEMS // 4
+    assert len(helpers[0]) == 2
+
+
+def test_overtaken_helpers_leave_what_comes_next_to_the_training():
+    """Otherwise both would make the same again and again."""
+    batches = [[2 * place, 2 * place + 1] for place in range(40)]
+    asked: list[list[int]] = []
+
+    class Reader:
+        class store:
+            full = dropped = False
+            wanted = staticmethod(lambda index: True)
+            holds = staticmethod(lambda index: False)
+
+        def store_ahead(self, indices):
+            asked.append(indices)
+            if len(asked) == 2:
+                work.shared[:8] = (20).to_bytes(8, sys.byteorder)      # the training has come to batch 20
+
+    work = cache_helpers._Work(Reader(), batches, cache_helpers.mmap.mmap(-1, 16), 1, os.getppid(), float("inf"))
+    work.shared[8] = 1                              # helper
+    work.run(0)
+    assert asked[0][0] // 4 == (2 * (1 + 8) + 3) // 4       # the batch that is asked for, and some after it, are left to the training
+    assert asked[2][0] // 4 == (2 * (21 + 5) + 3) // 4      # a quarter of the twenty that are left
+    assert asked[-1][-1] == 79
+
+
+def test_the_disk_is_full(root, context, helpers, monkeypatch):
+    monkeypatch.setattr(cache_store.Store, "put", lambda self, index, parts: False)
+    assert len(list(loader(cases.Files(root)))) == ITEMS // 4
+    assert not helpers                  # nothing can be stored: so there is nothing to help with
+
+
+def test_at_the_end_of_a_script_nothing_is_said(root, tmp_path):
+    """Also where it ends in the middle of a pass, whose iterator is still there when modules are taken apart."""
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch, cache_cases
+        from saturate.agent.context import Context
+        from saturate.data import cache_ahead
+        from saturate.techniques import dataset_cache
+        torch.set_num_threads(1)
+        cache_ahead.PATIENCE_S = 0.0
+        context = Context(torch)
+        dataset_cache.apply(context, dataset_cache.Options())
+        iterator = iter(torch.utils.data.DataLoader(cache_cases.Files({str(root)!r}), batch_size=4))
+        for _ in range(3):
+            next(iterator)
+    """
+    environment = {**os.environ, dataset_cache.FOLDER: str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
