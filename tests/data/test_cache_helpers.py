@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -192,6 +195,82 @@ def test_the_place_in_an_open_file_is_the_training_s_alone(tmp_path, context, he
     dataset_cache.apply(context, dataset_cache.Options())
     assert read() == plain
     assert all(not one for one in helpers)
+
+
+def test_a_dataset_with_an_open_file_or_connection_has_no_helpers(tmp_path, root, context, helpers):
+    for shared in ((tmp_path / "file").open("w+b"), socket.create_server(("localhost", 0)), {"pool": collections.deque([socket.socket()])}):
+        dataset = cases.Files(root)
+        assert cache_helpers.most(dataset) == 2
+        dataset.shared = shared
+        assert cache_helpers.most(dataset) == 0
+        one_pass(loader(dataset))
+    assert not any(helpers)
+    cache_helpers.Helpers(None, [[1]], 0)
+    assert helpers[-1] == []
+
+
+class FromServer(cases.Files):
+    """Asks for each item over one connection."""
+
+    def __init__(self, root, connection):
+        super().__init__(root)
+        self.connection = connection
+
+    def __getitem__(self, index):
+        cases.slow()
+        self.connection.sendall(index.to_bytes(4, "big"))
+        return torch.frombuffer(bytearray(self.connection.recv(4)), dtype=torch.uint8)
+
+
+def test_nobody_else_uses_a_connection_of_the_dataset(root, context, capfd):
+    ours, theirs = socket.socketpair()
+    asked = []
+
+    def serve():
+        while question := theirs.recv(4):
+            asked.append(question)
+            theirs.sendall(question)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    one_pass(loader(FromServer(root, ours)))
+    ours.close()
+    thread.join()
+    assert len(asked) == ITEMS
+    assert "open socket" in capfd.readouterr().err
+
+
+class Eager(torch.utils.data.Sampler):
+    """Draws its order when it is asked for an iterator, as many do."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(torch.randperm(self.count).tolist())
+
+
+@pytest.mark.parametrize("sampler", [Eager, lambda n: torch.utils.data.SubsetRandomSampler(range(n)),
+                                     lambda n: torch.utils.data.RandomSampler(range(n), replacement=True, num_samples=n),
+                                     lambda n: torch.utils.data.WeightedRandomSampler([1.0] * n, n)])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_order_is_drawn_as_it_would_be(root, context, sampler, batch_size):
+    def order():
+        torch.manual_seed(1)
+        of = torch.utils.data.DataLoader(cases.Files(root), batch_size=batch_size, sampler=sampler(ITEMS))
+        seen = []
+        for batch in of:
+            seen.append((cache_codec.encode(batch), torch.rand(1).item()))
+        return seen, torch.rand(1).item()
+
+    context.undo()
+    plain = order()
+    dataset_cache.apply(context, dataset_cache.Options())
+    assert order() == plain
+    assert order() == plain             # warm
 
 
 class Normalised(cases.Files):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.data import cache_codec, cache_key, cache_probe, cache_store
-from saturate.data.cache_ahead import Ahead, Beside
+from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
@@ -356,11 +356,13 @@ class Caches:
         if reader is None or reader.off:
             return
         iterator._dataset = CachedDataset(reader)
-        threads = 1 if loader.num_workers else self.torch.get_num_threads()
-        if self.ahead_s > 0:
-            iterator._index_sampler = Ahead(iterator._index_sampler, reader, threads, self)
-        elif not self.in_trial and not loader.num_workers:
-            iterator._index_sampler = Beside(iterator._index_sampler, reader, threads)
+        sampler, threads = iterator._index_sampler, 1 if loader.num_workers else self.torch.get_num_threads()
+        if not foreseeable(sampler):
+            return
+        if self.in_trial:
+            iterator._index_sampler = Ahead(sampler, reader, threads, self)
+        elif not loader.num_workers:
+            iterator._index_sampler = Beside(sampler, reader, threads)
         iterator._sampler_iter = iter(iterator._index_sampler)
 
     def _reader(self, loader: Any) -> Reader | None:

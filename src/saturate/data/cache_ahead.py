@@ -29,7 +29,7 @@ _KNOWN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "Weighted
 
 
 class _Foreseen:
-    """Stands for a sampler of batches in a loader's iterator."""
+    """Stands in a loader's iterator for a sampler that is `foreseeable`."""
 
     def __init__(self, sampler: Any, reader: Any, threads: int):
         self._sampler = sampler
@@ -43,11 +43,10 @@ class _Foreseen:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._sampler)
-        return self._pass(batches) if _draws_at_once(self._sampler) else batches
+        """A generator: it begins when the first batch is asked for, as the sampler's own would."""
+        return self._pass(iter(self._sampler))
 
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A generator: it begins when the first batch is asked for, as the sampler's own would."""
         raise NotImplementedError
 
 
@@ -90,8 +89,8 @@ class Beside(_Foreseen):
                 helpers.stop()
 
 
-def _draws_at_once(sampler: Any) -> bool:
-    """Whether it is one of torch's samplers, or of batches from one."""
+def foreseeable(sampler: Any) -> bool:
+    """Whether it is one of torch's samplers, or of batches from one: whose order may be drawn before it is asked for."""
     inner = getattr(sampler, "sampler", sampler)
     if not all(type(one).__module__.startswith("torch.utils.data.") for one in (sampler, inner)):
         return False

@@ -79,15 +79,20 @@ class Helpers:
         self._shared = mmap.mmap(-1, mmap.PAGESIZE)
         self.reached(reached)
         self._children: list[int] = []
-        work = _Work(reader, batches, self._shared, threads, os.getpid(), time.monotonic() + seconds)
-        began = time.perf_counter()
-        with contextlib.suppress(OSError):              # there is no room for another process: fewer will do
-            self._children.append(_forked(work, 0))
-            count = min(count, 1 + int(MOST_FORKING_S / (time.perf_counter() - began)))
-            _WORD.pack_into(self._shared, _COUNT, count)
-            for number in range(1, count):
-                self._children.append(_forked(work, number))
         self.stop = weakref.finalize(self, _stop, self._children)      # called at the end of the script, if not before
+        work = _Work(reader, batches, self._shared, threads, os.getpid(), time.monotonic() + seconds)
+        with contextlib.suppress(OSError):              # there is no room for another process: fewer will do
+            self._fork(work, count)
+
+    def _fork(self, work: _Work, count: int) -> None:
+        if not count:
+            return
+        began = time.perf_counter()
+        self._children.append(_forked(work, 0))
+        count = min(count, 1 + int(MOST_FORKING_S / (time.perf_counter() - began)))
+        _WORD.pack_into(self._shared, _COUNT, count)
+        for number in range(1, count):
+            self._children.append(_forked(work, number))
 
     def reached(self, batch: int) -> None:
         """The training asks for this batch."""

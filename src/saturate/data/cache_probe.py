@@ -7,7 +7,6 @@ random; or nothing can be cached, with the reason.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import json
@@ -19,7 +18,6 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,22 +165,17 @@ def one(dataset: Any, index: int) -> Any:
 
 
 def probe(dataset: Any, length: int) -> Found:
-    """Look at some items of a dataset, in a child process."""
-    with _places_kept(dataset):
-        return _probe(dataset, length)
-
-
-@contextlib.contextmanager
-def _places_kept(dataset: Any) -> Iterator[None]:
-    """A forked process shares the places in open files: those that it moves in files of the dataset are put back."""
-    before = []
+    """Look at some items of a dataset, in a child process. It shares the places in open files: those that it moves are put back."""
+    places = {}
     for file in open_files(dataset):
-        with contextlib.suppress(OSError, AttributeError):      # without a descriptor, or one that has no places
-            before.append((file.fileno(), os.lseek(file.fileno(), 0, os.SEEK_CUR)))
+        try:
+            places[file.fileno()] = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+        except (OSError, AttributeError):
+            return Found(f"it reads from an open {type(file).__name__}, which a process that looks at it would share")
     try:
-        yield
+        return _probe(dataset, length)
     finally:
-        for descriptor, place in before:
+        for descriptor, place in places.items():
             os.lseek(descriptor, place, os.SEEK_SET)
 
 

@@ -15,6 +15,7 @@ import functools
 import io
 import itertools
 import logging
+import socket
 import sys
 import types
 import zlib
@@ -34,7 +35,8 @@ SAMPLE_BYTES = 1 << 16
 _METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 
 #: Other things that a fork may not share.
-_CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Environment"), ("netCDF4", "Dataset"), ("tables", "File")}
+_CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Environment"), ("netCDF4", "Dataset"), ("tables", "File"),
+                ("psycopg2", "connection"), ("psycopg2", "cursor"), ("psycopg", "Connection"), ("duckdb", "DuckDBPyConnection")}
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
@@ -45,8 +47,8 @@ def glance(*things: Any) -> tuple[Any, ...]:
 
 
 def open_file(*things: Any) -> str:
-    """The class of an open file in these things, or "". Forked workers would share its place with each other: one moves it while
-    another reads."""
+    """The class of an open file or connection in these things, or "". Forked workers would share its place with each other: one moves
+    it while another reads."""
     return next((type(thing).__name__ for thing in open_files(*things)), "")
 
 
@@ -58,6 +60,8 @@ def open_files(*things: Any) -> Iterator[Any]:
 def _is_open(thing: Any) -> bool:
     if isinstance(thing, io.IOBase):
         return not isinstance(thing, (io.BytesIO, io.StringIO)) and not thing.closed and thing.readable()
+    if isinstance(thing, socket.socket):
+        return thing.fileno() >= 0
     kind = type(thing)
     if kind.__module__.partition(".")[0] == "h5py" and kind.__name__ in ("File", "Group", "Dataset"):
         return bool(thing)
@@ -91,7 +95,7 @@ def _look(thing: Any) -> tuple[Any, list[Any]]:
         return (id(thing), thing._version, tuple(thing.shape), _content(thing)), []
     if numpy is not None and isinstance(thing, numpy.ndarray):
         return (id(thing), thing.shape, _array(thing)), []
-    if isinstance(thing, (list, tuple)):
+    if isinstance(thing, (list, tuple, collections.deque)):
         return len(thing), _spread(thing)
     if isinstance(thing, (set, frozenset)):
         return (len(thing), frozenset(item for item in itertools.islice(thing, EACH) if isinstance(item, _PLAIN))), []
