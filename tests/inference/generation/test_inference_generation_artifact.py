@@ -92,19 +92,51 @@ def test_the_library_of_the_format_reads_them(tmp_path):
 def test_only_classes_of_transformers_are_built(tmp_path, wrong):
     pytest.importorskip("transformers", reason="the models under test are its")
     with pytest.raises(ArtifactDamaged, match="has no model"):
-        artifact._built({"library": "transformers", "configuration": {}, **wrong})
+        artifact._built(torch, {"library": "transformers", "configuration": {}, **wrong}, {})
 
 
 def test_a_configuration_names_no_code_and_no_place():
     """transformers would fetch an attention's kernels, or another model's backbone, from wherever they are named."""
     transformers = pytest.importorskip("transformers", reason="the models under test are its")
     with pytest.raises(ArtifactDamaged, match="no causal language model"):
-        artifact._built({"library": "transformers", "class": "DetrModel", "configuration_class": "DetrConfig", "configuration": {"backbone": "some/where"}})
+        artifact._built(torch, {"library": "transformers", "class": "DetrModel", "configuration_class": "DetrConfig",
+                                "configuration": {"backbone": "some/where"}}, {})
     plain = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "auto_map": {"AutoModel": "some/where--code.Model"}}
-    built = artifact._built({"library": "transformers", "class": "GPT2LMHeadModel", "configuration_class": "GPT2Config",
-                             "configuration": {**plain, "attn_implementation": "some/where@main", "_attn_implementation": "some/where"}})
+    state = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).state_dict()
+    built = artifact._built(torch, {"library": "transformers", "class": "GPT2LMHeadModel", "configuration_class": "GPT2Config",
+                                    "configuration": {**plain, "attn_implementation": "some/where@main",
+                                                      "_attn_implementation": "some/where"}}, state)
     assert isinstance(built, transformers.GPT2LMHeadModel) and "/" not in str(built.config._attn_implementation)
     assert artifact.architecture(transformers.GPT2Model(built.config)) == {"class": "GPT2Model"}
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"num_hidden_layers": 10**9}, "1000000000 layers"), ({"vocab_size": 10**13}, "weight is (10000000000000, 32)"),
+    ({"hidden_size": 2**40}, "is"), ({"num_hidden_layers": 1}, "layers.1"), ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+    ({"rope_parameters": {"rope_type": "no such"}}, "no such"),
+])
+def test_a_configuration_that_asks_for_too_much_is_refused_before_it_gets_it(tmp_path, change, said):
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    config = transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.LlamaForCausalLM(config)
+    artifact.safetensors.write(torch, tmp_path / "model.safetensors", model.state_dict())
+    known = artifact.architecture(model)
+    artifact._filled(torch, tmp_path, "model", known, None)
+    with pytest.raises(ArtifactDamaged) as raised:
+        artifact._filled(torch, tmp_path, "model", {**known, "configuration": {**known["configuration"], **change}}, None)
+    assert said in raised.value.cause
+
+
+def test_a_table_larger_than_the_weights_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(hidden_size=8, num_layers=1, num_heads=2, vocab_size=11,
+                                                                     attention_types=[[["global"], 1]], max_position_embeddings=4))
+    state = {name: tensor for name, tensor in model.state_dict().items()}
+    known = artifact.architecture(model)
+    known["configuration"]["max_position_embeddings"] = 10**6
+    state["transformer.wpe.weight"] = torch.zeros(1).expand(10**6, 8)
+    with pytest.raises(ValueError, match="bytes beside its weights"):
+        artifact._built(torch, known, state)
 
 
 def test_a_model_of_transformers_builds_itself(tmp_path):

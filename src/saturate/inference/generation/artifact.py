@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ from saturate.records.inference import CandidateRecord
 FORMAT = "generation"
 _FILES = {"model": "model.safetensors", "draft": "draft.safetensors"}
 _LIBRARY = "transformers"
+
+#: Bytes that a model may hold beside its weights, and as many as these: tables of positions, masks.
+_MOST_BUFFERS = 1 << 30
 
 
 def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Request, batch_size: int,
@@ -119,12 +122,12 @@ def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = Non
 
 
 def _filled(torch: Any, folder: Path, name: str, known: dict[str, Any], instance: Any) -> Any:
-    module = _built(known) if instance is None else instance
-    if module is None:
+    if instance is None and known.get("library") != _LIBRARY:
         raise UsageError(f"the artifact {folder} does not know how to build its {name}, a {known['class']}",
                          remedy=f"saturate.load(folder, {name}=...), an instance of it with any weights")
     try:
         state = safetensors.read(torch, folders.inside(folder, _FILES[name]))
+        module = _built(torch, known, state) if instance is None else instance
         kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
         if len(kinds) == 1:
             module.to(kinds.pop())
@@ -136,10 +139,8 @@ def _filled(torch: Any, folder: Path, name: str, known: dict[str, Any], instance
     return module.eval().requires_grad_(False)
 
 
-def _built(known: dict[str, Any]) -> Any:
-    """A model of transformers from its configuration; None where it is another one."""
-    if known.get("library") != _LIBRARY:
-        return None
+def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:
+    """A model of transformers from its configuration, for these weights. Raises ValueError where they are not its."""
     try:
         import transformers
     except ImportError as error:
@@ -153,7 +154,32 @@ def _built(known: dict[str, Any]) -> Any:
     if not _is_causal(configuration, kind):
         raise ArtifactDamaged(f"{known['class']} is no causal language model of transformers {transformers.__version__}",
                               remedy="give an instance of the class, if you trust it: saturate.load(folder, model=...)")
-    return kind(configuration.from_dict(_without_code(known["configuration"])))
+    try:
+        configured = configuration.from_dict(_without_code(known["configuration"]))
+        _check_sizes(torch, kind, configured, state)
+        return kind(configured)
+    except (ArtifactDamaged, ValueError):
+        raise
+    except Exception as error:          # whatever a model says of a configuration that is none
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_sizes(torch: Any, kind: type, configured: Any, state: Mapping[str, Any]) -> None:
+    """A configuration may ask for any amount of time and memory: a model is outlined, without memory, before it is built. Raises
+    ValueError unless its weights are those that lie there, and its other tensors no larger than they."""
+    layers = getattr(configured, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > len(state):
+        raise ValueError(f"its configuration has {layers} layers, and there are {len(state)} tensors of weights")
+    with torch.device("meta"):
+        outline = kind(configured)
+    wanted = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+    stored = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name in sorted({*wanted, *stored}):
+        if wanted.get(name) != stored.get(name):
+            raise ValueError(f"{name} is {wanted.get(name, 'not there')} by its configuration, {stored.get(name, 'not there')} in the file")
+    others = sum(buffer.nbytes for buffer in outline.buffers())
+    if others > _MOST_BUFFERS + sum(tensor.nbytes for tensor in state.values()):
+        raise ValueError(f"its configuration asks for {others} bytes beside its weights")
 
 
 def _is_causal(configuration: type, kind: type) -> bool:
