@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache, cache_codec, cache_store  # noqa: E402
+from saturate.data import cache, cache_ahead, cache_codec, cache_store  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
@@ -32,8 +32,9 @@ def root(tmp_path):
 
 @pytest.fixture
 def on(tmp_path, monkeypatch):
-    """Turn the technique on, anew each time; off after the test."""
+    """Turn the technique on, anew each time; off after the test. Without helpers: what they do is tested by itself."""
     monkeypatch.setenv(dataset_cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_ahead, "PATIENCE_S", 1e9)
     contexts = []
 
     def apply(ahead=0, **options):

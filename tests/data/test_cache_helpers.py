@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache_ahead, cache_codec, cache_helpers, cache_store  # noqa: E402
+from saturate.data import cache_ahead, cache_codec, cache_helpers, cache_probe, cache_store  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
 ITEMS = 120
@@ -155,50 +158,105 @@ def test_a_script_that_waits_for_its_children_is_not_disturbed(root, context, he
 
 
 class Lines(torch.utils.data.Dataset):
-    """Reads from one open file."""
+    """Reads from one file, which it opens when it is first asked, as many do; after the one transform that is not random."""
 
-    def __init__(self, path):
-        self.file = open(path, "rb")        # noqa: SIM115 - as such datasets do
+    def __init__(self, path, random_last=False):
+        self.path, self.file = path, None
+        self.transform = cases.Compose([torch.Tensor.float, cases.RandomShift()]) if random_last else None
 
     def __len__(self):
         return ITEMS
 
+    def read(self, index):
+        self.file = self.file or open(self.path, "rb")      # noqa: SIM115 - as such datasets do
+        self.file.seek(index * 6000)
+        return self.file.read(6000)
+
     def __getitem__(self, index):
         cases.slow()
-        self.file.seek(index * 60)
-        return torch.frombuffer(bytearray(self.file.read(60)), dtype=torch.uint8)
+        item = torch.frombuffer(bytearray(self.read(index)), dtype=torch.uint8)
+        return item if self.transform is None else self.transform(item)
+
+
+class Hidden(Lines):
+    """Nobody finds its file by looking at the dataset."""
+
+    files: ClassVar = {}
+
+    def read(self, index):
+        if self.path not in self.files:
+            self.files[self.path] = open(self.path, "rb")       # noqa: SIM115
+        self.files[self.path].seek(index * 6000)
+        return self.files[self.path].read(6000)
 
 
 class NextLine(Lines):
     """Gives what comes next, whatever it is asked for."""
 
-    def __getitem__(self, index):
-        cases.slow()
-        return torch.frombuffer(bytearray(self.file.read(60)), dtype=torch.uint8)
+    def read(self, index):
+        self.file = self.file or open(self.path, "rb", buffering=0)     # noqa: SIM115
+        return self.file.read(6000)
 
 
-@pytest.mark.parametrize("kind", [Lines, NextLine])
-def test_the_place_in_an_open_file_is_the_training_s_alone(tmp_path, context, helpers, kind):
+@pytest.mark.parametrize("random_last", [False, True])
+@pytest.mark.parametrize("kind", [Lines, Hidden, NextLine])
+def test_the_place_in_an_open_file_is_the_training_s_alone(tmp_path, context, helpers, kind, random_last):
     path = tmp_path / "lines"
-    path.write_bytes(random.Random(0).randbytes(60 * (ITEMS + 1)))
+    path.write_bytes(random.Random(0).randbytes(6000 * 4 * ITEMS))
 
     def read():
         torch.manual_seed(5)
-        with kind(path).file as file:
-            dataset = kind(path)
-            dataset.file.close()
-            dataset.file = file
-            return one_pass(loader(dataset), 0.005)[0]
+        random.seed(5)
+        numpy.random.seed(5)
+        dataset = kind(path, random_last)
+        Hidden.files.clear()
+        if kind is NextLine:
+            dataset[0]                  # it is open before anybody looks at it
+        return one_pass(loader(dataset), 0.002)[0]
 
     context.undo()
     plain = read()
     dataset_cache.apply(context, dataset_cache.Options())
-    assert read() == plain
-    assert all(not one for one in helpers)
+    for _ in range(3):
+        assert read() == plain
+    assert bool(helpers) is (kind is not NextLine)
 
 
-def test_a_dataset_with_an_open_file_or_connection_has_no_helpers(tmp_path, root, context, helpers):
-    for shared in ((tmp_path / "file").open("w+b"), socket.create_server(("localhost", 0)), {"pool": collections.deque([socket.socket()])}):
+def test_what_a_fork_would_share_it_has_for_itself(tmp_path):
+    """The same files at the same places; no socket and no pipe but its own."""
+    (tmp_path / "file").write_text("0123456789")
+    reader, writer = os.pipe()
+    _, other = os.pipe()
+    ours, theirs = socket.socketpair()
+    with (tmp_path / "file").open("rb", buffering=0) as file, tempfile.TemporaryFile() as nameless:
+        file.read(3)
+        nameless.write(b"abcdef")
+        nameless.flush()
+        child = cache_probe.fork(writer)
+        if child == 0:
+            try:
+                nameless.seek(1)
+                seen = [file.read(2), file.read(2), nameless.read(2)]
+                try:
+                    ours.send(b"x")
+                except OSError as error:
+                    seen.append(type(error).__name__.encode())
+                os.write(other, b"lost")
+                os.write(writer, repr(seen).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reader, 1000) == repr([b"34", b"56", b"bc", b"OSError"]).encode()
+        assert file.read(2) == b"34" and nameless.tell() == 6
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    for descriptor in (reader, writer, other, _):
+        os.close(descriptor)
+
+
+def test_a_dataset_with_an_open_connection_has_no_helpers(tmp_path, root, context, helpers):
+    for shared in (socket.create_server(("localhost", 0)), {"pool": collections.deque([socket.socket()])}):
         dataset = cases.Files(root)
         assert cache_helpers.most(dataset) == 2
         dataset.shared = shared

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saturate.data import cache_codec, cache_key, cache_probe, cache_store
+from saturate.data import cache_codec, cache_helpers, cache_key, cache_probe, cache_store
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 
 #: Share of a process's time that goes into making items again to compare them.
@@ -270,6 +270,10 @@ class Reader:
                 self._keep(index, item)
         self.store.count(self._read, self._stored)
         self._read = self._stored = 0
+
+    def helpers(self) -> int:
+        """How many other processes may store items ahead."""
+        return cache_helpers.most(self.source, self._twin)
 
     def _finished(self, item: Any) -> Any:
         if self._prefix is None:

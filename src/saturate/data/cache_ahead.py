@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from saturate.data import cache_probe
-from saturate.data.cache_helpers import Helpers, most
+from saturate.data.cache_helpers import Helpers
 
 #: Batches that are looked ahead at once; a trial reads no more.
 MOST_BATCHES = 2000
@@ -61,8 +61,8 @@ class Ahead(_Foreseen):
         if self._budget.ahead_s > 0:
             first = list(itertools.islice(batches, MOST_BATCHES))
             began = time.monotonic()
-            # Where items are made by several threads, or read from one open file, this process must make them.
-            processes = 0 if self._threads > 1 else most(self._reader.source)
+            # Where items are made by several threads, this process must make them.
+            processes = 0 if self._threads > 1 else self._reader.helpers()
             fill(self._reader, [index for batch in first for index in _indices(batch)], self._budget.ahead_s, processes)
             self._budget.ahead_s -= time.monotonic() - began
             yield from first
@@ -82,7 +82,7 @@ class Beside(_Foreseen):
                 if helpers is not None:
                     helpers.reached(place)
                 elif reader.kept > kept and not reader.off and time.monotonic() > began + PATIENCE_S:
-                    helpers = Helpers(reader, list(map(_indices, batches)), most(reader.source), reached=place, threads=self._threads)
+                    helpers = Helpers(reader, list(map(_indices, batches)), reader.helpers(), reached=place, threads=self._threads)
                 yield batch
         finally:                            # also when the script lets go of its iterator
             if helpers is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.data import cache_probe
-from saturate.data.glance import open_file
+from saturate.data.glance import open_connection
 
 #: Items that a helper makes before it stores them: it looks at the generators of random numbers once for all of them.
 TOGETHER = 4
@@ -59,11 +59,11 @@ def usable_cpus() -> int:
     return count
 
 
-def most(dataset: Any) -> int:
-    """How many helpers a dataset may have: as many as this rank may use cores; none, where they would share the place in an open
-    file with the training."""
+def most(*datasets: Any) -> int:
+    """How many helpers a dataset (and what makes its items) may have: as many as this rank may use cores; none, where they would share
+    a connection with the training."""
     try:
-        shared = open_file(dataset)
+        shared = open_connection(*datasets)
     except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at
         shared = type(error).__name__
     return 0 if shared else max(1, usable_cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

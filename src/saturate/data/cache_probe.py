@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import fcntl
 import json
 import os
 import pickle
 import random
 import select
 import signal
+import stat
 import sys
 import time
 import warnings
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.data import cache_codec
-from saturate.data.glance import open_files
+from saturate.data.glance import open_connection
 
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6
@@ -165,25 +167,14 @@ def one(dataset: Any, index: int) -> Any:
 
 
 def probe(dataset: Any, length: int) -> Found:
-    """Look at some items of a dataset, in a child process. It shares the places in open files: those that it moves are put back."""
-    places = {}
-    for file in open_files(dataset):
-        try:
-            places[file.fileno()] = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-        except (OSError, AttributeError):
-            return Found(f"it reads from an open {type(file).__name__}, which a process that looks at it would share")
-    try:
-        return _probe(dataset, length)
-    finally:
-        for descriptor, place in places.items():
-            os.lseek(descriptor, place, os.SEEK_SET)
-
-
-def _probe(dataset: Any, length: int) -> Found:
+    """Look at some items of a dataset, in a child process."""
+    connection = open_connection(dataset)
+    if connection:
+        return Found(f"it holds an open {connection}, which a process that looks at its items would share")
     reader, writer = os.pipe()
-    child = fork()
+    child = fork(writer)
     if child == 0:
-        _in_child(dataset, length, reader, writer)
+        _in_child(dataset, length, writer)
     os.close(writer)
     try:
         text = _read(reader, time.monotonic() + MOST_S)
@@ -213,10 +204,9 @@ def _read(reader: int, deadline: float) -> bytes | None:
     return None
 
 
-def _in_child(dataset: Any, length: int, reader: int, writer: int) -> None:
+def _in_child(dataset: Any, length: int, writer: int) -> None:
     """Never returns. `os._exit`: nothing that the parent registered for its own end may run here."""
     try:
-        os.close(reader)
         try:
             found = examine(dataset, length)
         except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises is the answer
@@ -226,27 +216,46 @@ def _in_child(dataset: Any, length: int, reader: int, writer: int) -> None:
         os._exit(0)
 
 
-def fork() -> int:
-    """As `os.fork`, for a process to make items in. What the script does when it is told to end, only the script does: no signal
-    reaches such a process before that is settled."""
+def fork(*own: int) -> int:
+    """As `os.fork`, for a process to make items in, which shares nothing with the script that either of them could move or use up;
+    only these descriptors. What the script does when it is told to end, only the script does: no signal reaches such a process
+    before that is settled."""
+    shared = _shared(own)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # that this process has threads: so it has when workers are forked
             child = os.fork()
         if child == 0:
-            _settle()
+            _settle(shared)
         return child
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _settle() -> None:
+def _shared(own: tuple[int, ...]) -> dict[int, int | None]:
+    """Descriptors that a fork would share: of files, with their places, and of sockets and pipes."""
+    found: dict[int, int | None] = {}
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {*own}:
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISREG(mode):
+                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+            elif stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+                found[descriptor] = None
+        except OSError:                 # closed in the meantime: the one by which they were listed
+            continue
+    return found
+
+
+def _settle(shared: dict[int, int | None]) -> None:
     try:
         for number in signal.valid_signals():
             if number == signal.SIGINT or callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor, place in shared.items():
+            _alone(descriptor, place, nowhere)
         for stream in (1, 2):           # what the dataset prints it will print again; what the parent had not flushed, twice
             os.dup2(nowhere, stream)
         sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
@@ -255,6 +264,22 @@ def _settle() -> None:
             torch.set_num_threads(1)    # the threads of the parent were not forked with it
     except BaseException:  # noqa: BLE001 - whatever it is, the script must not go on in this process
         os._exit(1)
+
+
+def _alone(descriptor: int, place: int | None, nowhere: int) -> None:
+    """Put this process's own in the place of a descriptor: the same file at the same place, or nothing."""
+    if place is None:
+        os.dup2(nowhere, descriptor, inheritable=False)
+        return
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
+    try:
+        fresh = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:                     # opened by somebody with more rights
+        os.dup2(nowhere, descriptor, inheritable=False)
+        return
+    os.lseek(fresh, place, os.SEEK_SET)
+    os.dup2(fresh, descriptor, inheritable=False)
+    os.close(fresh)
 
 
 def examine(dataset: Any, length: int) -> Found:

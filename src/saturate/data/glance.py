@@ -49,17 +49,19 @@ def glance(*things: Any) -> tuple[Any, ...]:
 def open_file(*things: Any) -> str:
     """The class of an open file or connection in these things, or "". Forked workers would share its place with each other: one moves
     it while another reads."""
-    return next((type(thing).__name__ for thing in open_files(*things)), "")
+    return next((type(thing).__name__ for thing, _ in _walk(things) if _is_open_file(thing) or _is_open_connection(thing)), "")
 
 
-def open_files(*things: Any) -> Iterator[Any]:
-    """Those in these things; of libraries, what they call an open file."""
-    return (thing for thing, _ in _walk(things) if _is_open(thing))
+def open_connection(*things: Any) -> str:
+    """The class of an open connection, or "": of a socket, or what a library says that a fork must not use."""
+    return next((type(thing).__name__ for thing, _ in _walk(things) if _is_open_connection(thing)), "")
 
 
-def _is_open(thing: Any) -> bool:
-    if isinstance(thing, io.IOBase):
-        return not isinstance(thing, (io.BytesIO, io.StringIO)) and not thing.closed and thing.readable()
+def _is_open_file(thing: Any) -> bool:
+    return isinstance(thing, io.IOBase) and not isinstance(thing, (io.BytesIO, io.StringIO)) and not thing.closed and thing.readable()
+
+
+def _is_open_connection(thing: Any) -> bool:
     if isinstance(thing, socket.socket):
         return thing.fileno() >= 0
     kind = type(thing)
