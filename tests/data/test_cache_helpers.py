@@ -62,7 +62,7 @@ def helpers(monkeypatch):
 
     def init(self, *arguments, **keywords):
         original(self, *arguments, **keywords)
-        made.append(list(self._children))
+        made.append(list(self._running.values()))
 
     monkeypatch.setattr(cache_helpers.Helpers, "__init__", init)
     return made
@@ -93,11 +93,7 @@ def told(context):
 
 
 def gone(pids):
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def gone_or_dead(pids):
-    """Ended, but perhaps not waited for."""
+    """Ended; whoever adopted them may not have waited for them yet."""
     return all(not os.path.exists(f"/proc/{pid}") or " Z " in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
 
 
@@ -147,14 +143,42 @@ def test_a_pass_that_is_left_takes_its_helpers_along(root, context, helpers):
 
 
 def test_a_script_that_waits_for_its_children_is_not_disturbed(root, context, helpers):
-    """Nor are others killed, that got the numbers of those that it waited for."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.5)
+        os._exit(7)
     iterator = iter(loader(cases.Files(root)))
     for _ in range(4):
         next(iterator)
-    for child in helpers[0]:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    assert helpers[0] and not gone(helpers[0])
+    assert os.wait() == (child, 7 << 8)
+    with pytest.raises(ChildProcessError):
+        os.wait()
     assert len(list(iterator)) == ITEMS // 4 - 4
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_what_a_script_does_about_children_that_end(root, context, helpers, handler):
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        one_pass(loader(cases.Files(root)))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert helpers and gone(helpers[0])
+
+
+def test_a_fork_of_the_training_leaves_them_alone(root, context, helpers):
+    iterator = iter(loader(cases.Files(root)))
+    for _ in range(4):
+        next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            iterator = None
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert not gone(helpers[0])
 
 
 class Lines(torch.utils.data.Dataset):
@@ -358,7 +382,7 @@ def test_where_several_threads_make_items_a_helper_makes_only_what_one_makes_ali
         next(iterator)
     reader = reader_of(context)
     until = time.monotonic() + 30       # a helper that must watch each operation has something to import first
-    while not gone_or_dead(helpers[0]) and time.monotonic() < until and sum(map(reader.store.holds, range(ITEMS))) == reader.kept:
+    while not gone(helpers[0]) and time.monotonic() < until and sum(map(reader.store.holds, range(ITEMS))) == reader.kept:
         time.sleep(0.05)
     assert (sum(map(reader.store.holds, range(ITEMS))) > reader.kept) is helped
     for _ in iterator:
@@ -430,7 +454,9 @@ def test_they_end_with_a_training_that_is_killed(root, tmp_path):
         iterator = iter(torch.utils.data.DataLoader(cache_cases.Files({str(root)!r}), batch_size=4))
         for _ in range(3):
             next(iterator)
-        print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
+        import gc
+        (helpers,) = (one for one in gc.get_objects() if isinstance(one, cache_helpers.Helpers))
+        print(*helpers._running.values(), flush=True)
         time.sleep(60)
     """
     environment = {**os.environ, dataset_cache.FOLDER: str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
@@ -448,7 +474,7 @@ def test_of_a_process_that_takes_long_to_fork_there_are_few(root, context, helpe
     real = os.fork
 
     def slow():
-        time.sleep(cache_helpers.MOST_FORKING_S * 0.6)
+        time.sleep(cache_helpers.MOST_FORKING_S * 0.3)      # twice for each
         return real()
 
     of = loader(cases.Files(root))
@@ -475,7 +501,7 @@ def test_overtaken_helpers_leave_what_comes_next_to_the_training():
             if len(asked) == 2:
                 work.shared[:8] = (20).to_bytes(8, sys.byteorder)      # the training has come to batch 20
 
-    work = cache_helpers._Work(Reader(), batches, cache_helpers.mmap.mmap(-1, 16), 1, os.getppid(), float("inf"))
+    work = cache_helpers._Work(Reader(), batches, cache_helpers.mmap.mmap(-1, 16), 1, -1, float("inf"))
     work.shared[8] = 1                              # helper
     work.run(0)
     assert asked[0][0] // 4 == (2 * (1 + 8) + 3) // 4       # the batch that is asked for, and some after it, are left to the training

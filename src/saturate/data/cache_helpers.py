@@ -7,13 +7,14 @@ Nothing depends on them. What they have not stored when it is asked for, the tra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 import mmap
 import os
+import select
 import signal
 import struct
+import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ MOST_LEFT = 8
 #: How long the training may be stopped to fork them: a large process takes a while to be copied.
 MOST_FORKING_S = 0.25
 
-_PR_SET_PDEATHSIG = 1
 _LEAST_PRIORITY = 19
 _WORD, _REACHED, _COUNT = struct.Struct("=q"), 0, 8      # what helpers share with the training, and where
 
@@ -78,37 +78,50 @@ class Helpers:
         one, and ends where that may round otherwise. All end after `seconds`."""
         self._shared = mmap.mmap(-1, mmap.PAGESIZE)
         self.reached(reached)
-        self._children: list[int] = []
-        self.stop = weakref.finalize(self, _stop, self._children)      # called at the end of the script, if not before
-        work = _Work(reader, batches, self._shared, threads, os.getpid(), time.monotonic() + seconds)
+        self._running: dict[int, int] = {}              # what stands for a helper in system calls, and its number
+        self.stop = weakref.finalize(self, _stop, self._running, os.getpid())       # called at the end, if not before
         with contextlib.suppress(OSError):              # there is no room for another process: fewer will do
-            self._fork(work, count)
+            work = _Work(reader, batches, self._shared, threads, os.pidfd_open(os.getpid()), time.monotonic() + seconds)
+            try:
+                self._fork(work, count)
+            finally:
+                os.close(work.training)
 
     def _fork(self, work: _Work, count: int) -> None:
         if not count:
             return
         began = time.perf_counter()
-        self._children.append(_forked(work, 0))
+        self._add(_forked(work, 0))
         count = min(count, 1 + int(MOST_FORKING_S / (time.perf_counter() - began)))
         _WORD.pack_into(self._shared, _COUNT, count)
         for number in range(1, count):
-            self._children.append(_forked(work, number))
+            self._add(_forked(work, number))
+
+    def _add(self, process: int) -> None:
+        self._running[os.pidfd_open(process)] = process
 
     def reached(self, batch: int) -> None:
         """The training asks for this batch."""
         _WORD.pack_into(self._shared, _REACHED, batch)
 
     def running(self) -> bool:
-        self._children[:] = [child for child in self._children if not _ended(child)]
-        return bool(self._children)
+        return not all(map(_ended, self._running))
 
 
-def _stop(children: list[int]) -> None:
-    for child in children:
-        if not _ended(child):
-            os.kill(child, signal.SIGKILL)
-    while not all(map(_ended, children)):
-        time.sleep(0.001)
+def _stop(running: dict[int, int], owner: int) -> None:
+    if os.getpid() != owner:            # a fork of the training: they are not its
+        return
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    for process in running:
+        select.select([process], [], [])
+        os.close(process)
+    running.clear()
+
+
+def _ended(process: int) -> bool:
+    return bool(select.select([process], [], [], 0)[0])
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ class _Work:
     batches: list[list[int]]
     shared: mmap.mmap
     threads: int
-    parent: int
+    training: int                       # its process, as system calls name it
     deadline: float
 
     def run(self, number: int) -> None:
@@ -148,7 +161,7 @@ class _Work:
 
     def _over(self) -> bool:
         store = self.reader.store
-        return os.getppid() != self.parent or store.full or store.dropped or time.monotonic() > self.deadline
+        return store.full or store.dropped or time.monotonic() > self.deadline
 
     def _word(self, place: int) -> int:
         return _WORD.unpack_from(self.shared, place)[0]
@@ -161,22 +174,42 @@ class _Work:
 
 
 def _forked(work: _Work, number: int) -> int:
-    child = cache_probe.fork()
-    if child:
-        return child
+    """The number of a new process, which is nobody's child: a script that waits for its children does not meet it."""
+    reader, writer = os.pipe()
+    between = cache_probe.fork(writer)
+    if between == 0:
+        try:
+            helper = os.fork()
+            if helper == 0:
+                _help(work, number)
+            os.write(writer, _WORD.pack(helper))
+        finally:
+            os._exit(0)
+    os.close(writer)
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        said = os.read(reader, _WORD.size)
+    finally:
+        os.close(reader)
+        cache_probe.wait(between)
+    if len(said) < _WORD.size:
+        raise OSError("no more processes")
+    return _WORD.unpack(said)[0]
+
+
+def _help(work: _Work, number: int) -> None:
+    """Never returns."""
+    try:
+        threading.Thread(target=_end_with, args=(work.training,), daemon=True).start()
         os.nice(_LEAST_PRIORITY)
         work.run(number)
     finally:                                    # an item that cannot be made fails again where the training asks for it
         os._exit(0)
 
 
-def _ended(child: int) -> bool:
-    try:
-        return os.waitpid(child, os.WNOHANG)[0] != 0
-    except ChildProcessError:                   # the script waits for all children of this process; or we are a fork of it
-        return True
+def _end_with(training: int) -> None:
+    """Also in the middle of an item."""
+    select.select([training], [], [])
+    os._exit(0)
 
 
 def _one_thread_will_do() -> Any:

@@ -7,6 +7,7 @@ random; or nothing can be cached, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import fcntl
@@ -181,7 +182,7 @@ def probe(dataset: Any, length: int) -> Found:
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        wait(child)
     if text is None:
         return Found(f"making {ITEMS} of its items took longer than {MOST_S:.0f} s, or did not end")
     try:
@@ -231,6 +232,11 @@ def fork(*own: int) -> int:
         return child
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait(child: int) -> None:
+    with contextlib.suppress(ChildProcessError):        # the script waits for all children, or ignores how they end
+        os.waitpid(child, 0)
 
 
 def _shared(own: tuple[int, ...]) -> dict[int, int | None]:
