@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
 
@@ -228,6 +229,59 @@ def test_a_dataset_that_is_changed_between_epochs_gets_another_cache(root, on):
     for scale in (5.0, 6.0, 7.0):
         dataset.scale = scale
         assert torch.equal(next(iter(loader))[0], scale * first)
+
+
+class Deep(cases.Files):
+    """What its items are made from lies in a dictionary of another object."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.settings = types.SimpleNamespace(image={"gain": [1.0]})
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image * self.settings.image["gain"][0], target
+
+
+def test_what_is_changed_deep_inside_of_a_dataset_acts(root, on, capfd):
+    on()
+    dataset = Deep(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    first = torch.cat([batch[0] for batch in loader])
+    for gain in (2.0, 3.0):                 # between epochs
+        dataset.settings.image["gain"][0] = gain
+        assert torch.equal(torch.cat([batch[0] for batch in loader]), gain * first)
+        assert torch.equal(torch.cat([batch[0] for batch in loader]), gain * first)       # warm
+    assert told_of(capfd) == ""
+    batches = iter(loader)
+    assert torch.equal(next(batches)[0], 3 * first[:4])
+    dataset.settings.image["gain"][0] = 5.0         # within one
+    assert torch.equal(next(batches)[0], 5 * first[4:8])
+    assert "changed while it was read" in told_of(capfd)
+
+
+def told_of(capfd):
+    return capfd.readouterr().err
+
+
+def test_a_dataset_that_remembers_what_it_does_keeps_its_cache(root, on, capfd):
+    """It is another thing after each item; what its items are made from is the same."""
+    context = on()
+
+    class Remembers(cases.Counting):
+        def __init__(self, root):
+            super().__init__(root)
+            self.seen = {"last": [None]}
+
+        def __getitem__(self, index):
+            self.seen["last"][0] = index
+            return super().__getitem__(index)
+
+    loader = torch.utils.data.DataLoader(Remembers(root), batch_size=4)
+    for _ in range(6):
+        list(loader)
+    assert told_of(capfd) == "" or "cannot be told" in told(context)
+    assert counts(context)[1] >= 80
 
 
 def test_a_transform_that_is_changed_acts(root, on):

@@ -18,9 +18,13 @@ from typing import Any
 
 from saturate.data import cache_codec, cache_helpers, cache_key, cache_probe, cache_store
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
+from saturate.data.glance import glance
 
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
+
+#: Share of a process's time that goes into looking whether the dataset was changed, and how many seconds more.
+LOOKED, LOOKED_S = 0.01, 0.1
 
 #: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
 GROUP_BYTES = 1 << 20
@@ -91,10 +95,11 @@ class Reader:
         self.attributes = attributes(source)    # as this process left them
         self.kept = 0                       # items that this process has stored
         self._began_anew()
+        self._glance = self._look()         # what lies deeper, as this process left it; None: not looked at
 
     def _began_anew(self) -> None:
         self._pid = os.getpid()
-        self._began, self._spent_s = time.perf_counter(), 0.0
+        self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
         self._read = self._stored = 0
         self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
 
@@ -112,9 +117,32 @@ class Reader:
         while len(out) < len(indices):
             out += self._in_order(indices[len(out):len(out) + self._group])
         self.attributes = attributes(self.source)
+        self._glance = self._look()
         self.store.count(self._read, self._stored)
         self._read = self._stored = 0
         return out
+
+    def unchanged(self) -> bool:
+        """Whether what items are made from is as it was left. False also where that cannot be told."""
+        return self._unlike() is False
+
+    def _unlike(self) -> bool | None:
+        """Whether it is not as it was left; None where that cannot be told, as far as the attributes of the dataset do not tell."""
+        if not same(self.attributes, attributes(self.source)):
+            return True
+        now = self._look() if self._glance is not None else None
+        return None if now is None else now != self._glance
+
+    def _look(self) -> Any:
+        if self._looking_s > LOOKED * (time.perf_counter() - self._began) + LOOKED_S:
+            return None
+        began = time.perf_counter()
+        try:
+            return glance(self._twin)
+        except Exception:  # noqa: BLE001 - an object that raises when it is looked at
+            return None
+        finally:
+            self._looking_s += time.perf_counter() - began
 
     def _at_once(self, indices: list[Any]) -> list[Any]:
         """Items of a dataset that is asked for many at once: what is missing, in one call."""
@@ -176,7 +204,7 @@ class Reader:
             self._began_anew()
         if self.store.dropped:
             self.off = self.store.reason
-        elif not same(self.attributes, attributes(self.source)):
+        elif self._unlike():
             self.off = "the dataset was changed while it was read"
             say(f"{self.off}: until the next epoch its items come from itself")
         return not self.off
@@ -259,7 +287,7 @@ class Reader:
         """Make and store some items, and forget them."""
         before = cache_probe.states()
         made = [(index, self._base(index)) for index in indices]
-        self.attributes = attributes(self.source)
+        self.attributes, self._glance = attributes(self.source), self._look()
         if cache_probe.drawn_since(before):
             cache_probe.restore(before)
             for index in indices if len(indices) > 1 else []:
@@ -322,8 +350,11 @@ class _Served:
     """What is known of the dataset of one loader, as long as that loader lives."""
 
     attributes: list[Any]               # of the dataset when it was looked at
-    reader: Reader | None = None
-    versions: int = 1
+    reader: Reader | None
+    versions: int
+
+    def unchanged(self, dataset: Any) -> bool:
+        return self.reader.unchanged() if self.reader else same(self.attributes, attributes(dataset))
 
 
 class Caches:
@@ -374,18 +405,17 @@ class Caches:
         dataset = loader.dataset
         refusal = _refusal(dataset, self.torch)
         served = self._loaders.get(loader)
-        if served is not None and not refusal:
-            if same(served.reader.attributes if served.reader else served.attributes, attributes(dataset)):
-                return served.reader
-            served.versions += 1
-            served.attributes, served.reader = attributes(dataset), None
-        elif not refusal:
-            served = self._loaders[loader] = _Served(attributes(dataset))
-        if served is not None and served.versions > MOST_VERSIONS:
+        if served is not None and not refusal and served.unchanged(dataset):
+            return served.reader
+        before, versions = (served.reader, served.versions) if served else (None, 0)
+        if not refusal and versions >= MOST_VERSIONS:
             refusal = "it changes from one epoch to the next"
         if not refusal:
+            served = self._loaders[loader] = _Served(attributes(dataset), None, versions)
             threads = 1 if loader.num_workers else self.torch.get_num_threads()
             served.reader, refusal = self._prepared(dataset, threads)
+            if before is None or served.reader is None or before.store is not served.reader.store:
+                served.versions += 1
             if served.reader:
                 self._tell(_Told(type(dataset).__name__, "", served.reader.store, served.reader.steps))
                 return served.reader

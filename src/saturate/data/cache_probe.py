@@ -181,7 +181,8 @@ def probe(dataset: Any, length: int) -> Found:
         text = _read(reader, time.monotonic() + MOST_S)
     finally:
         os.close(reader)
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
         wait(child)
     if text is None:
         return Found(f"making {ITEMS} of its items took longer than {MOST_S:.0f} s, or did not end")
