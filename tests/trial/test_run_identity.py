@@ -242,6 +242,24 @@ def test_the_users_own_sitecustomize_runs_once(ending: str, place: Place) -> Non
     assert place.same(sys.executable, "train.py", stderr=False).count(b"custom") == 1
 
 
+@pytest.mark.parametrize("ending", ["raise RuntimeError('on purpose')", "raise ImportError('on purpose')", "1/0"])
+def test_a_sitecustomize_that_fails_keeps_the_agent_not_out(ending: str, place: Place) -> None:
+    place.write(f"import sys; sys.custom = 1\n{ending}\n", "own/sitecustomize.py")
+    place.write("import sys; print(sys.custom, getattr(sys, '_saturate_awake', False))")
+    place.environment = {**place.environment, "PYTHONPATH": "own"}
+    plain, ours = place.plain(sys.executable, "train.py"), place.under(["zero-grad-none"], sys.executable, "train.py")
+    assert (plain.stdout, ours.stdout) == (b"1 False\n", b"1 True\n")
+    assert b"on purpose" in ours.stderr or b"division" in ours.stderr
+
+
+@pytest.mark.parametrize("given", [":src", "src:", ":", "src::other", ""])
+def test_an_empty_entry_among_the_places_of_modules_is_the_working_directory(given: str, place: Place) -> None:
+    place.write("value = 1", "pkg/__init__.py")
+    place.write("import sys; print(sys.path)\ntry: import pkg; print(pkg.value)\nexcept ImportError: print('none')", "tools/train.py")
+    place.environment = {**place.environment, "PYTHONPATH": given}
+    assert (b"1" if given else b"none") in place.same(sys.executable, "tools/train.py").splitlines()
+
+
 @pytest.mark.parametrize("option", ["-I", "-E", "-S", "-Es"])
 def test_options_that_keep_the_agent_out_are_named(option: str, place: Place) -> None:
     place.write("print('trained')")

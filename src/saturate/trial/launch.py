@@ -53,7 +53,8 @@ def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> di
     """The environment of a workload that carries the agent. `plan` is a file's path, or the plan itself: a run that
     replaces saturate has no folder to leave a file in."""
     environment = dict(base)
-    rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(INJECT)]
+    given = environment.get("PYTHONPATH")           # an empty entry is the working directory; an empty list is none
+    rest = [entry for entry in given.split(os.pathsep) if entry != str(INJECT)] if given else []
     environment["PYTHONPATH"] = os.pathsep.join([str(INJECT), *rest])
     environment["SATURATE_PLAN"] = plan
     for chosen in techniques:

@@ -139,8 +139,10 @@ def _telling(guest, name):
     return lambda module: guest.imported(name, module)
 
 
-_user = _chain()
-_start()
+try:
+    _user = _chain()
+finally:                                    # where the user's own fails, Python says so and goes on
+    _start()
 if _user is None:
     # Exactly what Python sees where no sitecustomize exists; `site` swallows it by name.
     raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")
