@@ -13,7 +13,10 @@ def out_of_memory():
 
 
 class Quota:
-    """Memory for `limit` samples at once. `fails`: where it runs out, chosen at random among the places of a model."""
+    """Memory for `limit` samples at once. `fails`: where it runs out, chosen at random among the places of a model. In slots: it
+    stands for the machine, which nobody finds by looking at a model."""
+
+    __slots__ = ("limit", "phases", "random", "transient", "error", "failures", "armed", "visits")
 
     def __init__(self, limit=None, phases=("forward", "backward"), seed=0, transient=0.0, error=None):
         self.limit = limit

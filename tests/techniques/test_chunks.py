@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import re
+import types
 import weakref
 
 import pytest
@@ -190,6 +191,8 @@ def test_a_backward_of_a_trusted_size_runs_out(make, loss, accumulate, clear_to_
 
 class FailsOnce(Quota):
     """In one place, in the backward number `at` of a whole batch that the script's own graph is walked in."""
+
+    __slots__ = ("place", "left")
 
     def __init__(self, place, at):
         super().__init__()
@@ -385,13 +388,22 @@ def test_dropout_that_runs_out_in_the_forward_goes_on():
     assert quota.failures and losses[-1] < losses[0]
 
 
+class Out:
+    """Of sight: a look at the model does not go into slots."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator):
+        self.generator = generator
+
+
 class OwnGenerator(Net):
-    def __init__(self):
+    def __init__(self, holder=lambda generator: types.SimpleNamespace(generator=generator)):
         super().__init__()
-        self.generator = [torch.Generator().manual_seed(0)]
+        self.holder = holder(torch.Generator().manual_seed(0))
 
     def forward(self, x):
-        return super().forward(x) * torch.rand((), generator=self.generator[0])
+        return super().forward(x) * torch.rand((), generator=self.holder.generator)
 
 
 class WithNumpy(Net):
@@ -607,7 +619,8 @@ def test_models_that_cannot_be_cut_are_left_alone(forward):
 def test_more_models_that_are_left_alone():
     outside = torch.nn.Parameter(torch.ones(6))
     assert "not among its parameters" in refused(body(lambda self, x: self.linear(x) * outside), torch.randn(8, 6))
-    assert "run again" in refused(OwnGenerator(), torch.randn(8, 6))
+    assert "generator of its own" in refused_at_once(OwnGenerator())
+    assert "run again" in refused(OwnGenerator(Out), torch.randn(8, 6))
     assert "two samples" in refused(body(lambda self, x: self.linear(x)), torch.randn(1, 6))
     graph = body(lambda self, x, edges: self.linear(x)[edges[0]])
     assert "integers" in refused(graph, torch.randn(8, 6), torch.randint(8, (2, 5)))

@@ -108,7 +108,7 @@ def _look(thing: Any) -> tuple[Any, list[Any]]:
     if isinstance(thing, types.MethodType):
         return id(thing.__func__), [thing.__self__, thing.__func__]
     if isinstance(thing, types.FunctionType):
-        return id(thing.__code__), [*_cells(thing), *_globals(thing)]
+        return id(thing.__code__), list(reached(thing))
     if isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType, logging.Logger)):      # a logger leads to all others
         return id(thing), []
     own = getattr(thing, "__dict__", None)
@@ -140,6 +140,12 @@ def _array(array: Any) -> int:
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
     step = max(1, array.size * array.dtype.itemsize // SAMPLE_BYTES)
     return zlib.crc32(bytes(flat[::step].tobytes()))
+
+
+def reached(function: types.FunctionType) -> Iterator[Any]:
+    """What the code of a function reads besides its arguments: its closure, its defaults, and the globals that it names."""
+    yield from _cells(function)
+    yield from _globals(function)
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:

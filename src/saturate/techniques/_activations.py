@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.techniques import _common, _replay
+from saturate.techniques._surroundings import Surroundings
 
 #: Operators whose results are worth keeping: they cost most and their results are small beside it.
 PRODUCTS = frozenset((
@@ -123,13 +124,15 @@ class NotRepeatable(Exception):
 def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
              parameters: set[int], storages: Storages) -> Trace:
     """Run a forward on copies of its arguments and buffers, and put back every random number that it drew: nothing of the
-    training changes. Saves nothing for a backward. Raises `NotRepeatable`."""
+    training changes, and what the forward did outside of itself is undone. Saves nothing for a backward. Raises
+    `NotRepeatable`."""
     reason = _replay.why_not_arguments((*args, *kwargs.values()), torch)
     parts = list(module.modules())
     if not reason and any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
         reason = "a module inside it has forward hooks, which would be called twice"
-    if not reason and any(isinstance(value, torch.Generator) for part in parts for value in vars(part).values()):
-        reason = "it has a random generator of its own"
+    around = Surroundings(module, torch)
+    if not reason and around.generator:
+        reason = f"it has a random generator of its own ({around.generator})"
     if reason:
         raise NotRepeatable(reason)
     held = _replay.attributes(module)
@@ -153,6 +156,8 @@ def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, 
         raise NotRepeatable(f"its forward does not run under watch: {type(error).__name__}: {error}") from error
     finally:
         left = _replay.changed_attribute(held)
+        outside = around.restore()
+        left = left or outside and f"its forward changes {outside}"
         for parameter, value in weights:
             if not _same(parameter, value, torch):
                 parameter.data.copy_(value)

@@ -19,6 +19,7 @@ from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
 from saturate.techniques._inputs import growth, shapes, without_cache
 from saturate.techniques._replay import checkpointed, why_not_arguments
+from saturate.techniques._surroundings import Surroundings
 
 #: Outside of what compiles or casts a forward.
 ORDER = 95
@@ -64,6 +65,7 @@ class Checkpointing:
         self._outside: set[int] = set()
         self._kept: set[int] = set()
         self._unread: list[tuple[Block, Any, int]] = []     # arguments with their versions, that only a second run reads
+        self._arounds: list[tuple[Block, Surroundings]] = []
         self._forwards = self._depth = 0
         self._in_backward = False
         self._last_node = -1
@@ -250,8 +252,10 @@ class Checkpointing:
         shielded, more = self._shielded(block, trace, args, kwargs)
         before = None if rehearsed else _activations.Before(module, args, kwargs, torch)
         self._own = True
+        around = Surroundings(module, torch)
+        self._arounds.append((block, around))
         try:
-            output = watch.time(checkpointed, torch, inner, module, shielded, more, trace.buffers, None, self._replayed)
+            output = watch.time(checkpointed, torch, inner, module, shielded, more, trace.buffers, None, self._replayed, around)
         finally:
             self._own = False
             self._outside.clear()       # the arguments, which the checkpoint saves
@@ -291,6 +295,10 @@ class Checkpointing:
             if tensor._version != version:
                 block.refusal = "an argument is modified in place after its forward"
         self._unread.clear()
+        for block, around in self._arounds:
+            if changed := around.changed():
+                block.refusal = f"{changed}, which it may read, is changed after its forward"
+        self._arounds.clear()
         if not self._visits:
             return
         outputs = (tensors,) if isinstance(tensors, self.torch.Tensor) else tensors

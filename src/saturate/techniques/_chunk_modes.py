@@ -131,8 +131,10 @@ def _reductions_class(torch: Any) -> type:
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            result = func(*args, **kwargs)
             name = getattr(func, "__name__", "")
+            if name == "register_hook":
+                raise NotSplittable("its forward registers a hook on a tensor, which would be called for each chunk")
+            result = func(*args, **kwargs)
             if name in _ELEMENTWISE or name in _BY_TARGET:
                 self.found.append(_reduction(name, func, args, kwargs, result, torch))
             return result

@@ -24,6 +24,7 @@ from saturate.techniques._chunk_modes import (
 )
 from saturate.techniques._chunk_plan import Joined, Layout, NotSplittable, Plan, gradient_of_part, share_of_loss
 from saturate.techniques._chunks import out_of_memory
+from saturate.techniques._surroundings import Surroundings
 
 #: Samples of the live batch that a proof runs; fewer where memory does not hold them. The two chunks are uneven.
 SAMPLES = (8, 4, 2)
@@ -61,7 +62,8 @@ def census(module: Any, torch: Any) -> str:
             return f"{name} is a distributed tensor"
         if not parameter.is_leaf:
             return f"{name} is computed from other tensors"
-    return ""
+    generator = Surroundings(module, torch).generator
+    return f"it has a random generator of its own ({generator})" if generator else ""
 
 
 def _own_hook(module: Any) -> str:
@@ -82,6 +84,7 @@ class Watch:
         self.torch = torch
         self.inputs = inputs
         self.versions = [tensor._version for tensor in inputs]
+        self.around = Surroundings(module, torch)
         self.before = self._values()
 
     def _values(self) -> dict[str, Any]:
@@ -111,7 +114,8 @@ class Watch:
                 return f"it keeps a tensor of its forward with its graph ({name})"
             if repr(self.before.get(name)) != repr(value):      # as text nan equals nan
                 return f"its forward changes {name}"
-        return ""
+        outside = self.around.changed()
+        return f"its forward changes {outside}" if outside else ""
 
 
 def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any) -> Plan:
@@ -172,9 +176,13 @@ class Proof:
         ranges = [(0, self.samples), (0, self.first), (self.first, self.samples)]
         with torch.enable_grad(), steady(torch):
             watch = Watch(self.module, [], torch)       # where memory ran out in the very first call, nobody has watched yet
-            runs = [self._run(start, stop) for start, stop in ranges]
-            if watch.problem():
-                raise NotSplittable(watch.problem())
+            try:
+                runs = [self._run(start, stop) for start, stop in ranges]
+                problem = watch.problem()
+            finally:
+                watch.around.restore()
+            if problem:
+                raise NotSplittable(problem)
             self.formats = self._formats(runs[0][2])
             self._same_values(runs)
             choices = self._layouts(runs)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from saturate.techniques import _common
+from saturate.techniques._surroundings import Surroundings
 
 
 class State:
@@ -69,10 +70,12 @@ def _set_random_state(state: tuple[Any, Any]) -> None:
 def checkpointed(
     torch: Any, inner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     buffers: tuple[tuple[str, str], ...], contexts: Callable[[], tuple[Any, Any]] | None, replayed: Callable[[int], None],
+    around: Surroundings | None = None,
 ) -> Any:
     """`inner(module, *args, **kwargs)`, whose activations are made again in backward. `contexts` makes the pair that
     `torch.utils.checkpoint` runs the forward and its recomputation under. `replayed` is called at each recomputation with
-    its number, from 1: a graph may be gone through more than once."""
+    its number, from 1: a graph may be gone through more than once. `around`: what the forward reads elsewhere is for the
+    recomputation what it is there."""
     from torch.utils.checkpoint import checkpoint
 
     state = State(module, buffers)
@@ -90,7 +93,7 @@ def checkpointed(
         if any(tensor._version != version for tensor, version in nested):
             raise RuntimeError("an argument of a recomputed block was modified in place after its forward")
         replayed(number)
-        with state.restored(), second:
+        with state.restored(), around.as_they_were() if around else contextlib.nullcontext(), second:
             yield
 
     def both() -> tuple[Any, Any]:

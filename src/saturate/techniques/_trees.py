@@ -111,7 +111,7 @@ def shapes(values: Any, tensor: type) -> tuple[Any, ...]:
 
 
 #: What torch keeps on every module, or on its own kinds of module, and maintains itself.
-_TORCH_S_OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
+TORCH_S_OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
 
 
 def each_module_value(module: Any) -> Iterator[tuple[str, Any]]:
@@ -119,7 +119,7 @@ def each_module_value(module: Any) -> Iterator[tuple[str, Any]]:
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in vars(child).items():
-            if key not in _TORCH_S_OWN:
+            if key not in TORCH_S_OWN:
                 yield from _inside(prefix + key, value)
         for key, value in child._buffers.items():
             yield prefix + key, value

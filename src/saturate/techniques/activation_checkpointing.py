@@ -18,9 +18,11 @@ Always in time: with memory to spare it only slows the training down, so without
 Numerics
 --------
 `exact`: the same operators on the same inputs and random numbers. In the first step each block's forward runs twice on
-copies of its arguments and buffers; a block that gives other bits, changes an argument or an attribute, is passed an
-object that it may change (a key-value cache), or whose inside has hooks is left alone. Buffers that a forward changes
-(running statistics) are as they were while it runs again, and are updated once.
+copies of its arguments and buffers; a block that gives other bits, changes an argument, an attribute or something else that
+it reaches (a list of auxiliary losses, a counter), has a random generator of its own, is passed an object that it may change
+(a key-value cache), or whose inside has hooks is left alone. Buffers that a forward changes (running statistics) are as they
+were while it runs again, and are updated once. What a script changes only in later steps between a forward and its backward
+(weights that it replaces, a schedule) is not seen.
 
 How it is applied
 -----------------
