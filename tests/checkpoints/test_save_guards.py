@@ -301,6 +301,48 @@ def test_loader_workers_delay_nobody(tmp_path, disk):
         disk.go()
 
 
+def _program_of_child(path: str) -> None:
+    subprocess.run(["cp", path, path + ".run"], check=True)
+    os.spawnlp(os.P_WAIT, "cp", "cp", path, path + ".spawned")
+    os.replace(path, path + ".renamed")
+
+
+def test_a_program_of_a_forked_child_waits(pending, disk):
+    """Also where the child forks again to start it; and what it renames is the new file."""
+    child = multiprocessing.get_context("fork").Process(target=_program_of_child, args=(str(pending),))
+    child.start()
+    time.sleep(0.2)
+    disk.go()
+    child.join(20)
+    assert child.exitcode == 0
+    assert all(same(torch.load(f"{pending}.{name}"), state(2)) for name in ("run", "spawned", "renamed"))
+
+
+def test_who_waits_for_a_training_that_was_killed_goes_on(tmp_path):
+    """Also the child of its child."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, threading\n"
+        "from saving_kit import Disk, applied, pytest, state, torch\n"
+        "with applied('thread'):\n"
+        "    disk = Disk(pytest.MonkeyPatch())\n"
+        "    disk.hold()\n"
+        "    torch.save(state(1), 'a.pt')\n"
+        "    training = os.getpid()\n"
+        "    if not os.fork() and not os.fork():\n"
+        "        threading.Timer(0.3, os.kill, (training, signal.SIGKILL)).start()\n"
+        "        open('seen', 'w').write(str(os.path.exists('a.pt')))\n"
+        "        os._exit(0)\n"
+        "    signal.pause()\n")
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+    assert subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=60).returncode == -9
+    for _ in range(200):
+        if (tmp_path / "seen").exists() and (tmp_path / "seen").read_text():
+            break
+        time.sleep(0.05)
+    assert (tmp_path / "seen").read_text() == "False"
+
+
 def test_undo_leaves_nothing(tmp_path, monkeypatch):
     import builtins
 

@@ -10,7 +10,8 @@ is no event for `os.stat`. With nothing pending the price is one look at an empt
     removals (unlink, rename, rmdir)    wait for everything: the last good one must not go before the next is there
     barriers, programs, exits           wait for everything
 
-A forked child does not delay its parent (loader workers are forked all the time): it waits by itself when it looks.
+A forked child does not delay its parent (loader workers are forked all the time): it waits by itself when it looks,
+removes or starts a program, and does not when it ends. So does what it forks in turn.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Guards:
     # -- processes -------------------------------------------------------------------------------------------------
 
     def _everything(self, *_: Any, **__: Any) -> None:
-        self.writer.flush()
+        self._wait(lambda job: True)
         self.writer.raise_failure()
 
     def _kill(self, pid: int, number: int) -> None:

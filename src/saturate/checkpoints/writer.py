@@ -97,6 +97,7 @@ class Writer:
         self._number = 0
         self._clean: set[str] = set()
         self._pid = os.getpid()
+        self._began = _began(self._pid)
         self._finished = mmap.mmap(-1, 8)           # all jobs up to this number are done; shared with forked children
         _alive.add(self)
 
@@ -301,11 +302,14 @@ class Writer:
             self._condition.wait_for(lambda: not any(number in self.pending for number in wanted))
 
     def _await_parent(self, number: int) -> None:
-        """In a forked child: the parent's thread does the work, and says in shared memory how far it is."""
-        while struct.unpack_from("=q", self._finished, 0)[0] < number and os.getppid() == self._pid:
+        """In a forked child, or its own: a thread of the training does the work, and says in shared memory how far it is."""
+        while struct.unpack_from("=q", self._finished, 0)[0] < number and self._training_lives():
             time.sleep(_POLL_S)
         for done in [known for known in self.pending if known <= number]:
             del self.pending[done]
+
+    def _training_lives(self) -> bool:
+        return _began(self._pid) == self._began if self._began else os.getppid() == self._pid
 
     def raise_failure(self) -> None:
         """Raise what went wrong with a save of this thread in the background, once."""
@@ -319,7 +323,7 @@ class Writer:
         raise mine.error
 
     def flush(self) -> None:
-        """Until nothing is pending; in a forked child nothing is."""
+        """Until nothing is pending. A forked child ends without: it is the training that may not."""
         if not self.foreign:
             self.wait_for(list(self.pending))
 
@@ -359,6 +363,16 @@ def _say(text: str) -> None:
         sys.stderr.write(line)
     except Exception:  # noqa: BLE001 - whatever it raises, the line still has a place to go
         os.write(2, line.encode())
+
+
+def _began(pid: int) -> str:
+    """When that process began, in ticks of the clock: another one may get its number. "" when it has ended, or not Linux."""
+    try:
+        with quiet(), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]      # one that has ended stays listed until its parent asks for it
 
 
 def _plain(error: Exception, path: str) -> OSError:
