@@ -343,6 +343,24 @@ def test_who_waits_for_a_training_that_was_killed_goes_on(tmp_path):
     assert (tmp_path / "seen").read_text() == "False"
 
 
+def test_names_that_a_module_took_wait_too(tmp_path, disk, monkeypatch):
+    """`from os import replace, _exit` before the technique came; undone with the rest."""
+    import types
+
+    taken = types.ModuleType("taken")
+    exec("from os import replace, _exit; from io import open; import posix", vars(taken))
+    before = dict(vars(taken))
+    monkeypatch.setitem(sys.modules, "taken", taken)
+    with applied("thread"):
+        assert taken.replace is os.replace and taken._exit is os._exit and taken.open is open
+        assert taken.posix.stat is not os.stat
+        disk.hold()
+        torch.save(state(1), tmp_path / "a.tmp")
+        disk.waits(lambda: taken.replace(tmp_path / "a.tmp", tmp_path / "a.pt"))
+        assert same(torch.load(tmp_path / "a.pt"), state(1))
+    assert vars(taken) == before
+
+
 def test_undo_leaves_nothing(tmp_path, monkeypatch):
     import builtins
 

@@ -1,7 +1,7 @@
 """What looks at a file that is still on its way waits for it; what could announce or outlive it waits too.
 
 `install` replaces the functions of `os`, `builtins.open` and a few ways to start or end processes by ones that ask
-first. An audit hook would see more callers, but cannot be removed, runs at every event of the interpreter, and there
+first, also where a module took them by name (`from os import replace`). An audit hook would see more callers, but cannot be removed, runs at every event of the interpreter, and there
 is no event for `os.stat`. With nothing pending the price is one look at an empty dictionary.
 
     reads (open, stat, listdir...)      wait for that very file, or the files of that folder
@@ -25,7 +25,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from saturate.checkpoints.writer import Job, Writer, inside, quiet
@@ -42,6 +43,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 #: Python's own for output that could not be written at the end.
 _EXIT_CODE = 120
 
+#: Modules that keep the functions that they hold: the import system asks these often, and never for checkpoints; who
+#: of our own took a name wants what it was then.
+_LEFT_ALONE = ("posix", "_io", "saturate")
+
 #: Signals whose default is to end the process at once.
 _DEADLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -52,6 +57,7 @@ class Guards:
     def __init__(self, writer: Writer):
         self.writer = writer
         self.signals_held: set[int] = set()
+        self._functions: dict[int, Any] = {}        # what stands for the original with this id
         self._undo: list[Callable[[], None]] = []
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -66,10 +72,11 @@ class Guards:
         self._replace_os("kill", self._kill)
         self._replace_os("killpg", self._kill_group)
         self._replace_os("abort", self.writer.flush)
-        self._set(os, "_exit", self._exiting(os._exit))
-        opened = self._asking(io.open, self._open)
-        self._set(builtins, "open", opened)
-        self._set(io, "open", opened)
+        self._functions[id(os._exit)] = self._exiting(os._exit)
+        for original in (io.open, builtins.open):       # the same, unless somebody replaced one of them
+            self._functions[id(original)] = self._asking(original, self._open)
+        for module, name, original in holders(self._functions):
+            self._set(module, name, self._functions[id(original)])
         self._set(subprocess.Popen, "_execute_child", self._asking(subprocess.Popen._execute_child, self._everything))
         self._set(multiprocessing.process.BaseProcess, "start",
                   self._asking(multiprocessing.process.BaseProcess.start, self._process))
@@ -82,7 +89,7 @@ class Guards:
             if original in members:
                 members.add(function)
                 self._undo.append(functools.partial(members.discard, function))
-        self._set(os, name, function)
+        self._functions[id(original)] = function
 
     def _asking(self, original: Any, before: Any) -> Any:
         """`original`, but while something is pending `before` is called first with the same arguments."""
@@ -245,6 +252,14 @@ class _Failing:
     def flush(self) -> None:
         self._stream.flush()
         raise self._error
+
+
+def holders(ids: Iterable[int]) -> list[tuple[ModuleType, str, Any]]:
+    """Modules of others that hold one of these objects by a name, each with the name and the object."""
+    wanted = frozenset(ids)
+    return [(module, name, value) for module in list(sys.modules.values())
+            if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in _LEFT_ALONE
+            for name, value in list(vars(module).items()) if id(value) in wanted]
 
 
 def _caught_signals() -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from saturate.checkpoints import archive, distributed
-from saturate.checkpoints.guards import Guards
+from saturate.checkpoints.guards import Guards, holders
 from saturate.checkpoints.staging import Recorder
 from saturate.checkpoints.writer import Unsuitable, Writer, inside
 
@@ -179,9 +179,8 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
         replace(module, "serialize_file", saves.safetensors_file(module))
         opens = sys.modules["safetensors"].safe_open
         held = guards.looking(opens)
-        for user in list(sys.modules.values()):
-            if getattr(user, "__dict__", {}).get("safe_open") is opens:
-                replace(user, "safe_open", held)        # its users took it by name
+        for user, name, _ in holders([id(opens)]):
+            replace(user, name, held)                   # its users took it by name
         covered.append("safetensors")
     module = sys.modules.get("torch.distributed.checkpoint")
     if module is not None and torch.distributed.is_available():
