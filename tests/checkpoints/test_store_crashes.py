@@ -91,7 +91,7 @@ def collecting(folder: Path) -> Callable[[int], None]:
     def work(descriptor: int) -> None:
         while True:
             with Store.open(folder / "store") as store, store.locked(alone=True):
-                collect.carry_out(store, collect.plan(store, 1, None, []))
+                collect.carry_out(store, collect.plan(store, 1, None, [folder]))
             os.write(descriptor, bytes(4))
 
     return work
@@ -127,7 +127,7 @@ def survive_kills(folder: Path, kills: int, seed: int) -> None:
                 path.unlink()
         whole(folder)
     with Store.open(folder / "store") as store, store.locked(alone=True):
-        collect.carry_out(store, collect.plan(store, 1, None, []))
+        collect.carry_out(store, collect.plan(store, 1, None, [folder]))
         assert not list((folder / "store").rglob(".saturate*"))
     whole(folder)
 

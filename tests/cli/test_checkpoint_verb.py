@@ -146,10 +146,10 @@ def test_gc_says_first_and_removes_only_what_no_file_names(folder, capsys):
     for step in (2, 4, 6):
         os.unlink(folder / f"ckpt_{step}.pt")
     before = sorted(path.name for path in (folder / ".saturate").rglob("*"))
-    said = found(capsys, "gc")
+    said = found(capsys, "gc", "--look-in", ".")
     assert not said["deleted"] and len(said["removed"]) == 2
     assert sorted(path.name for path in (folder / ".saturate").rglob("*")) == before
-    done = found(capsys, "gc", "--delete")
+    done = found(capsys, "gc", "--delete", "--look-in", ".")
     assert done["deleted"] and done["removed"] == said["removed"]
     for step in (3, 5):
         assert run(capsys, "export", f"ckpt_{step}.pt")[0] == 0 and torch.load(folder / f"ckpt_{step}.pt")["step"] == step
@@ -159,7 +159,7 @@ def test_gc_says_first_and_removes_only_what_no_file_names(folder, capsys):
 def test_gc_frees_what_it_said(folder, capsys):
     for path in folder.glob("ckpt_*.pt"):
         path.unlink()
-    said = found(capsys, "gc", "--keep", "0", "--delete")
+    said = found(capsys, "gc", "--keep", "0", "--delete", "--look-in", ".")
     left = sum(path.stat().st_size for path in (folder / ".saturate/checkpoints/packs").iterdir())
     assert len(said["removed"]) == 5 and left == 0 and said["freed_bytes"] == said["store_bytes"] > 1_000_000
 
@@ -172,7 +172,7 @@ def test_gc_keeps_the_newest_and_every_kth(folder, capsys):
     assert sorted(numbers.values()) == [1, 2, 3, 4, 5]
 
     def left(*words: str) -> list[int]:
-        return sorted(numbers[entry["checkpoint"]] for entry in found(capsys, "gc", *words)["kept"])
+        return sorted(numbers[entry["checkpoint"]] for entry in found(capsys, "gc", "--look-in", ".", *words)["kept"])
 
     assert left() == [5]
     assert left("--keep", "2") == [4, 5]
@@ -190,6 +190,26 @@ def test_gc_finds_what_was_renamed_and_looks_where_it_is_told(folder, capsys, tm
     assert run(capsys, "gc", "--look-in", "nowhere")[0] == 2
 
 
+def test_gc_removes_nothing_for_want_of_a_file_that_may_have_been_moved(folder, capsys, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    deep = elsewhere / "a/b/c/d/e"
+    deep.mkdir(parents=True)
+    for step in (2, 3):
+        os.rename(folder / f"ckpt_{step}.pt", deep / f"best_{step}.pt")
+    os.unlink(folder / "ckpt_4.pt")
+    os.unlink(folder / "ckpt_5.pt")
+    torch.save({}, folder / "ckpt_5.pt")
+    said = found(capsys, "gc", "--delete")
+    assert len(said["kept"]) == 5 and not said["removed"]
+    assert "4 stay only because the files that name them may have been moved" in run(capsys, "gc")[1]
+    os.symlink(elsewhere, folder / "best")      # where a script keeps them on another disk
+    os.symlink(folder, deep / "back")
+    assert len(found(capsys, "gc", "--delete", "--look-in", ".")["removed"]) == 2
+    assert "--look-in" not in run(capsys, "gc", "--look-in", ".")[1]
+    for step in (2, 3):
+        assert run(capsys, "export", str(deep / f"best_{step}.pt"))[0] == 0 and torch.load(deep / f"best_{step}.pt")["step"] == step
+
+
 def test_gc_rewrites_packs_that_are_mostly_dead(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     noise = random.Random(0)
@@ -203,7 +223,7 @@ def test_gc_rewrites_packs_that_are_mostly_dead(tmp_path, monkeypatch, capsys):
             keeping.save(str(tmp_path / f"ckpt_{step}.pt"), lambda target: [target.write(part) for part in parts])
     keeping.store.close()
     os.unlink(tmp_path / "ckpt_2.pt")
-    said = found(capsys, "gc", "--delete")
+    said = found(capsys, "gc", "--delete", "--look-in", ".")
     size = sum(path.stat().st_size for path in (tmp_path / ".saturate/checkpoints/packs").iterdir())
     assert len(said["removed"]) == 1 and size < 20 * 70_000 + 20_000
     assert said["freed_bytes"] > 1_300_000
@@ -217,7 +237,7 @@ def test_gc_frees_no_chunk_while_a_manifest_cannot_be_read(folder, capsys):
     path = sorted((folder / ".saturate/checkpoints/manifests").iterdir())[2]
     path.write_text("damaged")
     packs = sorted((folder / ".saturate/checkpoints/packs").iterdir())
-    said = found(capsys, "gc", "--keep", "0", "--delete")
+    said = found(capsys, "gc", "--keep", "0", "--delete", "--look-in", ".")
     assert list(said["damaged"]) == [path.stem] and path.exists()
     assert sorted((folder / ".saturate/checkpoints/packs").iterdir()) == packs
 

@@ -1,5 +1,6 @@
 """Free what no checkpoint needs. A checkpoint goes only when no file names it, it is not among the newest of its
-series, and the caller removes at all; what remains is complete at every moment, so it may be killed anywhere.
+series, and the caller removes at all and said where files may be that name checkpoints: a script may have moved them
+anywhere, and only its owner knows where to. What remains is complete at every moment, so it may be killed anywhere.
 
 Order: manifests first, then packs that nothing needs, then packs that are mostly dead are written anew before the old
 one goes. What a writer left behind when it was killed goes too.
@@ -19,6 +20,9 @@ from saturate.errors import CheckpointDamaged
 
 #: A pack is written anew when less than this share of it is still needed.
 REWRITE_BELOW = 0.5
+
+#: Why a checkpoint stays that nothing else speaks for.
+UNFOUND = "no file was found that names it; --look-in decides"
 
 #: Folders deep that pointers are looked for below the folders that checkpoints were saved to.
 _DEEPEST = 3
@@ -41,11 +45,13 @@ class Plan:
 
 def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) -> Plan:
     """What `gc` would do. `keep`: the newest of each series that stay; `keep_every`: each k-th save stays; `places`:
-    more folders to look for files that name checkpoints.
+    folders to look for files that name checkpoints, besides those that they were saved to. Without any, nothing is
+    removed only because no file was found that names it.
     """
     store.refresh()
     found, damaged = manifests.all_of(store)
-    named = _named([*places, *(Path(m.path).parent for m in found)], store.folder)
+    named = _named([Path(m.path).parent for m in found], store.folder, _DEEPEST)
+    named |= _named(places, store.folder, None)
     plan = Plan(damaged=damaged, store_bytes=store.pack_bytes())
     newest: dict[str, int] = defaultdict(int)
     for manifest in reversed(found):
@@ -56,6 +62,8 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
             plan.kept.append((manifest, f"among the newest {keep} of its series"))
         elif keep_every and manifest.number % keep_every == 0:
             plan.kept.append((manifest, f"save {manifest.number}, every {keep_every} are kept"))
+        elif not places:
+            plan.kept.append((manifest, UNFOUND))
         else:
             plan.removed.append(manifest)
     _weigh_packs(store, plan)
@@ -64,9 +72,9 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
     return plan
 
 
-def _named(folders: list[Path], store: Path) -> dict[str, Path]:
-    """Checkpoints that files below these folders name -> one such file. A folder that is gone may have been renamed:
-    its siblings are looked through.
+def _named(folders: list[Path], store: Path, deepest: int | None) -> dict[str, Path]:
+    """Checkpoints that files below these folders name, at most so deep -> one such file. A folder that is gone may have
+    been renamed: its siblings are looked through.
     """
     wanted: dict[Path, None] = {}
     for folder in folders:
@@ -77,8 +85,14 @@ def _named(folders: list[Path], store: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for top in wanted:
         depth = len(top.parts)
-        for place, folders_below, names in os.walk(top):
-            if len(Path(place).parts) - depth >= _DEEPEST or Path(place) == store:
+        seen: set[str] = set()
+        for place, folders_below, names in os.walk(top, followlinks=True):
+            real = os.path.realpath(place)
+            if real in seen:
+                folders_below.clear()       # a link that leads back
+                continue
+            seen.add(real)
+            if Path(place) == store or deepest is not None and len(Path(place).parts) - depth >= deepest:
                 folders_below.clear()
             for name in names:
                 path = Path(place) / name

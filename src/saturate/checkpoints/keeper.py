@@ -189,7 +189,7 @@ class Keeper:
             self.problem = "the store takes more room than plain files"
             self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and the store ({_size(room)}) takes "
                      f"more room than those that are left would as plain files ({_size(wanted)}): saves are plain from now on; "
-                     f"`saturate checkpoint gc --delete --store {self.folder}` frees it")
+                     f"`saturate checkpoint gc --delete --store {self.folder} --look-in DIR` frees it, DIR being where checkpoints may lie")
 
 
 def _write_plain(path: str, write: Callable[[Any], None]) -> None:

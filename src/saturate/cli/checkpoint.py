@@ -29,11 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument("checkpoint", help="a file that names one, or its id")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: in the place of the file that names it)")
     collect = actions.add_parser("gc", help="free what no checkpoint needs", description=(
-        "Remove checkpoints that no file names any more, and the chunks that only they need. Says what it would do; --delete does it."))
+        "Remove checkpoints that no file names any more, and the chunks that only they need. Says what it would do; --delete does it. "
+        "A script may have moved the files that name them: nothing is removed for want of one before --look-in says where they may be."))
     collect.add_argument("--keep", type=_count, default=1, metavar="N", help="keep the newest N of each series as well (default: 1)")
     collect.add_argument("--keep-every", type=_count, metavar="K", help="keep every K-th save of each series as well")
     collect.add_argument("--look-in", type=Path, action="append", default=[], metavar="DIR",
-                         help="another folder where files may name checkpoints; repeatable (those they were saved to are searched)")
+                         help="a folder where files may name checkpoints, searched to its bottom; repeatable (those they were saved "
+                              "to are searched too)")
     collect.add_argument("--delete", action="store_true", help="do it")
     advise = actions.add_parser("advise", help="how often to save, and whether incremental saving would help", description=(
         "The interval between saves that loses the least time (Young 1974, Daly 2006), from what a save costs and how often the\n"
@@ -184,6 +186,10 @@ def _gc(arguments: argparse.Namespace) -> int:
     print(table(sorted(rows)) or "the store is empty")
     for name, problem in plan.damaged.items():
         print(f"damaged: {shown(name)} ({shown(problem)}); no chunk is freed before it is removed by hand")
+    unfound = sum(reason == collect.UNFOUND for _, reason in plan.kept)
+    if unfound:
+        print(f"{unfound} stay only because the files that name them may have been moved: with --look-in DIR, all folders where those "
+              "may be, they go unless one is found")
     verb = "freed" if arguments.delete else "would be freed; --delete does it"
     print(f"{amount(plan.freed_bytes)} of {amount(plan.store_bytes)} {verb}")
     return 0
