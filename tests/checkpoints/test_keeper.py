@@ -97,6 +97,24 @@ def test_at_the_end_the_newest_of_each_series_is_plain(job):
     assert "saves wrote" in job.lines[-1]
 
 
+def test_at_the_end_the_newest_is_plain_under_every_name_that_it_was_given(job, monkeypatch):
+    for move in ("rename", "replace", "link"):
+        monkeypatch.setattr(os, move, job.keeper.following(getattr(os, move), keeps=move == "link"))
+    (job.folder / "run").mkdir()
+    monkeypatch.chdir(job.folder)
+    for step in range(8):
+        state = job.save("run/ck.tmp")
+        os.replace("run/ck.tmp", os.fsencode(f"run/ck_{step}.pt"))
+    assert job.keeper.problem == "" and job.named("run/ck_7.pt"), "what was renamed is not gone"
+    os.link("run/ck_7.pt", "run/twin.pt")
+    (job.folder / "run" / "ck_7.pt").rename(job.folder / "run" / "last.pt")
+    shutil.move("run", "done")
+    job.keeper.close()
+    assert [path.name for path in sorted((job.folder / "done").iterdir()) if pointer.read(path)] == [f"ck_{n}.pt" for n in range(2, 7)]
+    for name in ("last.pt", "twin.pt"):
+        assert equal(torch.load(job.folder / "done" / name), state)
+
+
 def test_the_next_run_goes_on_where_this_one_ended(job):
     for step in range(4):
         job.save(f"ckpt_{step}.pt")

@@ -86,6 +86,16 @@ def place(tmp_path, clean_environment):
     return Place(tmp_path, {**clean_environment, "OMP_NUM_THREADS": "1"})
 
 
+def test_a_script_that_renames_what_it_saved(place):
+    script = TRAIN.replace("import io, os", "from os import replace\nimport io, os").replace(
+        'torch.save(state, f"ckpt_{step}.pt")', 'torch.save(state, "tmp"); replace("tmp", f"ckpt_{step}.pt")')
+    (place.folder / "renames.py").write_text(script)
+    done = place.run("renames.py", "6")
+    assert done.returncode == 0, done.stderr
+    assert place.named() == ["ckpt_2.pt", "ckpt_3.pt", "ckpt_4.pt"]
+    assert place("compare.py", "ckpt_5.pt", "true_5.bin").returncode == 0
+
+
 def test_a_run_its_files_its_resume_and_its_export(place):
     done = place.run("train.py", "6")
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr

@@ -3,12 +3,14 @@
 The first two saves of a series (`ckpt_100.pt` and `ckpt_200.pt` are one) are left as they are and compared. Where the
 forecast says that it pays, later ones are recorded in the store and their path gets a pointer; where not, nothing is
 ever changed. Any failure of ours ends in the plain save that the program asked for, and in one line on standard
-error. When the program ends, the newest checkpoint of each series becomes a plain file again.
+error. When the program ends, the newest checkpoint of each series becomes a plain file again, wherever the program
+renamed it to.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import threading
@@ -57,6 +59,7 @@ class Keeper:
         self.series: dict[str, Series] = {}
         self.saved: list[Manifest] = []         # those of the store, oldest first, earlier runs' included
         self.own: list[Manifest] = []           # those of this process
+        self.paths: dict[str, set[str]] = {}    # of those of this process, by id: where files that name them were put
         self.plain_s: list[float] = []          # what saves took that were left as they are, to compare with
         self.problem = ""                       # why nothing is stored any more
         self._lock = threading.RLock()
@@ -91,10 +94,10 @@ class Keeper:
         with self._lock:
             newest = {manifest.series: manifest for manifest in self.own}
             for manifest in newest.values():
-                if pointer.still_there(manifest):
-                    problem = self._attempt(lambda path=Path(manifest.path): pointer.plain(path))
+                for path in self._named(manifest):
+                    problem = self._attempt(lambda path=Path(path): pointer.plain(path))
                     if problem:
-                        self.say(f"incremental-checkpoint: {manifest.path} stays in the store ({problem})")
+                        self.say(f"incremental-checkpoint: {path} stays in the store ({problem})")
             if self.own:
                 wrote, instead = (sum(getattr(one, field) for one in self.own) for field in ("new_bytes", "file_bytes"))
                 plain = f", a plain one {median(self.plain_s):.3g} s" if self.plain_s else ""
@@ -105,6 +108,29 @@ class Keeper:
             if self.store is not None:
                 self.store.close()
                 self.store = None
+
+    def following(self, original: Callable[..., None], keeps: bool) -> Callable[..., None]:
+        """`os.rename` and its like, which give files that name checkpoints, or folders of them, other names. `keeps`: the
+        old ones too.
+        """
+        @functools.wraps(original)
+        def function(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+            original(src, dst, *args, **kwargs)
+            if self.paths:
+                self._attempt(lambda: self._moved(_place(src), _place(dst), keeps))
+
+        return function
+
+    def _moved(self, old: str, new: str, keeps: bool) -> None:
+        for paths in list(self.paths.values()):
+            for path in [path for path in paths if path == old or path.startswith(old + os.sep)]:
+                paths.add(new + path[len(old):])
+                if not keeps:
+                    paths.discard(path)
+
+    def _named(self, manifest: Manifest) -> list[str]:
+        """Where files name that checkpoint, as far as is known."""
+        return [path for path in sorted(self.paths.get(manifest.id, {manifest.path})) if pointer.names(path, manifest)]
 
     # -- one save --------------------------------------------------------------------------------------------------
 
@@ -176,6 +202,7 @@ class Keeper:
         series.last = manifest
         self.saved.append(manifest)
         self.own.append(manifest)
+        self.paths[manifest.id] = {path}
         self._judge()
 
     def _judge(self) -> None:
@@ -183,13 +210,19 @@ class Keeper:
         assert self.store is not None
         if len(self.own) < SAVES_BEFORE_JUDGING:
             return
-        wanted = sum(manifest.file_bytes for manifest in self.saved if pointer.still_there(manifest))
+        wanted = sum(manifest.file_bytes for manifest in self.saved if self._named(manifest))
         room = self.store.pack_bytes()
         if room > MOST_ROOM * wanted:
             self.problem = "the store takes more room than plain files"
             self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and the store ({_size(room)}) takes "
                      f"more room than those that are left would as plain files ({_size(wanted)}): saves are plain from now on; "
                      f"`saturate checkpoint gc --delete --store {self.folder} --look-in DIR` frees it, DIR being where checkpoints may lie")
+
+
+def _place(path: Any) -> str:
+    """Absolute, and without links but a last one, which is what a rename moves."""
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _write_plain(path: str, write: Callable[[Any], None]) -> None:

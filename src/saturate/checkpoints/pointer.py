@@ -162,7 +162,7 @@ def plain(path: Path, folder: Path | None = None, output: Path | None = None) ->
     return manifest
 
 
-def still_there(manifest: manifests.Manifest) -> bool:
-    """Whether the file that a checkpoint was saved to still names it."""
-    found = read(manifest.path)
+def names(path: str, manifest: manifests.Manifest) -> bool:
+    """Whether the file at `path` names that checkpoint."""
+    found = read(path)
     return found is not None and found.checkpoint == manifest.id

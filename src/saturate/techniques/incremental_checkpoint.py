@@ -10,7 +10,7 @@ whatever other files are removed.
 
 The first two saves of a series (`ckpt_100.pt`, `ckpt_200.pt`) are plain and are compared; where that shows little to
 gain, it says so and all saves stay plain. When the script ends, the newest checkpoint of each series becomes a plain
-file, and a copy by Python's `shutil` always is one.
+file, also under the names that `os.rename`, `os.replace` or `os.link` gave it; a copy by Python's `shutil` always is one.
 
 When it helps
 -------------
@@ -32,7 +32,7 @@ Numerics
 
 How it is applied
 -----------------
-`torch.save`, Lightning's writer and `shutil.copyfile` are wrapped. Saves to
+`torch.save`, Lightning's writer, `shutil.copyfile` and the functions of `os` that rename files are wrapped. Saves to
 streams, in torch's old format, in forked children, of less than 1 MiB, by other functions (safetensors, distributed
 checkpoints) are left alone. If anything of ours fails (the disk is full, the store is gone), the plain save happens
 instead, and one line on standard error says so.
@@ -55,6 +55,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.checkpoints import keeper, pointer
+from saturate.checkpoints.guards import holders
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
@@ -124,6 +125,9 @@ def apply(context: Any, options: Options) -> str:
         if module is not None and hasattr(module, "_atomic_save"):
             context.set_attribute(module, "_atomic_save", _lightning(module._atomic_save, keeping, original))
     context.set_attribute(shutil, "copyfile", pointer.copying(shutil.copyfile))
+    following = {id(move): keeping.following(move, keeps=move is os.link) for move in (os.rename, os.replace, os.link)}
+    for module, name, move in holders(following):
+        context.set_attribute(module, name, following[id(move)])
     atexit.register(keeping.close)
     context.on_undo(lambda: (keeping.close(), atexit.unregister(keeping.close)))
     return f"torch.save keeps what changed in {options.store}, once a comparison shows that this saves bytes"
