@@ -243,6 +243,22 @@ def test_a_class_without_images_does_not_shift_labels(images: Path, tmp_path: Pa
     packing.pack(open_source(images), tmp_path / "out")
 
 
+def test_hidden_folders_are_left_out_with_all_below(images: Path, tmp_path: Path) -> None:
+    for folder in (images / ".thumbnails" / "normal", images / "cat" / ".Trash" / "files"):
+        folder.mkdir(parents=True)
+        (folder / "9.jpg").write_bytes(b"\xff\xd8")
+    source = open_source(images)
+    assert len(source.files) == 21 and source.features["label"]["names"] == ["ant", "cat", "dog"]
+
+
+def test_an_image_beside_the_class_folders_takes_no_labels_away(images: Path) -> None:
+    (images / "preview.jpg").write_bytes(b"\xff\xd8")
+    with pytest.raises(UsageError, match="1 of 22 images lie beside the class folders") as refused:
+        open_source(images)
+    assert refused.value.evidence == "preview.jpg"
+    assert [field.name for field in open_source(images / "cat").schema] == ["image"]
+
+
 def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
     (tmp_path / "n.csv").write_text("x\n" + "1\n" * 700_000 + "one\n")
     with pytest.raises(UsageError, match="behind row") as caught:

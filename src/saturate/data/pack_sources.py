@@ -93,14 +93,14 @@ def _opened(path: Path, kind: str | None) -> Source:
 
 
 def _files(path: Path) -> list[File]:
-    """All regular files, hidden ones left out, in order of their names. Links to folders are not followed. Raises OSError
-    where a folder or a file cannot be looked at: left out, it would be missed by nobody."""
-    paths = [path] if path.is_file() else sorted(
-        Path(folder, name) for folder, folders, names in os.walk(path, onerror=_raise)
-        if not Path(folder).name.startswith(".") or folder == str(path)
-        for name in names if not name.startswith("."))
+    """All regular files, hidden ones and all in hidden folders left out, in order of their names. Links to folders are not
+    followed. Raises OSError where a folder or a file cannot be looked at: left out, it would be missed by nobody."""
+    paths = [path] if path.is_file() else []
+    for folder, folders, names in os.walk(path, onerror=_raise) if not paths else ():
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
     found = []
-    for one in paths:
+    for one in sorted(paths):
         facts = one.stat()
         if stat.S_ISREG(facts.st_mode):         # opening a pipe would wait for a writer
             found.append(File(one, one.relative_to(path).as_posix() if one != path else one.name, facts.st_size, facts.st_mtime_ns))
@@ -148,7 +148,12 @@ def _images(path: Path, files: list[File]) -> Source:
     if unreadable:
         raise UsageError(f"{len(unreadable)} image files have names that are not UTF-8, and could not be written down",
                          evidence=", ".join(unreadable[:3]), remedy="rename them: convmv -f latin1 -t utf-8 -r --notest SRC")
-    labelled = all("/" in file.name for file in files)
+    stray = [file.name for file in files if "/" not in file.name]
+    if 0 < len(stray) < len(files):
+        raise UsageError(f"{len(stray)} of {len(files)} images lie beside the class folders", evidence=", ".join(stray[:3]),
+                         cause="the folder that an image lies in is its label, and these would have none",
+                         remedy="move them into the folders of their classes, or out of the source")
+    labelled = not stray
     classes = sorted({file.name.partition("/")[0] for file in files}) if labelled else []
     if labelled and (bare := _folders(path) - set(classes)):
         raise UsageError(f"{len(bare)} class folders hold no images", evidence=", ".join(sorted(bare)[:3]),
