@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -30,8 +31,11 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let `write(stream)` fill a new file, then put it in the place of `path`, which keeps its permissions.
 
     Whatever happens, `path` holds the old bytes or the new ones. A symbolic link stays one: its target is replaced.
+    Raises OSError, also where something else than a regular file is there.
     """
     path = path.resolve()
+    if path.exists() and not path.is_file():        # a rename would take the place of a pipe or a device
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     new = temporary(path.parent)
     try:
         with open(new, "xb") as stream:
