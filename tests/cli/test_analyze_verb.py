@@ -179,6 +179,16 @@ def _umask():
     return mask
 
 
+@pytest.mark.parametrize("option", ["--html", "--trim"])
+def test_a_link_stays_one_and_what_it_leads_to_is_written(capsys, trace, tmp_path, option):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far/file")
+    for _ in ("that is not there yet", "that is"):
+        assert run(capsys, trace(), option, tmp_path / "link")[0] == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "far" / "file").stat().st_size
+        assert [path.name for path in (tmp_path / "far").iterdir()] == ["file"]
+
+
 def test_a_page_that_cannot_be_written_leaves_nothing(trace, tmp_path, monkeypatch):
     target = tmp_path / "page.html"
     target.write_text("before")
@@ -303,6 +313,18 @@ def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
     assert out.splitlines()[-1].startswith("next       saturate tune ")
 
 
+def closed(monkeypatch, folder):
+    """A folder `closed` that may not be searched, also where the tests run as root."""
+    def stat(path, *arguments, **options):
+        if Path(path).parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *arguments, **options)
+
+    original = os.stat
+    (folder / "closed").mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -314,6 +336,13 @@ def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
         (["t.json", "--html", "t.json"], "--html would overwrite the trace t.json"),
         (["t.json", "--html", "no/such.html"], "its folder is missing"),
         (["t.json", "--html", "."], "it is a folder"),
+        (["t.json", "--html", "pipe"], "it is no regular file"),
+        (["t.json", "--html", "to_pipe"], "it is no regular file"),
+        (["t.json", "--trim", "pipe"], "it is no regular file"),
+        (["t.json", "--html", "x", "--trim", "./x"], "would write to the same file"),
+        (["t.json", "--html", "closed/x"], "Permission denied"),
+        (["t.json", "--trim", "closed/x"], "Permission denied"),
+        (["t.json", "--html", "a" * 300], "name too long"),
         (["t.json", "--steps", "0"], "not a whole number from 1"),
         (["t.json", "--jsn"], "did you mean '--json'?"),
     ],
@@ -321,7 +350,11 @@ def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
 def test_mistakes(capsys, trace, tmp_path, monkeypatch, words, said):
     trace("t.json"), trace("u.json")
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.symlink("pipe", "to_pipe")
+    closed(monkeypatch, tmp_path)
     code, out, err = run(capsys, *words)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "to_pipe").is_symlink()
     assert code == 2 and out == "" and said in err and err.startswith("error[E200]")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
@@ -545,6 +578,15 @@ def test_peers_complete_what_one_rank_observed():
     seen = _analysis.with_peers(Observations(), device, stragglers).communication
     assert (seen.peer_wait, seen.slowest_rank, seen.late_ms_per_step) == (0.75, 1, 3.0)
     assert _analysis.with_peers(Observations(), Device(id=0, name="", rank=7), stragglers) == Observations()
+
+
+def test_a_rank_that_cannot_be_seen_does_not_end_the_set(capsys, trace, tmp_path, monkeypatch):
+    whole = trace(rank=0)
+    closed(monkeypatch, tmp_path)
+    code, out, err = run(capsys, whole, tmp_path / "closed" / "t.json", tmp_path / ("a" * 300))
+    assert code == 0 and out.count("left out: ") == 2 and "Traceback" not in err
+    code, _, err = run(capsys, tmp_path / "closed" / "t.json")
+    assert code == 2 and "error[E230]" in err and "cause: Permission denied" in err
 
 
 def test_the_first_error_is_raised_when_no_file_can_be_read(tmp_path):

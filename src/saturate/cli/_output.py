@@ -6,7 +6,10 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
+
+from saturate.errors import UsageError
 
 UNCUT = 100_000     # cells: no line is longer
 
@@ -65,3 +68,17 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(key): _printable(item) for key, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def place_of(path: Path, what: str) -> Path:
+    """Where a file that `what` asked for is written, links followed: a rename would take the place of a link, a pipe or a
+    device. Raises UsageError where something else than a regular file is there, or that cannot be seen."""
+    place = Path(os.path.realpath(path))
+    try:
+        cause = ("it is a folder" if place.is_dir() else "it is no regular file" if place.exists() and not place.is_file()
+                 else "" if place.parent.is_dir() else "its folder is missing")
+    except OSError as error:        # a folder that may not be searched, a name that is too long
+        cause = error.strerror or str(error)
+    if cause:
+        raise UsageError(f"{what} cannot write {path}", cause=cause)
+    return place

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import coloured, encoded, width
+from saturate.cli._output import coloured, encoded, place_of, width
 from saturate.errors import EnvironmentProblem, UsageError
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
@@ -89,21 +89,34 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
         )
     if arguments.trim and (arguments.against or len(files) > 1):
         raise UsageError("--trim takes one trace", remedy="saturate analyze FILE --trim OUT")
-    missing = [path for path in files if not path.exists()]
+    missing = [path for path in files if _absent(path)]
     if missing:
         raise UsageError(
             f"there is no file {missing[0]}" + (f", nor {len(missing) - 1:,} more" if missing[1:] else "")
         )
+    places = []
     for option, out in (("--html", arguments.html), ("--trim", arguments.trim)):
-        if out is None:
-            continue
-        if any(os.path.samefile(out, path) for path in files if out.exists()):
-            raise UsageError(f"{option} would overwrite the trace {out}")
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            raise UsageError(
-                f"{option} cannot write {out}", cause="it is a folder" if out.is_dir() else "its folder is missing"
-            )
+        if out is not None:
+            places.append(place_of(out, option))
+            if any(_same(out, path) for path in files):
+                raise UsageError(f"{option} would overwrite the trace {out}")
+    if len(places) > len(set(places)):
+        raise UsageError("--html and --trim would write to the same file", remedy="name two files")
     return files
+
+
+def _absent(path: Path) -> bool:
+    try:
+        return not path.exists()
+    except OSError:  # it cannot be seen; who reads it says why
+        return False
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there
+        return False
 
 
 def _look(stream: Any) -> dict[str, Any]:
@@ -122,6 +135,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
+    path = place_of(path, "--html")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -105,10 +105,11 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
     path, out = Path(path), Path(out)
     if steps < 1:
         raise UsageError(f"{steps} steps cannot be kept", remedy="ask for at least one")
-    if out.exists() and (not out.is_file() or (path.exists() and out.samefile(path))):
-        raise UsageError(
-            f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file"
-        )
+    with contextlib.suppress(OSError):  # one that cannot be seen: who opens it says why
+        if out.exists() and (not out.is_file() or (path.exists() and out.samefile(path))):
+            raise UsageError(
+                f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file"
+            )
     trace, document = kineto.load(path, _FIELDS)
     chosen = _window(trace, steps, path)
     names, first, last = chosen.steps, chosen.first, chosen.last
@@ -318,6 +319,7 @@ class _Keep:
 @contextlib.contextmanager
 def _replaced(out: Path) -> Iterator[BinaryIO]:
     """A file that becomes `out` when the block ends well, and is gone when it does not."""
+    out = Path(os.path.realpath(out))  # a rename would take the place of a link
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         with open(part, "xb") as file:
