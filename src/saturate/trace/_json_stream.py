@@ -70,9 +70,9 @@ def walk(path: Path, consumer: Consumer, wanted: frozenset[str] = frozenset(),
 
 
 def opened(path: Path) -> BinaryIO:
-    if path.exists() and not path.is_file():        # opening a pipe would wait for its other end
-        raise TraceError(f"{path} is not a regular file", remedy="name a trace file: .json, .json.gz or .sqlite")
     try:
+        if path.exists() and not path.is_file():    # opening a pipe would wait for its other end
+            raise TraceError(f"{path} is not a regular file", remedy="name a trace file: .json, .json.gz or .sqlite")
         return open(path, "rb")
     except OSError as error:
         raise TraceError(f"{path} cannot be read", cause=error.strerror or str(error)) from error
