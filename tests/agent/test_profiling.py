@@ -244,6 +244,19 @@ while True:
     assert trial.run_block(1, 3).step_ns
 
 
+@pytest.mark.parametrize(("wait", "warmup"), [(0, 10**6), (8, 1), (9, 1), (10, 1)])
+def test_a_schedule_of_the_scripts_own_is_not_in_the_way(record, wait, warmup):
+    """Its profiler warms up when the window opens, or takes its turn within it: two at once end the process."""
+    seen, trial = record(MODEL + f"""
+schedule = torch.profiler.schedule(wait={wait}, warmup={warmup}, active=1)
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as prof:
+    while True:
+        opt.zero_grad(); loss_of().backward(); opt.step(); prof.step()
+""", 8)
+    assert "the script runs torch.profiler itself" in seen["problem"] and "trace" not in seen
+    assert trial.run_block(1, 20).step_ns
+
+
 def test_a_trace_tells_no_host_name(plain):
     seen = plain["long"]
     with gzip.open(seen["trace"], "rt", encoding="utf-8") as file:

@@ -33,6 +33,8 @@ LABEL = "saturate."
 _LABEL_MS = 0.02
 _LABEL_SHARE = 0.005
 
+_TAKEN = "the script runs torch.profiler itself at this moment: switch that off, then profile"
+
 _HOST_NAME = re.compile(rb'("host_name"\s*:\s*)"[^"]*"')
 _HEAD_BYTES = 1 << 16       # what stands before the events
 
@@ -55,6 +57,7 @@ class Recording(Window):
         super().__init__(session, order)
         self.profile: Any = None
         self._running = False
+        self._ours = False          # while this window itself calls the profiler
         self.began_ns = 0
         self.syncs: Any = None
         self.loading = 0
@@ -74,24 +77,56 @@ class Recording(Window):
         )
         if self.order.get("recorder") == "nsys":
             profile = Marks(torch)
-        if self._taken():
+        if self._taken() or self._prepared():
             return
+        self.profile = profile
+        self._watch_profilers()
         try:
-            profile.start()
+            self._call(profile.start)
         except RuntimeError as error:       # other tools on the same device (Nsight, CUPTI) can be in the way
             self.result["problem"] = f"torch.profiler could not be started: {error}"
             return
-        self.profile, self._running = profile, True
+        self._running = True
         self.on_undo(self._stop)
 
     def _taken(self) -> bool:
         """Whether the script profiles itself just now: there is one profiler per process, and it is the script's."""
         if self.torch.autograd._profiler_enabled():
-            self.result["problem"] = "the script runs torch.profiler itself at this moment: switch that off, then profile"
+            self.result["problem"] = _TAKEN
         return "problem" in self.result
 
+    def _prepared(self) -> bool:
+        """Whether one of the script's profilers warms up: it is not enabled yet, and a second one would end the process."""
+        kind = self.torch.autograd.profiler.profile
+        if any(each.entered and each.kineto_results is None for each in gc.get_objects() if issubclass(type(each), kind)):
+            self.result["problem"] = _TAKEN
+        return "problem" in self.result
+
+    def _watch_profilers(self) -> None:
+        """End the recording before a profiler of the script's starts (its schedule may reach its turn at any step)."""
+        profiler = self.torch.autograd.profiler
+
+        def first_end_ours(original: Any) -> Any:
+            def start(*args: Any, **kwargs: Any) -> Any:
+                if self._running and not self._ours:
+                    self.result["problem"] = _TAKEN
+                    self._stop()
+                return original(*args, **kwargs)
+
+            return start
+
+        for name in ("_prepare_profiler", "_enable_profiler"):      # what every way to start one calls
+            self.replace(profiler, name, first_end_ours(getattr(profiler, name)))
+
+    def _call(self, action: Any) -> None:
+        self._ours = True
+        try:
+            action()
+        finally:
+            self._ours = False
+
     def begin(self) -> None:
-        if self.profile is None or self._taken():
+        if not self._running or self._taken():
             return
         torch = self.torch
         label = torch.autograd.profiler.record_function
@@ -119,14 +154,14 @@ class Recording(Window):
         gc.callbacks.append(collector)
         self.on_undo(lambda: gc.callbacks.remove(collector))
         self.began_ns = time.time_ns()
-        self.profile.step()
+        self._call(self.profile.step)
 
     def turn(self) -> None:
-        if self.began_ns:
-            self.profile.step()
+        if self.began_ns and self._running:
+            self._call(self.profile.step)
 
     def finish(self) -> None:
-        if not self.began_ns:
+        if not self.began_ns or not self._running:
             return
         self._stop()
         ended_ns = time.time_ns()
@@ -142,7 +177,7 @@ class Recording(Window):
     def _stop(self) -> None:
         if self._running:
             self._running = False
-            self.profile.stop()
+            self._call(self.profile.stop)
 
     def _keep_from_compiler(self) -> None:
         """What compiled code calls in Python is compiled as well: our own functions would look like recompilations."""
