@@ -221,6 +221,47 @@ def test_copies_and_pickles():
     assert ours.model.hidden.weight.grad is not None
 
 
+def frozen(x, weight):
+    weight.requires_grad_(False)
+    found = nn.functional.linear(x, weight)
+    weight.requires_grad_(True)
+    return found
+
+
+BESIDE = {"data": lambda x, weight: nn.functional.linear(x, weight.data), "frozen": frozen,
+          "detach": lambda x, weight: nn.functional.linear(x, weight.detach()),
+          "view": lambda x, weight: nn.functional.linear(x, weight.detach().view(-1)[:16].view(2, 8))}
+
+
+@pytest.mark.parametrize("begins", [0, 4], ids=["always", "later"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_weight_that_the_rest_of_backward_reads_is_left_to_the_step(beside, begins):
+    def run(on):
+        training = Training(on=on)
+        for number in range(7):
+            x = training.model.embedding(torch.randint(11, (4, 6)))
+            # The earlier use has its turn later in the backward pass.
+            near = BESIDE[beside](x, training.model.hidden.weight).square().mean() if number >= begins else 0.0
+            loss = near + training.model.hidden(x).tanh().sum()
+            training.optimizer.zero_grad()
+            loss.backward()
+            training.optimizer.step()
+            training.losses.append(loss.item())
+        return training
+
+    ours = run(True)
+    assert alike(ours, run(False)) and ours.proof().active
+    assert ("1 left to step()" in ours.proof().evidence) is (begins == 0)
+
+
+def test_weights_that_somebody_keeps_are_left_to_the_step():
+    ours = Training()
+    kept = ours.model.state_dict()
+    ours.steps(5)
+    assert alike(ours, Training(on=False).steps(5)) and same(kept, ours.model.state_dict())
+    assert not ours.proof().active and "share the memory" in ours.proof().evidence
+
+
 # -- what it must not serve --------------------------------------------------------------------------------------------
 
 

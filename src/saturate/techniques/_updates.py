@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,25 @@ def why_not(optimizer: Any, torch: Any) -> str:
         return "it updates tensors that are no Parameters, whose gradients cannot be watched"
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
         return "the script has hooks of its own that run when a gradient is complete"
+    if not hasattr(torch._C, "_storage_Use_Count") or not hasattr(torch.Tensor, "_use_count"):
+        return "this version of torch does not tell who else holds a parameter"
     return ""
+
+
+def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
+    """How many hold the parameter, and how many tensors share its memory, each with what asking adds."""
+    return parameter._use_count(), torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)
+
+
+@functools.cache
+def _alone(torch: Any) -> tuple[int, int]:
+    """What `_holders` says, when its gradient is complete, of a parameter that nothing else in the graph has saved."""
+    found = []
+    with torch.enable_grad():
+        parameter = torch.nn.Parameter(torch.ones(1))
+        parameter.register_post_accumulate_grad_hook(lambda p: found.append(_holders(p, torch)))
+        (parameter * parameter).sum().backward()
+    return found[0]
 
 
 class _Owned:
@@ -42,7 +61,7 @@ class _Owned:
 
     def __init__(self, parameter: Any, optimizer: Any, group: int):
         self.parameter, self.optimizer, self.group = parameter, optimizer, group
-        self.fired = False
+        self.fired = self.updated = False
         self.status = ""                # "": whatever `.grad` says is true
         self.arriving: Any = None       # the gradient before it is added to what was there
         self.watched: Any = None        # (gradient, version) when it was complete
@@ -65,6 +84,7 @@ class Updates:
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
         self._keeps_zeros = self._in_closure = False
+        _alone(context.torch)       # before a backward pass: its own would be one inside of another
 
     def install(self) -> int:
         """Register hooks; the number of parameters."""
@@ -119,14 +139,18 @@ class Updates:
         owned.watched = gradient, gradient._version
 
     def _update(self, owned: _Owned) -> None:
-        if owned.fired:
+        if owned.updated:
             raise RuntimeError(_message("a second gradient arrived before optimizer.step() was called"))
         torch, parameter, optimizer = self.torch, owned.parameter, owned.optimizer
+        first, owned.fired = not owned.fired, True
+        self._note_settings(owned)
+        # What autograd saved to get this gradient is released by now. If anything still holds the weight or its memory, the rest of
+        # this backward pass may read it (`.detach()`, `.data`, a use while it was frozen): the script's own step takes the gradient.
+        if not first or _holders(parameter, torch) != _alone(torch):
+            return
         gradient = self._grad.__get__(parameter)
         if self.context.gradient_norms is not None:
             self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(gradient.detach().float())
-        owned.fired = True
-        self._note_settings(owned)
         # An optimizer that shares everything with the script's but holds one parameter. One for each call: gradients
         # of several devices arrive in several threads.
         kind = type(optimizer)
@@ -138,7 +162,7 @@ class Updates:
             step = step.__wrapped__     # hooks and labels belong to the script's own call
         step(alone)
         self._grad.__set__(parameter, None)
-        owned.status = _FREED
+        owned.status, owned.updated = _FREED, True
 
     def _note_settings(self, owned: _Owned) -> None:
         key = id(owned.optimizer), owned.group
@@ -176,16 +200,26 @@ class Updates:
                 gradient, version = owned.watched
                 if self._grad.__get__(owned.parameter) is not gradient or gradient._version != version:
                     self._object("gradients are changed between backward and step")
+        if self.phase == "updating" and fired and not self.reported:
+            self._tell([owned for owned in fired if owned.updated], [owned for owned in fired if not owned.updated])
         for owned in mine:
-            owned.fired, owned.watched = False, None
+            owned.fired, owned.updated, owned.watched = False, False, None
         self.steps[id(optimizer)] += 1
         if self.phase == "watching":
             self._decide()
-        elif fired and not self.reported:
-            self.reported = True
-            sizes = [owned.parameter.numel() * owned.parameter.element_size() for owned in self.owned.values()]
-            self.report(f"{len(fired)} parameters updated in backward: {max(sizes) / 2**20:.1f} MiB of gradients at a time "
-                        f"instead of {sum(sizes) / 2**20:.1f} MiB")
+
+    def _tell(self, updated: list[_Owned], left: list[_Owned]) -> None:
+        """After the first steps whose gradients were not only watched: what came of it."""
+        if not updated:
+            if not self.problem:
+                self.problem = "other tensors share the memory of every parameter (a state_dict() that is kept, for one)"
+                self.refuse(self.problem)
+            return
+        self.reported = True
+        at_a_time = max(map(_size, updated)) + sum(map(_size, left))
+        self.report(f"{len(updated)} parameters updated in backward: {at_a_time / 2**20:.1f} MiB of gradients at a time "
+                    f"instead of {sum(map(_size, self.owned.values())) / 2**20:.1f} MiB"
+                    + (f"; {len(left)} left to step(), whose memory other tensors share" if left else ""))
 
     def _decide(self) -> None:
         if self._keeps_zeros and self._in_closure:
@@ -242,6 +276,10 @@ class Updates:
                 self._object("the script sets gradients itself")
             owned.status = ""
         self._grad.__set__(parameter, gradient)
+
+
+def _size(owned: _Owned) -> int:
+    return int(owned.parameter.numel() * owned.parameter.element_size())
 
 
 def _values(group: dict[str, Any]) -> list[Any]:

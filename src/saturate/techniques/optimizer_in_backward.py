@@ -18,7 +18,10 @@ loss, averaging them between processes.
 Numerics
 --------
 `exact`: the optimizer's own code on the same numbers, for one parameter after the other. Its kernels treat every parameter
-by itself.
+by itself. A parameter that something else holds when its gradient is complete may still be read by the rest of the backward pass
+(through `.detach()` or `.data`, or where it was used frozen): the script's own `step` updates it, in every step in which that is
+so. What shows nowhere is a weight that is first fetched while the backward pass runs, past autograd: by a backward function of
+the script's own, or by a checkpointed forward that uses the detached weight and is computed again.
 
 How it is applied
 -----------------
