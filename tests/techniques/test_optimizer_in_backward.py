@@ -156,6 +156,31 @@ def test_schedulers_hooks_checkpoints_and_new_groups():
     assert len(called) == len(others) == 8 and extra.item() == theirs.item() != 1.0
 
 
+def test_parameters_that_are_frozen_and_unfrozen():
+    """One is frozen when it begins, another later; both are trained again, the first with gradients that the script reads."""
+    def run(on):
+        training = Training(on=False)
+        model = training.model
+        model.hidden.requires_grad_(False)
+        if on:
+            technique.apply(training.context, OPTIONS)
+        training.steps(4)
+        model.embedding.requires_grad_(False)
+        model.hidden.requires_grad_(True)
+        training.steps(2)
+        training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        model.embedding.requires_grad_(True)
+        for _ in range(3):
+            training.optimizer.zero_grad()
+            training.loss().backward()
+            nn.utils.clip_grad_norm_(model.hidden.parameters(), 0.1)
+            training.optimizer.step()
+        return training
+
+    ours = run(True)
+    assert alike(ours, run(False)) and ours.proof().active
+
+
 def test_step_with_a_closure():
     def run(on):
         training = Training(on=on)
@@ -359,6 +384,7 @@ def test_optimizers_that_are_refused():
     for optimizer, reason in (
         (torch.optim.LBFGS([weight]), "LBFGS"), (Mine([weight]), "Mine"), (torch.optim.SGD([hooked]), "hooks of its own"),
         (torch.optim.SGD([torch.ones(1, requires_grad=True)]), "no Parameters"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1), requires_grad=False)]), "frozen"),
     ):
         context = Context(torch)
         context.optimizers = (optimizer,)

@@ -28,6 +28,8 @@ def why_not(optimizer: Any, torch: Any) -> str:
     if kind not in {getattr(torch.optim, name, None) for name in KINDS}:
         return f"{kind.__name__} is not known to update each parameter by itself"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in parameters):
+        return f"everything that {kind.__name__} holds is frozen"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__} is differentiable"
     if not all(isinstance(p, torch.nn.Parameter) for p in parameters):
@@ -87,18 +89,20 @@ class Updates:
         _alone(context.torch)       # before a backward pass: its own would be one inside of another
 
     def install(self) -> int:
-        """Register hooks; the number of parameters."""
+        """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
+        step's whatever becomes of them: nobody has watched what the script does with their gradients."""
         for optimizer in self.context.optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
+                    if not parameter.requires_grad:
+                        continue
                     if id(parameter) in self.owned:
                         self.problem = "a parameter belongs to two optimizers"
                     self.owned[id(parameter)] = _Owned(parameter, optimizer, number)
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
         for owned in self.owned.values():
-            if owned.parameter.requires_grad:
-                self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
+            self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
             self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
         guard = property(self._read, self._write, self._grad.__delete__)
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)

@@ -27,7 +27,8 @@ How it is applied
 -----------------
 A hook on each parameter runs the optimizer's `step` with a group of that one parameter; state, step counts and settings
 are the script's, and so is the file that it saves. The script's own `step` then finds no gradients left and only does what
-else it does: hooks, schedulers, counters. Two steps are watched first, and nothing is applied where the script reads or
+else it does: hooks, schedulers, counters. Parameters that are frozen when it begins, or that are added to the optimizer later, are
+left to that step, also once they are trained. Two steps are watched first, and nothing is applied where the script reads or
 changes gradients, adds them up, or changes a learning rate between backward and step. If it does any of that later, it
 gets an error that says so: a gradient that is gone would be wrong in silence.
 
