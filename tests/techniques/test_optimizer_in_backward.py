@@ -339,7 +339,21 @@ def adversarial(training):
     training.loss().backward()
 
 
-LOOPS = {clipping: "reads gradients", accumulating: "added up", never_zeroed: "added to those of earlier", late_rate: "setting",
+def peeking(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.loss()
+    training.optimizer.step()
+
+
+def saving_first(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.state_dict()
+    training.optimizer.step()
+
+
+LOOPS = {peeking: "used in a forward between", saving_first: "saved between", clipping: "reads gradients", accumulating: "added up", never_zeroed: "added to those of earlier", late_rate: "setting",
          logging_after_the_step: "reads gradients", noisy: "sets gradients|are changed", adversarial: "added up|earlier"}
 
 
@@ -362,6 +376,35 @@ def test_a_loop_that_changes_its_mind_gets_an_error(loop):
     ours = Training().steps(4)
     with pytest.raises(RuntimeError, match="optimizer-in-backward"):
         loop(ours)
+
+
+USES = {"saved": lambda training: training.model.state_dict(), "saved ": lambda training: training.optimizer.state_dict(),
+        "used in a forward": lambda training: training.loss(), "left at the end": lambda training: training.context.undo()}
+
+
+@pytest.mark.parametrize("how", USES)
+def test_an_update_without_a_step_is_said(how, capsys):
+    ours = Training().steps(4)
+    other = nn.Linear(2, 2)
+    ours.optimizer.register_step_post_hook(lambda *_: ours.model.state_dict())
+    ours.optimizer.zero_grad()
+    ours.loss().backward()
+    ours.optimizer.step()
+    for orderly in ("saved", "saved ", "used in a forward"):
+        USES[orderly](ours)
+    assert "optimizer-in-backward" not in capsys.readouterr().err
+    ours.optimizer.zero_grad()
+    ours.loss().backward()
+    other.state_dict()
+    assert not capsys.readouterr().err
+    USES[how](ours)
+    said = capsys.readouterr().err
+    assert f"parameters are {how.strip()} after a backward pass without optimizer.step(), behind step 5" in said
+    USES[how](ours)
+    assert not capsys.readouterr().err
+    if how != "left at the end":
+        with pytest.raises(RuntimeError, match="before .*step.* was called, behind step 5"):
+            ours.steps(1)
 
 
 def test_reading_zeros_after_zero_grad():

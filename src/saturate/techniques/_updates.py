@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from saturate.techniques import _common
+from saturate.techniques._api import NotApplied
 
 #: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
 KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
@@ -27,7 +32,7 @@ def why_not(optimizer: Any, torch: Any) -> str:
     kind = type(optimizer)
     if kind not in {getattr(torch.optim, name, None) for name in KINDS}:
         return f"{kind.__name__} is not known to update each parameter by itself"
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(_parameters(optimizer))
     if not any(p.requires_grad for p in parameters):
         return f"everything that {kind.__name__} holds is frozen"
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -39,6 +44,11 @@ def why_not(optimizer: Any, torch: Any) -> str:
     if not hasattr(torch._C, "_storage_Use_Count") or not hasattr(torch.Tensor, "_use_count"):
         return "this version of torch does not tell who else holds a parameter"
     return ""
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
@@ -80,8 +90,9 @@ class Updates:
         self.steps = {id(optimizer): 0 for optimizer in context.optimizers}
         self.stepping: set[int] = set()
         self.settings: dict[tuple[int, int], list[Any]] = {}    # by optimizer and group, when its first gradient arrived
-        self.problem = ""
-        self.reported = False
+        self.problem = self.used = ""
+        self.in_step: set[int] = set()      # ids of optimizers
+        self.reported = self.warned = False
         self._grad = context.torch.Tensor.grad
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
@@ -101,18 +112,75 @@ class Updates:
                     self.owned[id(parameter)] = _Owned(parameter, optimizer, number)
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
+            self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _parameters(o))))
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
             self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
         guard = property(self._read, self._write, self._grad.__delete__)
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
+        self._look_at_uses()
         self.context.on_undo(self._remove)
         return len(self.owned)
 
     def _remove(self) -> None:
+        self._ends()
+        atexit.unregister(self._ends)
         for handle in (*self._watchers, *self._handles):
             handle.remove()
         self._watchers, self._handles = [], []
+
+    # -- weights are used between a backward pass and its step -------------------------------------------------------
+
+    def _look_at_uses(self) -> None:
+        atexit.register(self._ends)
+        for module in self.context.modules:
+            with contextlib.suppress(NotApplied):       # TorchScript, whose forward nobody can wrap
+                self.context.wrap_forward(module, _common.OBSERVER_ORDER, self._around, around=True)
+        kind = self.torch.nn.Module
+        original = kind.state_dict
+
+        @functools.wraps(original)
+        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not args and kwargs.get("destination") is None:      # otherwise it is a part of one that was looked at
+                self._used("saved", module.parameters())
+            return original(module, *args, **kwargs)
+
+        self.context.set_attribute(kind, "state_dict", state_dict)
+
+    def _around(self, inner: Any) -> Any:
+        compiling = self.torch.compiler.is_compiling
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not compiling():
+                self._used("used in a forward", module.parameters())
+            return inner(module, *args, **kwargs)
+
+        return forward
+
+    def _used(self, how: str, parameters: Iterable[Any]) -> None:
+        """What the script uses between backward and step is not what it expects if it has been updated."""
+        if self.phase == "off" or not any(owned.fired for owned in self.owned.values()):
+            return
+        found = [self.owned[id(p)] for p in parameters if id(p) in self.owned]
+        waiting = [owned for owned in found if owned.fired and id(owned.optimizer) not in self.in_step]
+        if waiting and self.phase == "watching":
+            self.used = f"parameters are {how} between backward and step"
+        for owned in waiting:
+            if owned.updated:
+                self._warn(owned.optimizer, how)
+
+    def _ends(self) -> None:
+        for owned in self.owned.values():
+            if owned.updated and id(owned.optimizer) not in self.in_step:
+                self._warn(owned.optimizer, "left at the end")
+
+    def _warn(self, optimizer: Any, how: str) -> None:
+        if not self.warned:
+            self.warned = True
+            sys.stderr.write(
+                f"saturate: optimizer-in-backward: parameters are {how} after a backward pass without optimizer.step(), behind step "
+                f"{self.steps[id(optimizer)]}. They were updated in that pass, as the script alone would not have done: these "
+                "weights are not its own. Let it call step() after every backward, or take the technique out of the recipe\n")
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
@@ -144,7 +212,8 @@ class Updates:
 
     def _update(self, owned: _Owned) -> None:
         if owned.updated:
-            raise RuntimeError(_message("a second gradient arrived before optimizer.step() was called"))
+            raise RuntimeError(_message("a second gradient arrived before optimizer.step() was called, behind step "
+                                        f"{self.steps[id(owned.optimizer)]}"))
         torch, parameter, optimizer = self.torch, owned.parameter, owned.optimizer
         first, owned.fired = not owned.fired, True
         self._note_settings(owned)
@@ -183,6 +252,7 @@ class Updates:
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before the script's own step. With `zero_grad(set_to_none=False)` a parameter whose gradient does not arrive is
         updated with zeros: its momentum goes on."""
+        self.in_step.add(id(optimizer))
         closure = len(args) > 1 or kwargs.get("closure") is not None        # `args` begin with the optimizer
         self._in_closure = self._in_closure or closure
         if self.phase == "updating":
@@ -193,6 +263,7 @@ class Updates:
                         self._grad.__set__(owned.parameter, self.torch.zeros_like(owned.parameter))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.in_step.discard(id(optimizer))
         if self.phase == "off":
             return
         mine = [owned for owned in self.owned.values() if owned.optimizer is optimizer]
@@ -228,6 +299,7 @@ class Updates:
     def _decide(self) -> None:
         if self._keeps_zeros and self._in_closure:
             self._object("gradients are zeroed and not dropped inside of step(closure)")
+        self.problem = self.problem or self.used
         if self.problem:
             self.phase = "off"
             self._remove()
