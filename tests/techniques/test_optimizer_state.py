@@ -270,6 +270,59 @@ def test_a_script_may_read_and_change_the_state(apply: Any) -> None:
     assert at_rest(optimizer)
 
 
+def write_through_views(average: Any, rows: Any) -> None:
+    average[3] = 0
+    average[10:20].zero_()
+    average.view(-1)[-64:].fill_(0)
+    average.t()[5].mul_(0)
+    average.data[6].mul_(0)
+    average.detach().reshape(-1)[64 * 7:64 * 8] = 0
+    for row in average.split(8)[3].unbind()[2:4]:
+        row.zero_()
+    torch._foreach_mul_([average[40], average[41]], 0.0)
+    average[42].copy_(average[3])
+    rows[1].zero_()
+    assert float(average[50].abs().max()) > 0 and not average.detach()[3].any() and average[4:6].shape == (2, 64)
+    with torch.inference_mode():
+        assert not average[3].any()
+
+
+@pytest.mark.parametrize("apply", [eight, in_host_memory])
+def test_what_is_written_through_a_view_is_kept(apply: Any) -> None:
+    net, twin = model(), model()
+    optimizer, reference = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (net, twin))
+    apply(net, optimizer)
+    views = []
+    for one, o in ((net, optimizer), (twin, reference)):
+        train(one, o, 2)
+        average = o.state[one[2].weight]["exp_avg"]
+        views.append(average[45:48])
+        train(one, o, 1)
+        write_through_views(average, views[-1])     # a view that has seen a step
+        assert all(type(row) is torch.Tensor for row in copy.deepcopy(list(views[-1].unbind())))
+    ours, plain = (o.state[one[2].weight]["exp_avg"].clone() for one, o in ((net, optimizer), (twin, reference)))
+    assert torch.equal(ours == 0, plain == 0) and (plain == 0).sum() > 16 * 64 and at_rest(optimizer)
+    assert torch.allclose(ours, plain, atol=0.0 if apply is in_host_memory else 0.1 * float(plain.abs().max()), rtol=0.0)
+    optimizer.state[net[2].weight]["exp_avg"] = optimizer.state[net[2].weight]["exp_avg"].detach()
+    kept = at_rest(optimizer)
+    train(net, optimizer, 1)
+    train(twin, reference, 1)
+    assert at_rest(optimizer) == kept and not views[0][1].equal(torch.zeros(64))
+    assert torch.allclose(net[2].weight, twin[2].weight, atol=0.0 if apply is in_host_memory else 1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("apply", [eight, in_host_memory])
+def test_what_was_read_at_rest_is_the_state_when_it_is_awake(apply: Any) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    context = apply(net, optimizer)
+    train(net, optimizer, 2)
+    average = optimizer.state[net[2].weight]["exp_avg"]
+    context.undo()
+    average[3] = 7.0
+    assert (optimizer.state[net[2].weight]["exp_avg"][3] == 7.0).all() and (average[3] == 7.0).all()
+
+
 def test_schedulers_closures_and_new_groups() -> None:
     net, extra = model(), torch.nn.Linear(16, 64)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)

@@ -3,7 +3,7 @@
     in a step    `Optimizer.step` walks over its groups; it is shown them a few tensors at a time, whose state is woken
                  before and put to rest after, so never all of it exists in full
     at rest      what stands in `optimizer.state` is a tensor that looks like the original; whoever reads, copies or pickles
-                 it gets ordinary values
+                 it gets ordinary values, and what is written to it, or to a view of it, is kept
 
 The optimizer stays the user's own object with its own class, groups, hooks and kernels: a hook before its step hands
 `step` a stand-in whose `param_groups` are walked through, everything else of which is the optimizer's own.
@@ -43,42 +43,75 @@ class Form(Protocol):
 
 @functools.cache
 def resting_type(torch: Any) -> Any:
-    """The class of a tensor at rest: any operation on it works on its values, and changes are kept."""
+    """The class of a tensor at rest: any operation on it works on its values, and changes are kept. A view of one is one as well:
+    it knows which views lead to it, and takes them again of whatever the values are then."""
 
     class Resting(torch.Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl
 
         @staticmethod
-        def __new__(cls, piece: Any, name: str, index: int, like: Any, stride: Any) -> Any:
+        def __new__(cls, piece: Any, name: str, index: int, like: Any, stride: Any, views: tuple[Any, ...] = ()) -> Any:
             return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=stride, dtype=like.dtype, device=like.device)
 
-        def __init__(self, piece: Any, name: str, index: int, like: Any, stride: Any):
-            self.piece, self.name_in_state, self.index = piece, name, index
+        def __init__(self, piece: Any, name: str, index: int, like: Any, stride: Any, views: tuple[Any, ...] = ()):
+            self.piece, self.name_in_state, self.index, self.views = piece, name, index, views
 
         def lies_in(self) -> list[Any]:
             """What holds it, and others with it: who counts memory must not count what it looks like."""
             return self.piece.form.tensors(self.piece.kept)
 
         def values(self) -> Any:        # type: ignore[override]
-            return self.piece.read(self.name_in_state, self.index)
+            return self.seen_in(self.piece.read(self.name_in_state, self.index))
+
+        def seen_in(self, whole: Any) -> Any:
+            for view in self.views:
+                whole = view(whole)
+            return whole
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             from torch.utils._pytree import tree_map
 
+            wholes: dict[Any, Any] = {}                 # several views of one tensor share its values
             seen: dict[int, tuple[Any, Any]] = {}
 
             def wake(value: Any) -> Any:
                 if not isinstance(value, cls):
                     return value
-                return seen.setdefault(id(value), (value, value.values()))[1]
+                if id(value) not in seen:
+                    place = value.piece, value.name_in_state, value.index
+                    if place not in wholes:
+                        wholes[place] = value.piece.read(value.name_in_state, value.index)
+                    seen[id(value)] = value, value.seen_in(wholes[place])
+                return seen[id(value)][1]
 
             result = func(*tree_map(wake, args), **tree_map(wake, kwargs or {}))
             if func._schema.is_mutable:
-                for resting, values in seen.values():
-                    resting.piece.write(resting.name_in_state, resting.index, values)
+                for (piece, name, index), values in wholes.items():
+                    piece.write(name, index, values)
+            elif seen and any(returned.alias_info is not None for returned in func._schema.returns):
+                return cls.viewed(next(iter(seen.values()))[0], func, args, kwargs or {}, result)
             back = {id(values): resting for resting, values in seen.values()}
             return tree_map(lambda value: back.get(id(value), value), result)
+
+        @classmethod
+        def viewed(cls, of: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+            """What a view operator returns, as tensors at rest. Its first argument is what it looks at."""
+
+            def again(number: int | None) -> Any:
+                def view(values: Any) -> Any:
+                    found = func(values, *args[1:], **kwargs)
+                    return found if number is None else found[number]
+
+                return view
+
+            def one(like: Any, number: int | None) -> Any:
+                with torch.inference_mode(False):       # a view is what its base is
+                    return cls(of.piece, of.name_in_state, of.index, like, like.stride(), (*of.views, again(number)))
+
+            if isinstance(result, (list, tuple)):
+                return type(result)(one(like, number) for number, like in enumerate(result))
+            return one(result, None)
 
         def __deepcopy__(self, memo: Any) -> Any:
             memo[id(self)] = self.values()
@@ -116,6 +149,10 @@ class Piece:
             if state.get(name) is resting:
                 state[name] = self._view(self.awake[name], index)
         self._forget()
+        kind = resting_type(self.torch)
+        for parameter in self.params:       # the script has put views there: `.detach()`
+            state = self.optimizer.state.get(parameter, {})
+            state.update({name: value.values() for name, value in state.items() if isinstance(value, kind)})
 
     def forget(self) -> None:
         """All state was replaced."""
@@ -179,10 +216,14 @@ class Piece:
 
     def read(self, name: str, index: int) -> Any:
         parameter, offset, _ = self.slots[index]
+        if name in self.awake:
+            return self._view(self.awake[name], index)
         end = offset + -(-parameter.numel() // BLOCK) * BLOCK
         return self._view(self.form.wake(self.kept, offset, end)[name], index, offset)
 
     def write(self, name: str, index: int, values: Any) -> None:
+        if name in self.awake:
+            return          # they are its own
         awake = self.form.wake(self.kept)
         self._view(awake[name], index).copy_(values)
         self.turn += 1
