@@ -116,7 +116,8 @@ class Recording(Window):
             return start
 
         for name in ("_prepare_profiler", "_enable_profiler"):      # what every way to start one calls
-            self.replace(profiler, name, first_end_ours(getattr(profiler, name)))
+            if hasattr(profiler, name):
+                self.replace(profiler, name, first_end_ours(getattr(profiler, name)))
 
     def _call(self, action: Any) -> None:
         self._ours = True
