@@ -2,7 +2,8 @@
 
 The copy is made before `save` returns. The collectives of the save run on a gloo group that only saves use: on a
 shared one they would mix with those of the training, and hang. A checkpoint goes this way where nothing speaks against
-it that all ranks see alike: a path that holds no checkpoint yet, and no writer, planner or group of the script's own.
+it that all ranks see alike: a path that holds no checkpoint yet, and no writer, planner or group of the script's own;
+and where every rank could copy its state, which they tell each other on a second group.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +42,8 @@ class Shards:
         self.torch = torch
         self.writer = writer
         self.saved = saved
-        self._group: Any = None
+        self._group: Any = None         # for the saves, which a thread makes
+        self._agreement: Any = None     # for what ranks agree on before
 
     def save(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -59,12 +62,15 @@ class Shards:
 
         return save
 
-    def _later(self, original: Any, state_dict: Any, folder: Path) -> Later:
+    def _later(self, original: Any, state_dict: Any, folder: Path) -> Any:
         began = time.perf_counter()
         self.writer.raise_failure()
-        way = self.writer.costs.way()
         group = self._private_group()
-        state = self._copy(state_dict)
+        state = self._copy_everywhere(state_dict)
+        if state is None:
+            self.writer.flush()
+            return original(state_dict, checkpoint_id=folder)
+        way = self.writer.costs.way()
         found: list[Any] = []
 
         def write() -> None:
@@ -88,8 +94,21 @@ class Shards:
         if not distributed.is_initialized():
             return None
         if self._group is None:
-            self._group = distributed.new_group(backend="gloo")
+            self._group, self._agreement = (distributed.new_group(backend="gloo") for _ in range(2))
         return self._group
+
+    def _copy_everywhere(self, state_dict: Any) -> dict[str, Any] | None:
+        """The copy, once every rank has its own; None where one could not make it: then none saves in the background."""
+        try:
+            state = self._copy(state_dict)
+        except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
+            sys.stderr.write(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
+            state = None
+        if self._agreement is not None:
+            failed = self.torch.tensor(int(state is None))
+            self.torch.distributed.all_reduce(failed, group=self._agreement)
+            state = None if failed.item() else state
+        return state
 
     def _copy(self, state_dict: Any) -> dict[str, Any]:
         """Every tensor in host memory of its own, every other object copied."""
@@ -100,8 +119,10 @@ class Shards:
                  for key, value in state_dict.items()}
         if any(tensor.device.type != "cpu" for tensor in _tensors(state, self.torch)):
             state = _offload_state_dict_to_cpu(state, type_check=False)
-        with self.torch.no_grad():
-            return copy.deepcopy(state)
+        with self.torch.no_grad():      # what a graph holds does not copy itself
+            copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                      for tensor in _tensors(state, self.torch) if not tensor.is_leaf}
+            return copy.deepcopy(state, copies)
 
 
 def _tensors(value: Any, torch: Any) -> list[Any]:
