@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,20 @@ def test_plain_files_and_folders(folder, capsys):
         "x.safetensors": ("safetensors", "whole"), "y.safetensors": ("safetensors", "damaged")}
     code, out, _ = run(capsys, "verify", "bad.pt", "ckpt_2.pt")
     assert code == 3 and "checksum" in out and out.endswith("1 whole, 1 damaged, 0 that cannot be checked\n")
+
+
+@pytest.mark.parametrize("way", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_one_bad_file_does_not_end_the_check_of_others(tmp_path, capsys, way):
+    with zipfile.ZipFile(tmp_path / "1.pt", "w", way) as archive:
+        archive.writestr("a/data.pkl", b"abc" * 1000)
+        start = archive.infolist()[0].header_offset + 30 + len("a/data.pkl")
+    content = bytearray((tmp_path / "1.pt").read_bytes())
+    for place in range(start, start + 20):
+        content[place] ^= 0xff
+    (tmp_path / "1.pt").write_bytes(content)
+    os.mkfifo(tmp_path / "2.pt")
+    torch.save({"a": 1}, tmp_path / "3.pt")
+    assert [check["outcome"] for check in found(capsys, "verify", str(tmp_path))["checks"]] == ["damaged", "unknown", "whole"]
 
 
 def test_what_is_not_there_is_an_error(folder, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -103,6 +104,8 @@ def check_file(path: Path) -> Check:
     if found is not None:
         return _check_pointer(path, found)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return Check(str(path), "other", "unknown", None, "no regular file: opening a pipe would wait for its writer")
         with open(path, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
@@ -136,8 +139,8 @@ def _check_zip(path: Path, size: int) -> Check:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             bad = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        return Check(str(path), "torch", "damaged", size, str(error))
+    except Exception as error:  # noqa: BLE001 - what damage does to each way of packing; other files are still to be looked at
+        return Check(str(path), "torch", "damaged", size, f"{type(error).__name__}: {error}")
     if bad is not None:
         return Check(str(path), "torch", "damaged", size,
                      f"{bad} has another checksum (or was saved with torch.serialization.set_crc32_options(False))")
