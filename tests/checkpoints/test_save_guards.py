@@ -402,6 +402,18 @@ def test_a_helper_that_is_killed(tmp_path):
 def test_a_helper_that_does_not_start(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+def test_a_helper_ends_at_once_whoever_else_holds_its_socket():
+    """As a process does that a library in C forked, or that was forked while the thread used it."""
+    from saturate.checkpoints import persist
+
+    helper = persist.Helper()
+    held = os.dup(helper._socket.fileno())
+    began = time.monotonic()
+    helper.close()
+    os.close(held)
+    assert time.monotonic() - began < 4 and helper._process.returncode == 0, "it was killed after five seconds"
+
+
 
     with applied("process"):
         monkeypatch.setattr(subprocess, "Popen", refuse)

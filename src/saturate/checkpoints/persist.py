@@ -12,6 +12,7 @@ bytes, an errno, 0 for success. Native byte order.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -134,13 +135,20 @@ class Helper:
         return struct.unpack("=i", answer)[0]
 
     def close(self) -> None:
-        """It ends by itself when its socket closes, after what it is writing."""
+        """It ends by itself when its socket closes, after what it is writing. A process that was forked since may hold the
+        socket too."""
+        with contextlib.suppress(OSError):      # it has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def leave(self) -> None:
+        """In a forked child: it is the parent's."""
+        self._socket.close()
 
 
 def main(descriptor: int) -> None:

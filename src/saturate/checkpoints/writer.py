@@ -351,7 +351,9 @@ class Writer:
         self._condition = threading.Condition()
         self._queue.clear()
         self._thread = None
-        self.helper = None
+        if self.helper is not None:
+            self.helper.leave()
+            self.helper = None
         self.failures.clear()
         self.closed = True
 
