@@ -83,6 +83,8 @@ ANNOUNCES = {
     "a pointer above it": lambda path: (path.parent.parent / "latest").write_text("step2"),
     "an appended list": lambda path: open(path.parent.parent / "list", "a").close() is None,
     "a link": lambda path: os.symlink("step2", path.parent.parent / "latest") is None,
+    "a link from elsewhere": lambda path: os.symlink(path.parent, path.parent.parent.parent / "elsewhere" / "latest") is None,
+    "a relative link from elsewhere": lambda path: os.symlink(b"../run", os.fsencode(path.parents[2] / "elsewhere" / "latest")) is None,
     "a hard link": lambda path: os.link(path, path.parent.parent / "best.pt") is None,
     "a pointer by rename": lambda path: os.rename(path.parent.parent.parent / "elsewhere", path.parent.parent / "done") is None,
     "rotation": lambda path: os.unlink(path.parent.parent / "step1" / "model.pt") is None,
@@ -100,6 +102,7 @@ PASSES = {
     "a new folder": lambda path: os.makedirs(path.parent.parent / "step3"),
     "the folder again": lambda path: os.makedirs(path.parent, exist_ok=True),
     "a descriptor": lambda path: os.fstat(0),
+    "a link to another folder": lambda path: os.symlink("../run/step1", path.parent.parent.parent / "elsewhere" / "link"),
     "another save": lambda path: torch.save(state(3), path.with_name("other.pt")),
 }
 
@@ -399,9 +402,6 @@ def test_a_helper_that_is_killed(tmp_path):
         assert same(torch.load(tmp_path / "a.pt"), state(3))
 
 
-def test_a_helper_that_does_not_start(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 def test_a_helper_ends_at_once_whoever_else_holds_its_socket():
     """As a process does that a library in C forked, or that was forked while the thread used it."""
     from saturate.checkpoints import persist
@@ -414,6 +414,9 @@ def test_a_helper_ends_at_once_whoever_else_holds_its_socket():
     assert time.monotonic() - began < 4 and helper._process.returncode == 0, "it was killed after five seconds"
 
 
+def test_a_helper_that_does_not_start(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with applied("process"):
         monkeypatch.setattr(subprocess, "Popen", refuse)

@@ -6,7 +6,8 @@ is no event for `os.stat`. With nothing pending the price is one look at an empt
 
     reads (open, stat, listdir...)      wait for that very file, or the files of that folder
     creations (open for writing, link)  wait for all files in the folder of the new name and below: a pointer such as
-                                        `latest` stands beside its checkpoint or above it
+                                        `latest` stands beside its checkpoint or above it; a link also for those in
+                                        the folder that it names
     removals (unlink, rename, rmdir)    wait for everything: the last good one must not go before the next is there
     barriers, programs, exits           wait for everything
 
@@ -126,8 +127,11 @@ class Guards:
     def _create(self, src: Any = None, dst: Any = None, *_: Any, dst_dir_fd: int | None = None,
                 dir_fd: int | None = None, **__: Any) -> None:
         place = _canonical(dst, dst_dir_fd if dst_dir_fd is not None else dir_fd)
-        linked = _canonical(src, None)
-        self._wait(lambda job: _is_of(job, linked) or (place is not None and _below(job, os.path.dirname(place))))
+        linked = [_canonical(src, None)]
+        if place is not None and isinstance(src, (str, bytes, os.PathLike)):        # a symbolic link counts from its folder
+            linked.append(_canonical(os.path.join(os.path.dirname(place), os.fsdecode(src)), None))
+        self._wait(lambda job: (place is not None and _below(job, os.path.dirname(place)))
+                   or any(one is not None and (_is_of(job, one) or _below(job, one)) for one in linked))
         self.writer.raise_failure()
 
     def _open(self, file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> None:
