@@ -285,6 +285,9 @@ def test_a_column_that_begins_empty_is_text(tmp_path: Path) -> None:
     ("tabs.csv", b"a\tb\n1\t2\n", [{"a": 1, "b": 2}]),
     ("one.csv", b"a\n1\n", [{"a": 1}]),
     ("marked.csv", b"\xef\xbb\xbfa,b\n1,2\n", [{"a": 1, "b": 2}]),
+    ("long.csv", b"id,v,w\n12345678901234567890,1,1.5\n,2,\n12345678901234567891,3,12345678901234567890\n", [
+        {"id": "12345678901234567890", "v": 1, "w": 1.5}, {"id": "", "v": 2, "w": None},
+        {"id": "12345678901234567891", "v": 3, "w": 12345678901234567890.0}]),
     ("marked.txt", b"\xef\xbb\xbfhello\nworld\n", [{"text": "hello"}, {"text": "world"}]),
 ])
 def test_spellings_of_text_and_tables(tmp_path: Path, name: str, content: bytes, rows: list[dict]) -> None:
@@ -301,6 +304,38 @@ def test_tables_that_nothing_could_read_back(tmp_path: Path, content: bytes, rea
     (tmp_path / "odd.csv").write_bytes(content)
     with pytest.raises(UsageError, match=reason):
         open_source(tmp_path / "odd.csv")
+
+
+@pytest.mark.parametrize(("kind", "value"), [(pa.map_(pa.string(), pa.int64()), [("a", 1)]),
+                                            (pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int64())))]), {"m": [[("a", 1)]]})])
+def test_parquet_that_datasets_could_not_load(tmp_path: Path, kind, value) -> None:
+    parquet.write_table(pa.table({"m": pa.array([value], kind)}), tmp_path / "map.parquet")
+    with pytest.raises(UsageError, match="column 'm' of map.parquet cannot be packed"):
+        open_source(tmp_path / "map.parquet")
+    parquet.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "twice.parquet")
+    with pytest.raises(UsageError, match="more than one column called 'a'"):
+        open_source(tmp_path / "twice.parquet")
+
+
+def test_parquet_keeps_what_datasets_wrote_beside_the_columns(tmp_path: Path) -> None:
+    def write(name: str, classes: list[str]) -> None:
+        features = {"y": {"names": classes, "_type": "ClassLabel"}}
+        table = pa.table({"y": [0, 1]}).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        parquet.write_table(table, tmp_path / "p" / name)
+
+    (tmp_path / "p").mkdir()
+    write("0.parquet", ["no", "yes"])
+    write("1.parquet", ["no", "yes"])
+    source = open_source(tmp_path / "p")
+    assert source.features["y"]["names"] == ["no", "yes"]
+    packing.pack(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / packing.INFO).read_text())["features"] == source.features
+    write("1.parquet", ["yes", "no"])       # the same numbers would mean something else
+    with pytest.raises(UsageError, match="1.parquet has other columns or types"):
+        packing.pack(open_source(tmp_path / "p"), tmp_path / "other")
+    plain = pa.table({"x": [1]}).replace_schema_metadata({"huggingface": "[]"})
+    parquet.write_table(plain, tmp_path / "plain.parquet")
+    assert open_source(tmp_path / "plain.parquet").features == {}
 
 
 def test_what_cannot_be_read_is_named(images: Path, tmp_path: Path) -> None:

@@ -247,14 +247,15 @@ def _text(path: Path, files: list[File]) -> Source:
 
 
 def _csv(path: Path, files: list[File]) -> Source:
-    """Types are those of the first megabyte of the first file, text for a column that is empty there; a later value that does
-    not fit is an error with its row."""
+    """Types are those of the first megabyte of the first file, text for a column that is empty there, or that holds whole
+    numbers beyond 64 bits; a later value that does not fit is an error with its row."""
     import pyarrow as pa
+    import pyarrow.compute as pc
     from pyarrow import csv
 
-    def reader(file: File, schema: Any = None) -> Any:
+    def reader(file: File, types: Any = None) -> Any:
         parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
-        convert = csv.ConvertOptions(column_types=schema) if schema is not None else None
+        convert = csv.ConvertOptions(column_types=types, strings_can_be_null=isinstance(types, dict)) if types else None
         return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
 
     def tables(schema: Any) -> Iterator[tuple[File, Any]]:
@@ -271,14 +272,23 @@ def _csv(path: Path, files: list[File]) -> Source:
         found = reader(files[0]).schema
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
-    twice = sorted({name for name in found.names if found.names.count(name) > 1})
-    if twice:
-        raise UsageError(f"{files[0].name} has more than one column called {twice[0]!r}", remedy="give each column a name of its own")
+    _each_once(files[0], found.names)
     raw = [one.name for one in found if pa.types.is_binary(one.type)]
     if raw:
         raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy="convert it: iconv -f latin1 -t utf-8")
-    schema = pa.schema([pa.field(one.name, pa.string() if pa.types.is_null(one.type) else one.type) for one in found])
+    as_text = {one.name for one in found if pa.types.is_null(one.type)}
+    numbers = {one.name: pa.string() for one in found if pa.types.is_floating(one.type)}
+    if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
+        first = reader(files[0], numbers).read_next_batch()
+        as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
+    schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
     return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
+
+
+def _each_once(file: File, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"{file.name} has more than one column called {twice[0]!r}", remedy="give each column a name of its own")
 
 
 def _delimiter(file: File) -> str:
@@ -305,13 +315,39 @@ def _parquet(path: Path, files: list[File]) -> Source:
     def tables(schema: Any) -> Iterator[tuple[File, Any]]:
         for file in files:
             whole = opened(file)
-            if whole.schema_arrow.remove_metadata() != schema:
+            if whole.schema_arrow.remove_metadata() != schema or (features and _features(whole.schema_arrow) not in ({}, features)):
                 raise UsageError(f"{file.name} has other columns or types than {files[0].name}", remedy="pack them apart")
             for batch in whole.iter_batches(batch_size=ROWS["parquet"]):
                 yield file, batch
 
-    schema = opened(files[0]).schema_arrow.remove_metadata()
-    return Source("parquet", tuple(files), schema, _table_batches("parquet", schema, tables, (pa.ArrowInvalid, OSError)))
+    found = opened(files[0]).schema_arrow
+    schema, features = found.remove_metadata(), _features(found)
+    _each_once(files[0], schema.names)
+    unloadable = [one for one in schema if not features and not _loads(one.type)]
+    if unloadable:
+        raise UsageError(f"column {unloadable[0].name!r} of {files[0].name} cannot be packed",
+                         cause=f"Hugging Face datasets load no {unloadable[0].type}", remedy="turn it into lists or text")
+    return Source("parquet", tuple(files), schema, _table_batches("parquet", schema, tables, (pa.ArrowInvalid, OSError)), features)
+
+
+def _loads(kind: Any) -> bool:
+    """Whether Hugging Face datasets know that type of column."""
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", "arrow.json") != "arrow.json":
+        return False
+    inner = [kind.field(number).type for number in range(kind.num_fields)]
+    unknown = (types.is_map, types.is_union, types.is_run_end_encoded, types.is_interval)
+    return all(map(_loads, inner)) and not any(is_it(kind) for is_it in unknown)
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """What datasets wrote beside the columns, such as the names of classes; {} where they did not."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return features if features.keys() == set(schema.names) else {}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return {}
 
 
 def _table_batches(kind: str, schema: Any, tables: Callable[[Any], Iterator[tuple[File, Any]]],
