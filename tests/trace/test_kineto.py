@@ -51,7 +51,8 @@ def test_a_kernel(reading):
 def test_what_a_kernel_does_not_say_is_unknown(reading):
     trace = reading(document([event("kernel", "k", 1, 1, {}, pid=3, tid=9), event("gpu_memset", "Memset", 2, 1, {}, pid="GPU", tid=1)]))
     gpu = trace.gpu
-    assert [gpu.device.tolist(), gpu.stream.tolist()] == [[3, -1], [9, 1]]     # the viewer's row says as much
+    assert [gpu.device.tolist(), gpu.stream.tolist()] == [[3, 0], [9, 1]]      # the viewer's row says as much
+    assert ("unknown-device", "1 of 2 device events") == (trace.problems[0][0], trace.problems[0][1][:20])
     for column in (gpu.correlation, gpu.external, gpu.bytes, gpu.blocks, gpu.threads, gpu.registers, gpu.shared_bytes):
         assert column.tolist() == [-1, -1]
     assert np.isnan(gpu.occupancy).all() and np.isnan(gpu.blocks_per_sm).all() and not gpu.graph.any()

@@ -116,6 +116,18 @@ def test_devices_that_cannot_be_told_apart_are_mentioned(tmp_path: Path) -> None
     assert [id for id, _ in nsys.read(made.write()).problems] == ["devices-not-told-apart"]
 
 
+def test_kernels_of_an_unknown_device_are_not_the_cpus(tmp_path: Path) -> None:
+    """Neither those of a machine whose GPU 0 is described: they have a number of their own."""
+    made = Export(tmp_path / "a.sqlite")
+    made.add("TARGET_INFO_GPU", id=0, name="GPU 0")
+    for pid in (100, 200):
+        made.kernel("k", 100, 200, pid, deviceId=None)
+    made.kernel("k", 300, 400, 100, deviceId=1)
+    trace = nsys.read(made.write())
+    assert trace.gpu.device.tolist() == [2, 2, 1] and trace.devices[2].name == ""
+    assert [(id, text[:20]) for id, text in trace.problems] == [("unknown-device", "2 of 3 device events")]
+
+
 def test_an_early_schema(tmp_path: Path) -> None:
     made = Export(tmp_path / "a.sqlite", EARLY)
     made.kernel("gemm<float>", 100, 200)
@@ -259,7 +271,8 @@ def test_cells_of_other_types(tmp_path: Path) -> None:
                 staticSharedMemory=None)
     trace = nsys.read(made.write())
     gpu = trace.gpu
-    assert (gpu.blocks[0], gpu.threads[0], gpu.registers[0], gpu.device[0], gpu.stream[0]) == (-1, -1, -1, -1, -1)
+    assert (gpu.blocks[0], gpu.threads[0], gpu.registers[0], gpu.device[0], gpu.stream[0]) == (-1, -1, -1, 0, -1)
+    assert "unknown-device" in [id for id, _ in trace.problems]
 
 
 def test_the_largest_grid_does_not_overflow(tmp_path: Path) -> None:

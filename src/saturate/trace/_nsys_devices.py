@@ -31,7 +31,7 @@ class DeviceNumbers:
         users: dict[int, set[int]] = {}
         for (process, _), number in zip(pairs.T.tolist(), numbers):
             users.setdefault(number, set()).add(process)
-        shared = [number for number, processes in users.items() if len(processes) > 1]
+        shared = [number for number, processes in users.items() if len(processes) > 1 and number >= 0]
         if shared and not self._of_process:
             self._problems.append((
                 "devices-not-told-apart", f"several processes used a device that each calls number {shared[0]}, and "

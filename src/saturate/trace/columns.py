@@ -11,6 +11,8 @@ one is known, the cause and what to do. A file that ends too early is read as fa
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,20 @@ class MemoryEvents:
     allocated: Column = _none("i8")     # total after the event
     reserved: Column = _none("i8")
     device: Column = _none("i4")        # -1: CPU
+
+
+def devices_told_apart(device: Column, known: Iterable[int], problems: list[tuple[str, str]]) -> Column:
+    """Device numbers, with one of its own for the device of events that name none: -1 is the CPU's in an analysis. `known`:
+    devices that the file speaks of elsewhere."""
+    unknown = device < 0
+    count = int(unknown.sum())
+    if not count:
+        return device
+    taken = {*np.unique(device).tolist(), *known}
+    number = next(number for number in itertools.count() if number not in taken)
+    problems.append(("unknown-device", (
+        f"{count:,} of {len(device):,} device events do not say which device they ran on: shown as a device of their own, {number}")))
+    return np.where(unknown, np.int32(number), device.astype("i4"))
 
 
 def row_type(table: Column) -> Any:

@@ -51,6 +51,7 @@ from saturate.trace.columns import (
     HostEvents,
     MemoryEvents,
     Trace,
+    devices_told_apart,
 )
 
 _GPU_KINDS = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
@@ -333,9 +334,11 @@ class _Reader:
         }
         found = tables.get("gpu", {})
         collective = found.pop("collective", np.empty(0, "i4"))
+        base, devices, rank, world_size = facts(document)
+        if found:
+            found["device"] = devices_told_apart(found["device"], devices, document.problems)
         gpu = GpuEvents(**found, pid=launching(found.get("correlation", np.empty(0, "i8")), host["calls"]))
         memory = tables.get("memory", {})
-        base, devices, rank, world_size = facts(document)
         for device in np.unique(gpu.device).tolist():
             devices.setdefault(device, DeviceInfo(id=device))
         return Trace(

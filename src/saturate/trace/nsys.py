@@ -30,7 +30,7 @@ from saturate.trace._growing import Growing
 from saturate.trace._nsys_devices import DeviceNumbers, devices
 from saturate.trace._nsys_names import CopyNames, Labels, Names, Strings, call_name, kernel_name
 from saturate.trace._sqlite import MISSING, Database
-from saturate.trace.columns import KERNEL, MEMCPY, Column, GpuEvents, HostEvents, Trace
+from saturate.trace.columns import KERNEL, MEMCPY, Column, GpuEvents, HostEvents, Trace, devices_told_apart
 
 RECORD = "nsys profile -t cuda,nvtx,osrt -o report COMMAND, then nsys export --type sqlite report.nsys-rep"
 
@@ -101,12 +101,13 @@ class _Reader:
         _complete_processes(device_table, call_table)
         _renumber(self.path, device_table, call_table)
         physical = DeviceNumbers(self.database, self.problems).physical(device_table["pid"], device_table["device"])
-        device_table["device"] = physical
+        described = [row["id"] for row in self.database.all("TARGET_INFO_GPU", ["id"])]
+        device_table["device"] = devices_told_apart(physical, described, self.problems)
         self._progress(1.0)
         return Trace(
             source=self.path.name, kind="nsys", origin_ns=self._origin(device_table["start"]),
             names=self.names.all, threads=self.threads.all, signatures=labels.signatures,
-            devices=devices(self.database, np.unique(physical).tolist()),
+            devices=devices(self.database, np.unique(device_table["device"]).tolist()),
             gpu=GpuEvents(**device_table), calls=HostEvents(**call_table),
             operators=HostEvents(**_public(operators.sorted())),
             annotations=HostEvents(**_public(annotations.sorted())),
