@@ -257,6 +257,18 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], sc
     assert trial.run_block(1, 20).step_ns
 
 
+def test_gradients_that_are_asked_for_are_a_backward_pass(record):
+    seen, trial = record(MODEL + """
+parameters = list(model.parameters())
+while True:
+    for parameter, grad in zip(parameters, torch.autograd.grad(loss_of(), parameters)):
+        parameter.grad = grad
+    opt.step()
+""")
+    assert [event["name"] for event in labels(seen["trace"])].count("saturate.backward") == 3
+    assert trial.look("sample", 1, 3)["parts"]["backward"] > 0
+
+
 def test_a_trace_tells_no_host_name(plain):
     seen = plain["long"]
     with gzip.open(seen["trace"], "rt", encoding="utf-8") as file:

@@ -252,6 +252,16 @@ def test_a_clocked_part_that_was_not_recorded_keeps_its_name():
     assert {name: ns for name, ns in found.items() if ns} == {"input": 7, "backward": 5, "forward": 3}
 
 
+def test_what_no_clock_saw_is_told_by_the_recording():
+    """A backward pass through a function that the script had imported before: the clock counted it for the rest."""
+    made = Recording()
+    made.step(0, 100)
+    made.operator("aten::mm", 0, 25)
+    made.operator("autograd::engine::evaluate_function: MmBackward0", 25, 100)
+    found = phases.calibrated(made.trace(), {"input": 0, "forward": 0, "backward": 0, "rest": 40})
+    assert {name: ns for name, ns in found.items() if ns} == {"forward": 10, "backward": 30}
+
+
 @settings(max_examples=80, deadline=None)
 @given(host=HOST, steps=st.lists(SPANS, max_size=4),
        clocked=st.dictionaries(st.sampled_from(("input", "forward", "backward", "optimizer", "rest")), st.integers(0, 10**12)))

@@ -238,19 +238,22 @@ class Recording(Window):
 
     def _watch_backward(self, label: Any) -> None:
         torch = self.torch
-        original = torch.autograd.backward
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self.in_backward += 1
-            try:
-                with label(f"{LABEL}backward"):
-                    return original(*args, **kwargs)
-            finally:
-                self.in_backward -= 1
-                if not self.in_backward and self._after is not None and not self.crosses_label():
-                    self.settle()
+        def labelled(original: Any) -> Any:
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                self.in_backward += 1
+                try:
+                    with label(f"{LABEL}backward"):
+                        return original(*args, **kwargs)
+                finally:
+                    self.in_backward -= 1
+                    if not self.in_backward and self._after is not None and not self.crosses_label():
+                        self.settle()
 
-        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+            return torch._disable_dynamo(backward)
+
+        for name in ("backward", "grad"):
+            self.replace(torch.autograd, name, labelled(getattr(torch.autograd, name)))
 
     def _watch_forward(self, label: Any) -> None:
         """A label around the forward of the trained modules and, as far as that stays cheap, of those inside them."""

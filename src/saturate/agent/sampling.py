@@ -137,8 +137,9 @@ class Sampling(Window):
 
     def _watch_parts(self) -> None:
         torch = self.torch
-        backward = self.parts.around("backward", torch.autograd.backward)
-        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+        for name in ("backward", "grad"):
+            timed = self.parts.around("backward", getattr(torch.autograd, name))
+            self.replace(torch.autograd, name, torch._disable_dynamo(timed))
         self._watch_updates()
         if not self.session.inspection.compiled:        # dynamo guards on hooks
             self._watch_forward()

@@ -94,11 +94,12 @@ def calibrated(trace: Trace, clocked: dict[str, int]) -> dict[str, int]:
     groups = {"input": found.input}
     for name, around in (("backward", _backward(trace, view)), ("forward", _own(trace, view, _FORWARD)),
                          ("optimizer", _own(trace, view, _OPTIMIZER))):
-        groups[name] = subtract(intersect(around, view.steps), join(*groups.values()))
+        if clocked.get(name):       # what no clock saw (a function that the script imported by name) is in what was around it
+            groups[name] = subtract(intersect(around, view.steps), join(*groups.values()))
     groups["rest"] = subtract(view.steps, join(*groups.values()))
     total = dict.fromkeys(PARTS, 0)
     for group, ns in clocked.items():
-        inside = {name: length(intersect(part, groups[group])) for name, part in parts.items()}
+        inside = {name: length(intersect(part, groups.get(group, EMPTY))) for name, part in parts.items()}
         for name, share in _divided(ns, inside, "forward" if group == "rest" else group).items():
             total[name] += share
     return total
