@@ -137,6 +137,7 @@ def test_nothing_private_is_kept(trimmed):
 def test_what_is_written_is_json(trimmed, monkeypatch):
     """Whatever the input got away with. Blocks are small, so that every way through is taken."""
     monkeypatch.setattr(_json_stream, "BLOCK", 900)
+    monkeypatch.setattr(trimming.kineto, "_LOST_AT_MOST", 1.0)
     odd = [kernel("inf", 1500, 5, 1, x=Number("nan")), operator("@@", 1501, 5, 2), operator("C:@#", 1502, 5, 3),
            event("user_annotation", "deep", 1503, 5, {"x": Number("[" * 9000 + "]" * 9000)}), 5, None, operator("last", 1504, 5, 4)]
     content = trimmed(document([*training(1), *odd, *training(3)][:-1]).replace(b"@@", b"\xff").replace(b"@#", b"\\q"), 100)
@@ -220,8 +221,20 @@ def test_where_it_cannot_be_written(tmp_path):
         trim(source, tmp_path / "absent" / "out.json")
 
 
+def test_what_a_trace_has_lost_is_not_hidden_by_a_part_of_it(tmp_path):
+    text = document(training(9))
+    source = write(tmp_path / "in.json", text[: text.rindex(b"ProfilerStep#8")])
+    assert [problem for problem, _ in read(source).problems] == ["truncated"]
+    with pytest.raises(TraceError, match="not whole") as found:
+        trim(source, tmp_path / "out.json")
+    assert "ends too early" in found.value.cause and not (tmp_path / "out.json").exists()
+    nameless = [{**event, "dur": None} if event.get("cat") == "kernel" else event for event in training(9)]
+    with pytest.raises(TraceError, match="not whole"):
+        trim(write(source, document(nameless)), tmp_path / "out.json")
+
+
 def test_damaged_traces(tmp_path):
-    """Cut anywhere, a trace trims to JSON or is refused; nothing is left behind."""
+    """Cut anywhere in its events, a trace is refused, and behind them trims to JSON; nothing is left behind."""
     text = document(training(3), deviceProperties=[{"id": 0}])
     for cut in range(0, len(text), 97):
         try:

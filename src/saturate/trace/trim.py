@@ -26,6 +26,7 @@ from saturate.trace._json_stream import repaired, walk
 from saturate.trace._kineto_events import KINDS, exact_ns
 from saturate.trace._kineto_facts import base_ns
 from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
+from saturate.trace.integrity import READING
 from saturate.trace.intervals import covered, length, union
 
 #: Without steps, this much of the device's activity (or the host's); and nothing is cut off a trace of so few bytes.
@@ -99,7 +100,7 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
 
     Without steps: all of a small trace, else 100 ms of the device's activity, or of the host's where there is none,
     with the same kinds of events and as busy as the whole, as nearly as there is one. Raises TraceError where `path` is
-    no Kineto trace or has no events, UsageError where `out` is the input, a folder, or `steps` is none,
+    no Kineto trace, has no events or has lost some, UsageError where `out` is the input, a folder, or `steps` is none,
     EnvironmentProblem where it cannot be written; then `out` is what it was before.
     """
     path, out = Path(path), Path(out)
@@ -111,6 +112,11 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
                 f"{out} is {'the trace itself' if out.is_file() else 'no file'}", remedy="write to another file"
             )
     trace, document = kineto.load(path, _FIELDS)
+    for problem, message in trace.problems:
+        if problem in READING:  # a part of it would be analysed as if nothing had been lost
+            raise TraceError(
+                f"{path} is not whole, and no part of it would say so", cause=message, remedy="record or export it again"
+            )
     chosen = _window(trace, steps, path)
     names, first, last = chosen.steps, chosen.first, chosen.last
     origin = trace.origin_ns - base_ns(document)
