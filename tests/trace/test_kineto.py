@@ -48,11 +48,18 @@ def test_a_kernel(reading):
     assert trace.devices[1] == DeviceInfo(id=1)
 
 
+def test_durations_that_a_float_does_not_hold(reading):
+    """One that is a negative number, wrapped, is left out; one that is possible is exact."""
+    trace = reading(document([kernel("k", 1, 1, 1), kernel("wrapped", 2, Number("18446744073709551.615"), 2),
+                              kernel("long", 3, Number("9007199254740.993"), 3)]))
+    assert (trace.gpu.end - trace.gpu.start).tolist() == [1000, 9_007_199_254_740_993] and trace.left_out == {"malformed": 1}
+
+
 def test_what_a_kernel_does_not_say_is_unknown(reading):
     trace = reading(document([event("kernel", "k", 1, 1, {}, pid=3, tid=9), event("gpu_memset", "Memset", 2, 1, {}, pid="GPU", tid=1)]))
     gpu = trace.gpu
     assert [gpu.device.tolist(), gpu.stream.tolist()] == [[3, 0], [9, 1]]      # the viewer's row says as much
-    assert ("unknown-device", "1 of 2 device events") == (trace.problems[0][0], trace.problems[0][1][:20])
+    assert (trace.problems[0][0], trace.problems[0][1][:20]) == ("unknown-device", "1 of 2 device events")
     for column in (gpu.correlation, gpu.external, gpu.bytes, gpu.blocks, gpu.threads, gpu.registers, gpu.shared_bytes):
         assert column.tolist() == [-1, -1]
     assert np.isnan(gpu.occupancy).all() and np.isnan(gpu.blocks_per_sm).all() and not gpu.graph.any()

@@ -120,6 +120,8 @@ class _Reader:
         try:
             self._quickly(array)
         except TooFine:
+            if self._time is msgspec.Raw:  # it is a duration: one by one, from its digits
+                return self._carefully(array, offset)
             self._time = msgspec.Raw
             self._learn()
             return self.block(array, offset)
