@@ -233,6 +233,13 @@ def test_what_a_trace_has_lost_is_not_hidden_by_a_part_of_it(tmp_path):
         trim(write(source, document(nameless)), tmp_path / "out.json")
 
 
+@pytest.mark.parametrize("odd", [
+    {"ph": ["X"]}, {"ph": "s", "id": [1]}, {"ph": "M", "name": ["process_name"]}, {"ph": "X", "cat": ["a"]}])
+def test_values_of_another_type_belong_to_nothing(trimmed, odd):
+    content = trimmed(document([*training(1), {"ts": 10**7, **odd}]))
+    assert names(content) == names(trimmed(document(training(1))))
+
+
 def test_damaged_traces(tmp_path):
     """Cut anywhere in its events, a trace is refused, and behind them trims to JSON; nothing is left behind."""
     text = document(training(3), deviceProperties=[{"id": 0}])

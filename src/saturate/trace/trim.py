@@ -281,8 +281,8 @@ class _Keep:
 
     def _belongs(self, event: _Event) -> bool:
         if event.ph == "M":
-            return event.name in _NAMING
-        if event.ph in _FLOW and event.id in self.correlations:
+            return isinstance(event.name, str) and event.name in _NAMING
+        if _is_flow(event) and isinstance(event.id, int | str) and event.id in self.correlations:
             return True
         start = exact_ns(bytes(event.ts))
         if start is None:
@@ -292,7 +292,7 @@ class _Keep:
             return event.name in self.steps
         if start < self.last and (end > self.first or start >= self.first):
             return True
-        if event.cat in KINDS and KINDS[event.cat] == "call":
+        if isinstance(event.cat, str) and KINDS.get(event.cat) == "call":
             try:
                 return _ARGS.decode(event.args).correlation in self.correlations
             except (*_NOT_JSON, TypeError):  # no arguments, or a correlation that is no number
@@ -306,7 +306,7 @@ class _Keep:
             text = repaired(text)
         except _NOT_JSON:
             return
-        if event.ph in _FLOW:
+        if _is_flow(event):
             self.flows[str(event.cat), str(event.id)].append(text)
         else:
             self._out(text)
@@ -320,6 +320,10 @@ class _Keep:
             if len(ends) > 1:
                 for text in ends:
                     self._out(text)
+
+
+def _is_flow(event: _Event) -> bool:
+    return isinstance(event.ph, str) and event.ph in _FLOW
 
 
 @contextlib.contextmanager
