@@ -589,6 +589,15 @@ def test_a_rank_that_cannot_be_seen_does_not_end_the_set(capsys, trace, tmp_path
     assert code == 2 and "error[E230]" in err and "cause: Permission denied" in err
 
 
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_step_number_that_is_none_does_not_end_the_set(capsys, tmp_path, digits):
+    files = [tmp_path / "good.json", tmp_path / "odd.json"]
+    for rank, path in enumerate(files):
+        text = json.dumps(kineto(rank=rank, collective=100))
+        path.write_text(text.replace("ProfilerStep#1", "ProfilerStep#" + "9" * digits) if rank else text)
+    assert run(capsys, *files)[0] == 0
+
+
 def test_the_first_error_is_raised_when_no_file_can_be_read(tmp_path):
     files = [tmp_path / name for name in ("first.json", "second.json")]
     for path in files:

@@ -48,6 +48,13 @@ def test_a_kernel(reading):
     assert trace.devices[1] == DeviceInfo(id=1)
 
 
+@pytest.mark.parametrize("top", [{"distributedInfo": {"rank": 10**30, "world_size": 2}}, {"distributedInfo": {"rank": 0, "world_size": 2**64}},
+                                 {"deviceProperties": [{"id": 2**31}]}, {"deviceProperties": [{"id": 0, "totalGlobalMem": 10**30}]}])
+def test_facts_beyond_64_bits_are_not_used(reading, top):
+    trace = reading(document([kernel("k", 5, 1, 1)], **top))
+    assert (trace.rank, trace.devices) == (None, {0: DeviceInfo(id=0)}) and [id for id, _ in trace.problems] == ["malformed-facts"]
+
+
 def test_durations_that_a_float_does_not_hold(reading):
     """One that is a negative number, wrapped, is left out; one that is possible is exact."""
     trace = reading(document([kernel("k", 1, 1, 1), kernel("wrapped", 2, Number("18446744073709551.615"), 2),

@@ -128,6 +128,13 @@ def test_kernels_of_an_unknown_device_are_not_the_cpus(tmp_path: Path) -> None:
     assert [(id, text[:20]) for id, text in trace.problems] == [("unknown-device", "2 of 3 device events")]
 
 
+def test_a_gpu_number_that_no_machine_has_is_not_used(tmp_path: Path) -> None:
+    made = Export(tmp_path / "a.sqlite")
+    made.add("TARGET_INFO_CUDA_DEVICE", gpuId=2**40, cudaId=0, pid=100)
+    made.kernel("k", 100, 200, 100)
+    assert nsys.read(made.write()).gpu.device.tolist() == [0]
+
+
 def test_an_early_schema(tmp_path: Path) -> None:
     made = Export(tmp_path / "a.sqlite", EARLY)
     made.kernel("gemm<float>", 100, 200)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,24 +14,29 @@ FIELDS = frozenset({"deviceProperties", "distributedInfo", "baseTimeNanoseconds"
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+#: A number of a rank or a device, and any other one: beyond these it would fit no column and no record.
+_Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+_Count = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Group(msgspec.Struct):
     """distributedInfo."""
 
-    rank: int | None = None
-    world_size: int | None = None
+    rank: _Id | None = None
+    world_size: _Count | None = None
 
 
 class _DeviceProperties(msgspec.Struct):
-    id: int
+    id: _Id
     name: str = ""
-    sms: int | None = msgspec.field(name="numSms", default=None)
-    threads_per_sm: int | None = msgspec.field(name="maxThreadsPerMultiprocessor", default=None)
-    memory_bytes: int | None = msgspec.field(name="totalGlobalMem", default=None)
-    major: int | None = msgspec.field(name="computeMajor", default=None)
-    minor: int | None = msgspec.field(name="computeMinor", default=None)
-    shared_bytes_per_sm: int | None = msgspec.field(name="sharedMemPerMultiprocessor", default=None)
-    shared_bytes_per_sm_hip: int | None = msgspec.field(name="maxSharedMemoryPerMultiProcessor", default=None)
-    registers_per_sm: int | None = msgspec.field(name="regsPerMultiprocessor", default=None)
+    sms: _Count | None = msgspec.field(name="numSms", default=None)
+    threads_per_sm: _Count | None = msgspec.field(name="maxThreadsPerMultiprocessor", default=None)
+    memory_bytes: _Count | None = msgspec.field(name="totalGlobalMem", default=None)
+    major: _Count | None = msgspec.field(name="computeMajor", default=None)
+    minor: _Count | None = msgspec.field(name="computeMinor", default=None)
+    shared_bytes_per_sm: _Count | None = msgspec.field(name="sharedMemPerMultiprocessor", default=None)
+    shared_bytes_per_sm_hip: _Count | None = msgspec.field(name="maxSharedMemoryPerMultiProcessor", default=None)
+    registers_per_sm: _Count | None = msgspec.field(name="regsPerMultiprocessor", default=None)
 
 
 def signature(key: bytes) -> Signature:

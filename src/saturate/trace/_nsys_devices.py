@@ -18,7 +18,8 @@ class DeviceNumbers:
 
     def __init__(self, database: Database, problems: list[tuple[str, str]]):
         rows = database.all("TARGET_INFO_CUDA_DEVICE", ["gpuId", "cudaId", "pid"])
-        rows = [row for row in rows if isinstance(row["gpuId"], int) and isinstance(row["cudaId"], int)]
+        rows = [row for row in rows if isinstance(row["gpuId"], int) and isinstance(row["cudaId"], int)
+                and 0 <= row["gpuId"] < 2**31]
         self._problems = problems
         self._of_process = {(row["pid"], row["cudaId"]): row["gpuId"] for row in rows}
         self._of_any: dict[int, set[int]] = {}

@@ -50,7 +50,7 @@ END_TOLERANCE, END_TOLERANCE_NS = 0.05, 20_000
 #: recorded together. Other clocks count from a start of their own and tell nothing.
 SINCE_1970_NS, APART_NS = 10**18, 60 * 10**9
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!\d)\d{1,18}(?!\d)")      # beyond 64 bits it numbers nothing
 
 
 class Kind(NamedTuple):
