@@ -20,7 +20,9 @@ Numerics
 --------
 `stream`: random augmentation draws from each worker's own seed. Batches come in the same order: torch draws one random
 number per epoch that starts workers, and skips it where they persist, which would shuffle later epochs differently; for
-workers that are persistent because of this technique it is drawn all the same.
+workers that are persistent because of this technique it is drawn all the same. With workers a sampler is asked for its first
+batches when a pass begins, without at the first `next`, and draws its seed then: workers that this technique gives get their first
+work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without.
 
 How it is applied
 -----------------
@@ -156,12 +158,17 @@ def apply(context: Any, options: Options) -> str:
             context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
         return changes
 
+    def given_to(loader: Any) -> bool:
+        return given_workers.get(id(loader.dataset)) is loader.dataset
+
     def ours(loader: Any) -> bool:
         return loader.persistent_workers and made_persistent.get(id(loader.dataset)) is loader.dataset
 
     context.on_loader(rewrite)
+    waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
     _keep_order(context, ours)
-    _keep_passes(context, ours, lambda loader: given_workers.get(id(loader.dataset)) is loader.dataset)
+    _begin_late(context, given_to, waiting)
+    _keep_passes(context, ours, given_to, waiting)
     return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
@@ -180,7 +187,40 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool]) -> None:
+def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> None:
+    """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
+    draws, or another loader's sampler, between the beginning of a pass and its first batch."""
+    iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    reset, next_data = iterator._reset, iterator._next_data
+
+    def begin(started: Any) -> None:
+        waiting.discard(started)
+        for _ in range(0 if started._shutdown else started._prefetch_factor * started._num_workers):
+            started._try_put_index()
+
+    @functools.wraps(reset)
+    def late_reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not given(loader):
+            return reset(self, loader, first_iter)
+        ahead, self._prefetch_factor = self._prefetch_factor, 0
+        try:
+            reset(self, loader, first_iter)
+        finally:
+            self._prefetch_factor = ahead
+        waiting.add(self)
+
+    @functools.wraps(next_data)
+    def late_next(self: Any) -> Any:
+        if self in waiting:
+            begin(self)
+        return next_data(self)
+
+    context.on_undo(lambda: [begin(started) for started in list(waiting)])
+    context.set_attribute(iterator, "_reset", late_reset)
+    context.set_attribute(iterator, "_next_data", late_next)
+
+
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
     """Three things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
     was opened since the loader was built would be shared by all of them."""
@@ -194,7 +234,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
-        if _busy(self):
+        if _busy(self, waiting):
             return self._get_iterator()
         now = _held(self)
         if self._iterator is not None and seen.get(self) != now:
@@ -214,10 +254,11 @@ def _held(loader: Any) -> Any:
         return object()
 
 
-def _busy(loader: Any) -> bool:
+def _busy(loader: Any, waiting: Any) -> bool:
     """Whether the script is in the middle of a pass over the loader. One that it broke off, it has let go."""
     iterator = loader._iterator
-    return iterator is not None and iterator._rcvd_idx < iterator._send_idx and _references(loader) > _ALONE
+    begun = iterator is not None and (iterator in waiting or iterator._rcvd_idx < iterator._send_idx)
+    return begun and _references(loader) > _ALONE
 
 
 def _references(loader: Any) -> int:
