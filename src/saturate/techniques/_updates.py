@@ -58,13 +58,14 @@ def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
 
 @functools.cache
 def _alone(torch: Any) -> tuple[int, int]:
-    """What `_holders` says, when its gradient is complete, of a parameter that nothing else in the graph has saved."""
-    found = []
+    """What `_holders` says of a parameter that nothing in the graph has saved: but for Python, the node that collects its gradient
+    holds it. No backward pass is run for it, which others would take for one of the script's."""
     with torch.enable_grad():
         parameter = torch.nn.Parameter(torch.ones(1))
-        parameter.register_post_accumulate_grad_hook(lambda p: found.append(_holders(p, torch)))
-        (parameter * parameter).sum().backward()
-    return found[0]
+        collects = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        found = _holders(parameter, torch)
+    del collects
+    return found
 
 
 class _Owned:
@@ -97,7 +98,6 @@ class Updates:
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
         self._keeps_zeros = self._in_closure = False
-        _alone(context.torch)       # before a backward pass: its own would be one inside of another
 
     def install(self) -> int:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
