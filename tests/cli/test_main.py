@@ -145,3 +145,17 @@ def test_colour(monkeypatch, environment, terminal, expected):
     stream = types.SimpleNamespace(isatty=lambda: terminal)
     assert _output.coloured(stream) is expected
     assert ("\x1b" in _output.paint("x", "bold", stream=stream)) is expected
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [["techniques"], ["explain", "E200"], ["--help"]])
+def test_a_full_disk_under_standard_output_is_named(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*SATURATE, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 3 and "error[E300] standard output cannot be written" in done.stderr
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_another_failed_write_is_not_called_standard_output(capfd, monkeypatch):
+    monkeypatch.setattr(main, "_dispatch", lambda words: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert main.main(["x"]) == 3 and "error[E370]" in capfd.readouterr().err

@@ -103,11 +103,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more at exit: give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stdout_to_nowhere()
         return _BROKEN_PIPE
+    except OSError as error:
+        return _fail(_bug(error) if error.filename is not None or _stdout_works() else _no_output(error))
     except Exception as bug:  # noqa: BLE001 - the last resort: shown with its traceback
         return _fail(_bug(bug))
+
+
+def _stdout_works() -> bool:
+    """Whether standard output takes anything, an empty line: the error itself does not say what could not be written."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return False
+    return True
+
+
+def _no_output(error: OSError) -> EnvironmentProblem:
+    _stdout_to_nowhere()
+    return EnvironmentProblem("standard output cannot be written", cause=error.strerror or str(error),
+                              remedy="free some space where it leads to, or send it elsewhere")
+
+
+def _stdout_to_nowhere() -> None:
+    """The interpreter flushes once more at exit: give it somewhere to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _bug(error: Exception) -> SaturateFailed:
