@@ -159,3 +159,11 @@ def test_a_full_disk_under_standard_output_is_named(words):
 def test_another_failed_write_is_not_called_standard_output(capfd, monkeypatch):
     monkeypatch.setattr(main, "_dispatch", lambda words: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert main.main(["x"]) == 3 and "error[E370]" in capfd.readouterr().err
+
+
+def test_a_command_that_is_not_executable_is_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.toml").touch(), (tmp_path / "train.sh").touch()
+    assert main.main(["run", "e.toml", "--", "./train.sh"]) == 2
+    assert "'./train.sh' is not executable\nhelp: chmod +x ./train.sh" in capsys.readouterr().err
+    assert main.main(["run", "e.toml", "--", "./none.sh"]) == 2 and "there is no command" in capsys.readouterr().err

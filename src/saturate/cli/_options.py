@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,8 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
 def must_exist(command: list[str]) -> None:
     """Raises UsageError where the first word is no program."""
     if shutil.which(command[0]) is None:
+        if os.sep in command[0] and os.path.isfile(command[0]):
+            raise UsageError(f"{command[0]!r} is not executable", remedy=f"chmod +x {shlex.quote(command[0])}, or name the program that runs it")
         raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
 
 
