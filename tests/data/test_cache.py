@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache, cache_ahead, cache_codec, cache_store  # noqa: E402
+from saturate.data import cache, cache_ahead, cache_codec, cache_reader, cache_store  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
@@ -314,7 +314,7 @@ def test_items_that_change_between_reads_end_the_cache_loudly(root, on, capfd, w
 
 def test_without_looking_again_it_would_go_unseen(root, on, monkeypatch):
     """The test above can fail."""
-    monkeypatch.setattr(cache, "RECHECKED", -1.0)
+    monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
     on()
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=20)

@@ -29,7 +29,8 @@ _KNOWN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "Weighted
 
 
 class _Foreseen:
-    """Stands in a loader's iterator for a sampler that is `foreseeable`."""
+    """Stands in a loader's iterator for a sampler that is `foreseeable`. Its own iterators are generators: they begin when the first
+    batch is asked for, as the sampler's would."""
 
     def __init__(self, sampler: Any, reader: Any, threads: int):
         self._sampler = sampler
@@ -42,13 +43,6 @@ class _Foreseen:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[Any]:
-        """A generator: it begins when the first batch is asked for, as the sampler's own would."""
-        return self._pass(iter(self._sampler))
-
-    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
-        raise NotImplementedError
-
 
 class Ahead(_Foreseen):
     """`budget.ahead_s` is what is left of the time for it."""
@@ -57,7 +51,8 @@ class Ahead(_Foreseen):
         super().__init__(sampler, reader, threads)
         self._budget = budget
 
-    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
         if self._budget.ahead_s > 0:
             first = list(itertools.islice(batches, MOST_BATCHES))
             began = time.monotonic()
@@ -70,7 +65,8 @@ class Ahead(_Foreseen):
 
 
 class Beside(_Foreseen):
-    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
         while some := list(itertools.islice(batches, MOST_BATCHES)):
             yield from self._helped(some)
 

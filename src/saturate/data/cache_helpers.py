@@ -20,7 +20,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.data import cache_probe
+from saturate.data import cache_fork
 from saturate.data.glance import open_connection
 
 #: Items that a helper makes before it stores them: it looks at the generators of random numbers once for all of them.
@@ -176,7 +176,7 @@ class _Work:
 def _forked(work: _Work, number: int) -> int:
     """The number of a new process, which is nobody's child: a script that waits for its children does not meet it."""
     reader, writer = os.pipe()
-    between = cache_probe.fork(writer)
+    between = cache_fork.fork(writer)
     if between == 0:
         try:
             helper = os.fork()
@@ -190,7 +190,7 @@ def _forked(work: _Work, number: int) -> int:
         said = os.read(reader, _WORD.size)
     finally:
         os.close(reader)
-        cache_probe.wait(between)
+        cache_fork.wait(between)
     if len(said) < _WORD.size:
         raise OSError("no more processes")
     return _WORD.unpack(said)[0]

@@ -1,0 +1,324 @@
+"""What stands for a dataset in a loader's iterator: items come from a store, or from the dataset, and then go into the store.
+
+Now and then an item is made again and compared; one that differs ends the cache for everybody, and is said aloud. Between and
+within epochs a glance tells whether the dataset was changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import time
+from typing import Any
+
+from saturate.data import cache_codec, cache_helpers, cache_probe, cache_store
+from saturate.data.glance import glance
+
+#: Share of a process's time that goes into making items again to compare them.
+RECHECKED = 0.005
+
+#: Share of a process's time that goes into looking whether the dataset was changed, and how many seconds more.
+LOOKED, LOOKED_S = 0.01, 0.1
+
+#: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
+GROUP_BYTES = 1 << 20
+
+
+class CachedDataset:
+    """Stands in a loader's iterator for the dataset, and in its workers for `get_worker_info().dataset`."""
+
+    __slots__ = ("_saturate_reader", "__weakref__")
+
+    def __init__(self, reader: Reader):
+        object.__setattr__(self, "_saturate_reader", reader)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._saturate_reader.source)
+
+    def __len__(self) -> int:
+        return len(self._saturate_reader.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._saturate_reader.item(index)
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        return self._saturate_reader.items(indices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saturate_reader.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._saturate_reader.source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._saturate_reader.source, name)
+
+    def __reduce__(self) -> Any:
+        reader = self._saturate_reader
+        return _restored, (reader.source, reader.store.path, reader.store.key, reader.store.slots, reader.steps, reader.place)
+
+
+def _restored(source: Any, path: str, key: bytes, slots: int, steps: int | None, place: tuple[Any, ...]) -> Any:
+    """In a spawned worker; the dataset itself where the store cannot be opened."""
+    try:
+        return CachedDataset(Reader(source, cache_store.attach(path, key, slots), steps, place))
+    except (cache_store.Unusable, OSError):
+        return source
+
+
+class Reader:
+    """Reads items of `source` through a store: whole ones, or (`steps`, `place`: see `cache_probe.Found`) those whose
+    transform was cut, and does the rest of the transform itself."""
+
+    def __init__(self, source: Any, store: cache_store.Store, steps: int | None, place: tuple[Any, ...]):
+        self.source = source
+        self.store = store
+        self.steps = steps
+        self.place = place
+        self.off = ""                       # why items come from the source alone
+        self._twin, self._prefix, self._rest = (source, None, []) if steps is None else cache_probe.cut(source, steps)
+        self._together = steps is None and callable(getattr(source, "__getitems__", None))
+        self.attributes = attributes(source)    # as this process left them
+        self.kept = 0                       # items that this process has stored
+        self._began_anew()
+        self._glance = self._look()         # what lies deeper, as this process left it; None: not looked at
+
+    def _began_anew(self) -> None:
+        self._pid = os.getpid()
+        self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
+        self._read = self._stored = 0
+        self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
+
+    def item(self, index: Any) -> Any:
+        """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not
+        cached."""
+        plain = hasattr(self.source, "__getitems__") or type(index) is not int
+        return self.source[index] if plain else self.items([index])[0]
+
+    def items(self, indices: list[Any]) -> list[Any]:
+        """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
+        if not self._usable():
+            return self._plain(indices)
+        out: list[Any] = self._at_once(indices) if self._together else []
+        while len(out) < len(indices):
+            out += self._in_order(indices[len(out):len(out) + self._group])
+        self.attributes = attributes(self.source)
+        self._glance = self._look()
+        self.store.count(self._read, self._stored)
+        self._read = self._stored = 0
+        return out
+
+    def unchanged(self) -> bool:
+        """Whether what items are made from is as it was left. False also where that cannot be told."""
+        return self._unlike() is False
+
+    def _unlike(self) -> bool | None:
+        """Whether it is not as it was left; None where that cannot be told, as far as the attributes of the dataset do not tell."""
+        if not same(self.attributes, attributes(self.source)):
+            return True
+        now = self._look() if self._glance is not None else None
+        return None if now is None else now != self._glance
+
+    def _look(self) -> Any:
+        if self._looking_s > LOOKED * (time.perf_counter() - self._began) + LOOKED_S:
+            return None
+        began = time.perf_counter()
+        try:
+            return glance(self._twin)
+        except Exception:  # noqa: BLE001 - an object that raises when it is looked at
+            return None
+        finally:
+            self._looking_s += time.perf_counter() - began
+
+    def _at_once(self, indices: list[Any]) -> list[Any]:
+        """Items of a dataset that is asked for many at once: what is missing, in one call."""
+        out = [self._cached(index) for index in indices]
+        missing = [at for at, item in enumerate(out) if item is MISSING]
+        if missing:
+            before = cache_probe.states()
+            fresh = self.source.__getitems__([indices[at] for at in missing])
+            drew = cache_probe.drawn_since(before)
+            for at, item in zip(missing, fresh):
+                out[at] = item
+                if not drew:
+                    self._keep(indices[at], item)
+        return [self._plain([index])[0] if item is PLAIN else item for index, item in zip(indices, out)]
+
+    def _in_order(self, indices: list[Any]) -> list[Any]:
+        """Some items: first what is cached of all of them is read or made, then each is finished. So one look at the generators of
+        random numbers, which takes a thirtieth of the time in which a photograph is decoded, tells of them all that they drew
+        nothing. Where one did, failed, or is not what it was, all that was drawn is taken back, and they are made one by one."""
+        if self.off:                        # since the group before
+            return self._plain(indices)
+        before, fresh, items, read = None, [], [], self._read
+        try:
+            for index in indices:
+                item = self._cached(index)
+                if item is MISSING:
+                    before = before or cache_probe.states()
+                    item = self._base(index)
+                    fresh.append((index, item))
+                items.append(item)
+            drew = before is not None and cache_probe.drawn_since(before)
+            again = drew or bool(self.off)
+        except Exception:
+            if len(indices) == 1:
+                raise
+            again = True
+        if again and len(indices) == 1 and self._prefix is None:
+            return items                    # made by the source, and not to be kept
+        if again:
+            if before is not None:
+                cache_probe.restore(before)
+            if self.off or len(indices) == 1:
+                return self._plain(indices)
+            self._alone, self._group, self._read = True, 1, read
+            return [item for index in indices for item in self._in_order([index])]
+        for index, item in fresh:
+            if item is not PLAIN:
+                self._keep(index, item)
+        return [self._plain([index])[0] if item is PLAIN else self._finished(item) for index, item in zip(indices, items)]
+
+    def _plain(self, indices: list[Any]) -> list[Any]:
+        many = getattr(self.source, "__getitems__", None)
+        return many(indices) if callable(many) else [self.source[index] for index in indices]
+
+    def _usable(self) -> bool:
+        if self.off:
+            return False
+        if os.getpid() != self._pid:
+            self._began_anew()
+        if self.store.dropped:
+            self.off = self.store.reason
+        elif self._unlike():
+            self.off = "the dataset was changed while it was read"
+            say(f"{self.off}: until the next epoch its items come from itself")
+        return not self.off
+
+    def _cached(self, index: Any) -> Any:
+        """What is cached of an item; MISSING, or PLAIN for an index that no cache has."""
+        if type(index) is not int or not 0 <= index < self.store.slots:
+            return PLAIN
+        record = self.store.get(index)
+        if record is None:
+            return MISSING
+        try:
+            item = cache_codec.decode(record)
+        except cache_codec.Damaged:
+            return MISSING
+        self._sized(len(record))
+        if self._spent_s <= RECHECKED * (time.perf_counter() - self._began) and not self._still(index, bytes(record)):
+            return MISSING
+        self._read += 1
+        return item
+
+    def _sized(self, record_bytes: int) -> None:
+        if not self._alone:
+            self._group = max(1, GROUP_BYTES // record_bytes)
+
+    def _still(self, index: int, record: bytes) -> bool:
+        """Make an item again: is it what was stored?"""
+        began = time.perf_counter()
+        problem = self._difference(index, record)
+        self._spent_s += time.perf_counter() - began
+        if problem:
+            self.off = f"item {index} of {type(self.source).__name__} {problem}"
+            self.store.drop(self.off)
+            say(f"{self.off}: the cache is dropped, and the training goes on from the dataset itself; "
+                "items that were read from the cache before may have been old ones")
+        return not problem
+
+    def _difference(self, index: int, record: bytes) -> str:
+        random_state = cache_probe.states()
+        try:
+            again = b"".join(cache_codec.encode(cache_probe.one(self._twin, index)))
+            return "" if again == record else "is not what it was when it was stored"
+        except Exception as error:  # noqa: BLE001 - what the user's dataset raises, it raises again where the loop sees it
+            return f"cannot be read any more ({type(error).__name__}: {error})"
+        finally:
+            cache_probe.restore(random_state)
+
+    def agrees(self, index: int) -> bool:
+        """Whether this process makes an item as it is stored."""
+        record = self.store.get(index)
+        return record is None or not self._difference(index, bytes(record))
+
+    def _base(self, index: int) -> Any:
+        """What of an item is cached, made by the source; PLAIN where its transform does not show. Random numbers may have been
+        drawn: by an item that is unlike those that were looked at."""
+        calls = self._prefix.calls if self._prefix else 0
+        item = cache_probe.one(self._twin, index)
+        if self._prefix is None:
+            return item
+        result, self._prefix.result = self._prefix.result, None
+        shows = self._prefix.calls == calls + 1 and cache_probe.find_place(item, result) == self.place
+        return item if shows else PLAIN
+
+    def _keep(self, index: int, item: Any) -> None:
+        if self.off or self.store.full or not self.store.wanted(index):
+            return
+        try:
+            parts = cache_codec.encode(item)
+            self._sized(sum(map(len, parts)))
+            stored = self.store.put(index, parts)
+            self._stored += stored
+            self.kept += stored
+        except cache_codec.Unstorable:
+            return                          # this one is made each time
+        except Exception as error:  # noqa: BLE001 - a guest: the item is there, and the training has it
+            self.off = f"storing an item failed: {type(error).__name__}: {error}"
+            say(self.off)
+
+    def store_ahead(self, indices: list[int]) -> None:
+        """Make and store some items, and forget them."""
+        before = cache_probe.states()
+        made = [(index, self._base(index)) for index in indices]
+        self.attributes, self._glance = attributes(self.source), self._look()
+        if cache_probe.drawn_since(before):
+            cache_probe.restore(before)
+            for index in indices if len(indices) > 1 else []:
+                self.store_ahead([index])
+            return
+        for index, item in made:
+            if item is not PLAIN and not self.store.holds(index):       # another process may have been faster
+                self._keep(index, item)
+        self.store.count(self._read, self._stored)
+        self._read = self._stored = 0
+
+    def helpers(self) -> int:
+        """How many other processes may store items ahead."""
+        return cache_helpers.most(self.source, self._twin)
+
+    def _finished(self, item: Any) -> Any:
+        if self._prefix is None:
+            return item
+        return cache_probe.replaced(item, self.place, lambda sample: cache_probe.through(self._rest, sample))
+
+
+#: In the place of an item: it is in no cache yet; it is what the source makes of it, whole.
+MISSING, PLAIN = object(), object()
+
+
+def attributes(dataset: Any) -> list[Any]:
+    """The values of the attributes of a dataset, of those that it is a view of, and of its transform."""
+    found: list[Any] = []
+    for _ in range(16):
+        own = getattr(dataset, "__dict__", None)
+        if own is None:
+            break
+        found.extend(own.values())
+        steps = getattr(own.get("transform"), "transforms", None)
+        if type(steps) is list:
+            found.extend(steps)
+        dataset = own.get("dataset")
+    return found
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"saturate: dataset-cache: {line}\n")
