@@ -31,8 +31,9 @@ version of the dataset, shared by workers and ranks, in `~/.cache/saturate/data`
 is a hash of the dataset's code, attributes and files with their sizes and times. Pictures and arrays are stored as
 bytes, never pickled. In trials, samples are stored before they are asked for, so that what is measured is a warm
 cache. In runs, forked helpers go through the epoch's order ahead of the training, which makes itself whatever is not
-stored yet. There are none for datasets that hold open files; and where torch has several threads here, none stores an
-item that an operation was used for whose rounding could depend on their number.
+stored yet. They have their own places in open files; there are none for datasets that hold open connections; and where
+torch has several threads here, none stores an item that an operation was used for whose rounding could depend on their
+number.
 
 References
 ----------
