@@ -214,6 +214,27 @@ def test_exit(source: str, code: int, place: Place) -> None:
     place.same(sys.executable, "train.py", code=code)
 
 
+@pytest.mark.parametrize("ids", [
+    ["zero-grad-none", "bf16-autocast", "fused-optimizer", "gc-freeze"], ["async-checkpoint"], ["incremental-checkpoint"],
+    ["optimizer-in-backward"], ["loader-workers"], ["dataset-cache"], ["micro-batch"]])
+def test_a_training_that_ctrl_c_ended_died_of_it(ids: list[str], place: Place) -> None:
+    """A shell's loop goes on after a program with another status. Python forgets why it ends when a handler of the exit makes
+    a dataclass or a named tuple, as the import of a module may."""
+    place.write("""
+import signal, torch
+net, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.ones(256, 4))
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for number, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=8)):
+    opt.zero_grad(); net(x).sum().backward(); opt.step()
+    if number in (10, 20):
+        torch.save([net.state_dict(), opt.state_dict()], "kept.pt")
+signal.raise_signal(signal.SIGINT)
+""")
+    done = place.under(ids, sys.executable, "train.py")
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert b"KeyboardInterrupt" in done.stderr and (place.folder / "kept.pt").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("ids", [[], ["zero-grad-none"]])
 def test_signals_reach_the_command(number: signal.Signals, ids: list[str], place: Place) -> None:

@@ -15,6 +15,9 @@ from saturate.agent import observe, sample, succession
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
+# Not at the exit: the dataclass of its module, made there, hides a Ctrl-C from the shell.
+from saturate.techniques._chunks import out_of_memory
+
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
 WATCHED_ENTRIES = 16
 
@@ -199,6 +202,10 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
         return session.seen
     if order["do"] in ("fit", "extents"):
         return session.batching.answer(order["do"])
+    if order["do"] == "sources":
+        from saturate.agent import sources
+
+        return sources.own()
     if order["do"] == "ceilings":
         from saturate.agent import ceilings
 
@@ -277,7 +284,5 @@ def _report_end(session: Any) -> None:
 
 
 def _died_of_memory(session: Any) -> bool:
-    from saturate.techniques._chunks import out_of_memory
-
     error = getattr(sys, "last_value", None)        # what ended the script; it is kept for debuggers
     return error is not None and out_of_memory(error, session.torch)
