@@ -80,11 +80,11 @@ def test_an_empty_command_has_no_script(project):
 
 def test_fingerprint(project):
     facts = Facts(torch="2.13.0", python="3.11.7", device="cuda", device_name="H", machine=MachineFacts(cpu_name="C"))
-    made_for = fingerprint.of(facts, ["python", "train.py"], project)
+    made_for = fingerprint.of(facts, fingerprint.digest_of(["python", "train.py"], project))
     assert made_for.script == hashlib.sha256(b"train.py").hexdigest()
     assert (made_for.device, made_for.device_name, made_for.cpu, made_for.torch, made_for.python) == ("cuda", "H", "C", "2.13.0", "3.11.7")
     assert made_for.saturate
-    assert fingerprint.of(facts, ["python", "-c", ""], project).script == ""
+    assert fingerprint.digest_of(["python", "-c", ""], project) == ""
 
 
 NOW = MadeFor(device="cuda", device_name="H", cpu="C", torch="2.13.0", python="3.11.7", saturate="1", script="a" * 64)

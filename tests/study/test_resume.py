@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sqlite3
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -86,6 +87,37 @@ def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
     run = json.loads(stdout)["run"]
     assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run
     assert folder.tune(*OPTIONS, "--timeout", "1s").result.run == run
+
+
+def test_code_that_is_changed_while_it_is_measured(tmp_path):
+    """Two programs would be compared. Put back, the study goes on; left so, another begins, of which the recipe is."""
+    folder = Folder(tmp_path)
+    folder.write("config.yaml", "lr: 1")
+    model = folder.write("steps.py", TRAINING)
+    folder.write("train.py", "from steps import step" + FOREVER)
+    argv = (sys.executable, "train.py", "--config=config.yaml")
+    with folder.start(*OPTIONS, argv=argv) as process:
+        while not list(tmp_path.glob(".saturate/*/t002/output.log")):
+            time.sleep(0.05)
+        with model.open("a") as file:
+            file.write("def step(): raise SystemExit('half written')\n")
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3 and f"was changed while it was measured\ncause: {model}\n" in stderr, stderr
+    assert no_traceback_of_ours(stderr) and not folder.alive()
+    first = json.loads(stdout)
+    assert first["verified"] is None and first["verdict"] != "faster"
+    model.write_text(TRAINING)
+    ended = folder.tune(*OPTIONS, argv=argv)
+    assert ended.code in (0, 6) and ended.result.run == first["run"], ended.stderr
+    with folder.start(*OPTIONS, argv=argv) as process:
+        while not (folders := list(tmp_path.glob(".saturate/*/t003"))) or {path.parent.name for path in folders} == {first["run"]}:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    (tmp_path / "config.yaml").write_text("lr: 2")
+    ended = folder.tune(*OPTIONS, argv=argv)
+    assert "an interrupted study was not gone on with: " in ended.stderr and "config.yaml changed since" in ended.stderr
+    assert ended.result.run not in {path.parent.name for path in folders}
 
 
 @pytest.fixture

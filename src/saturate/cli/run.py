@@ -114,14 +114,13 @@ def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
     import saturate
     from saturate.machine import facts, fingerprint
 
-    script = fingerprint.script_of(command)
     device_name = _gpu_name() if made_for.device == "cuda" else ""
     return MadeFor(
         device=made_for.device if made_for.device != "cuda" or device_name else "cpu",
         device_name=device_name,
         cpu=facts.observe(command[0]).cpu_name,
         saturate=saturate.__version__,
-        script=fingerprint.digest(script) if script else "",
+        script=fingerprint.digest_of(command, "."),
     )
 
 

@@ -42,9 +42,8 @@ _AFFECTS: dict[str, tuple[str, frozenset[str] | None]] = {
 }
 
 
-def of(facts: Facts, command: Sequence[str], cwd: str | os.PathLike[str]) -> MadeFor:
-    """The fingerprint of `command`, run in `cwd`, on the machine that `facts` were observed on."""
-    script = script_of(command, cwd)
+def of(facts: Facts, script: str) -> MadeFor:
+    """The fingerprint of a command on the machine that `facts` were observed on; `script`: what `digest_of` said of it."""
     return MadeFor(
         device=facts.device,
         device_name=facts.device_name,
@@ -52,8 +51,14 @@ def of(facts: Facts, command: Sequence[str], cwd: str | os.PathLike[str]) -> Mad
         torch=facts.torch,
         python=facts.python,
         saturate=saturate.__version__,
-        script=digest(script) if script is not None else "",
+        script=script,
     )
+
+
+def digest_of(command: Sequence[str], cwd: str | os.PathLike[str]) -> str:
+    """SHA-256 of the file that holds the training, hexadecimal; empty when none is known."""
+    script = script_of(command, cwd)
+    return digest(script) if script is not None else ""
 
 
 def digest(path: Path) -> str:

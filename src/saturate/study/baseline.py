@@ -16,6 +16,7 @@ from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
+from saturate.study import sources
 from saturate.study.bench import Bench, Live, Pace
 from saturate.study.candidates import Set
 from saturate.study.state import Study
@@ -51,6 +52,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
                 stored = observe(study, live)
                 live.trial.thaw()
                 stored["ceilings"] = live.trial.ask("ceilings")
+                stored["sources"] = sources.digests(live.trial.ask("sources"), study.request.argv, study.request.cwd)
                 found = diagnose(study, live, msgspec.convert(stored["facts"], Facts))
                 stored["findings"] = msgspec.to_builtins(found)
             finally:
@@ -70,6 +72,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
     bench.step = stored["step"]
     bench.reference_events = stored["events"]
     bench.pace = pace(study.facts, stored["startup_s"])
+    bench.sources = stored.get("sources", {})
     if (bench.folder / "caches").is_dir():
         bench.caches = bench.folder / "caches"
     peak = bench.peaks.of(())

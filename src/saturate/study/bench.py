@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 from saturate.measure import stationary
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
+from saturate.study import sources
 from saturate.study.candidates import Set, key
 from saturate.study.peaks import Peaks
 from saturate.study.store import Store
@@ -120,6 +121,7 @@ class Bench:
         self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
         self.reference_events: dict[str, float] | None = None     # per step, of the baseline
         self.pace: Pace | None = None                   # of the baseline; as long as it is not known, trials start one by one
+        self.sources: Mapping[str, str] = {}            # SHA-256 of the files that the baseline ran, see `study.sources`
         self.caches: Path | None = None
         self.intercept: str | None = None               # why overlays cannot be used, once that is known
         self._trains = False                            # whether any trial has come to its first gate
@@ -168,21 +170,28 @@ class Bench:
     def ready(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None,
               started: Trial | None = None) -> tuple[Trial, dict[str, Any]]:
         """Start a trial, unless it is `started`, and wait for its first gate, in the second isolation mode when the first is
-        refused."""
+        refused. Raises TrialEnded, and EnvironmentProblem where it ran, or failed with, other code than the baseline."""
         trial = started or self.start(purpose, techniques, capture)
         try:
             with contextlib.nullcontext() if self._trains else self._said_that_it_waits():
                 hello = trial.wait_ready(math.inf if self._trains else max(LEAST_PATIENCE_S, self.budget_s))
             self._trains = True
+            self._check_sources()
             return trial, hello
         except TrialEnded as ended:
             self.finish(trial, techniques)
+            self._check_sources()
             if ended.outcome.kind != "cage_refused" or trial.spec.redirect is not None:
                 raise
             if self.intercept is None:      # else the other one of a pair was refused before
                 self.intercept = ended.outcome.reason
                 self.say(f"isolation by overlay was refused, writes are intercepted instead: {self.intercept}")
             return self.ready(purpose, techniques, capture)
+
+    def _check_sources(self) -> None:
+        problem = sources.problem(self.sources)
+        if problem is not None:
+            raise problem
 
     @contextlib.contextmanager
     def _said_that_it_waits(self) -> Iterator[None]:

@@ -53,10 +53,13 @@ class Request:
         }
         return [word for name, value in given.items() if value is not None for word in (name, value)]
 
+    def script(self) -> str:
+        """SHA-256 of the file that holds the training, as it is now."""
+        return fingerprint.digest_of(self.argv, self.cwd)
+
     def identity(self) -> str:
         """The same for a command that asks the same question again, so that it can resume."""
-        script = fingerprint.script_of(self.argv, self.cwd)
-        parts = [self.argv, str(self.cwd), fingerprint.digest(script) if script else "", sorted(self.only or ()),
+        parts = [self.argv, str(self.cwd), self.script(), sorted(self.only or ()),
                  self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
                  self.step, saturate.__version__, *([self.limit_bytes] if self.limit_bytes else [])]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -71,6 +74,7 @@ class Study:
     store: Store
     registry: dict[str, ModuleType]
     say: Callable[[str], None]
+    script: str = ""                    # SHA-256 of the file that holds the training, when the study began
     started: float = field(default_factory=time.monotonic)
     facts: Facts | None = None
     baseline: dict[str, Any] = field(default_factory=dict)

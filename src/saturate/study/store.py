@@ -169,8 +169,9 @@ class Store:
             raise self._damaged(f"a damaged entry: {error}") from error
 
 
-def find_unfinished(folder: Path, identity: str, unreadable: Callable[[EnvironmentProblem], None]) -> Path | None:
-    """The folder of an unfinished study with this identity below `folder`, newest first.
+def find_unfinished(folder: Path, identity: str, unreadable: Callable[[EnvironmentProblem], None],
+                    usable: Callable[[Store], bool] = lambda store: True) -> Path | None:
+    """The folder of an unfinished study with this identity below `folder` that is `usable`, newest first.
 
     A study that cannot be read is passed by, as it is: it must not stop a new one. `unreadable` is told of it.
     """
@@ -179,7 +180,7 @@ def find_unfinished(folder: Path, identity: str, unreadable: Callable[[Environme
         try:
             store = Store(path.parent)
             try:
-                if store.meta("identity") == identity and not store.meta("finished"):
+                if store.meta("identity") == identity and not store.meta("finished") and usable(store):
                     return path.parent
             finally:
                 store.close()

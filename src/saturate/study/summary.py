@@ -311,7 +311,7 @@ def write_recipe(study: Study, result: TuneResult | None = None) -> None:
         return
     result = result or result_of(study)
     recipes.write(study.recipe_path, recipes.Recipe(
-        made_for=fingerprint.of(study.facts, study.request.argv, study.request.cwd),
+        made_for=fingerprint.of(study.facts, study.script),
         evidence=recipes.MeasuredEvidence(
             baseline_ms=result.baseline.step_ms, tuned_ms=result.tuned.step_ms, speedup=result.speedup,
             speedup_ci=_finite(result.speedup_ci), verified=result.verified, noise_floor=result.noise_floor,

@@ -31,7 +31,7 @@ from saturate.measure.race import Limits
 from saturate.records.facts import Facts
 from saturate.records.result import StudyRecord
 from saturate.report import words
-from saturate.study import baseline, fitting, profile, summary
+from saturate.study import baseline, fitting, profile, sources, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import Interrupted, in_our_words
@@ -99,8 +99,15 @@ def _open(request: Request, registry: dict[str, ModuleType], say: Callable[[str]
         notes.append(f"{problem.message} ({problem.cause or problem.remedy}); it was left as it is and not used")
         say(f"warning[{problem.code}] {notes[-1]}")
 
+    def same_code(store: Store) -> bool:
+        other = sources.changed((store.answer("baseline") or {}).get("sources", {}))
+        if other:
+            notes.append(f"an interrupted study was not gone on with: {', '.join(other[:3])} changed since")
+            say(notes[-1])
+        return not other
+
     identity = request.identity()
-    folder = find_unfinished(request.directory, identity, unreadable)
+    folder = find_unfinished(request.directory, identity, unreadable, same_code)
     resumed = folder is not None
     folder = folder or new_run(request.directory, identity)
     store = Store(folder)
@@ -108,7 +115,7 @@ def _open(request: Request, registry: dict[str, ModuleType], say: Callable[[str]
     if resumed:
         notes.append("resumed: measurements made before an interruption were used")
         say(f"resuming {folder.name}")
-    study = Study(request, folder, store, registry, say, notes=notes)
+    study = Study(request, folder, store, registry, say, script=request.script(), notes=notes)
     summary.write_recipe(study)     # it exists from the first moment on, empty
     return study
 
