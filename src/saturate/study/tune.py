@@ -331,11 +331,13 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     except TrialEnded as ended:
         if ended.outcome.kind == "too_short":
             study.notes.append(f"the last race has too few rounds: {ended.outcome.reason}; {ended.outcome.remedy}")
+            study.say(f"  {study.notes[-1]}")
             _drop(study, kept, "inconclusive", ended.outcome.reason)
             return
         if ended.side == "a":
             raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason) from ended
         study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")
+        study.say(f"  {study.notes[-1]}")
         _drop(study, kept, "failed", ended.outcome.reason)
         return
     low, high = study.final.gain_ci or (0.0, 0.0)
