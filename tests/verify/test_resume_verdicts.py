@@ -205,6 +205,19 @@ def test_parameters_that_cannot_be_seen() -> None:
     assert compare(blind, [replace(one, losses=(9.0,)) for one in found], killed(17, 12), True).outcome == "state_not_restored"
 
 
+def test_parameters_alone() -> None:
+    """Neither losses (of gradients that a script makes by itself) nor data: nothing that is compared could differ."""
+    nothing = {"losses": (), "indices": (), "rows": (), "given": (), "begins": False}
+    reference, found = ([replace(one, **nothing) for one in run] for run in (training(), resumed(12)))
+    kind, reason = outcome(found, killed(17, 12), reference=reference)
+    assert kind == "resumes_exactly" and "same parameters" in reason
+    found[5] = replace(found[5], after="another")
+    kind, reason = outcome(found, killed(17, 12), reference=reference)
+    assert kind == "inconclusive" and "neither its losses nor its data" in reason
+    blind = [replace(one, after=None) for one in found]
+    assert outcome(blind, killed(17, 12), reference=reference)[0] == "inconclusive"
+
+
 def test_a_loss_that_says_nothing_is_admitted() -> None:
     flat = [replace(one, losses=(0.0,)) for one in training()]
     kind, reason = outcome([replace(one, losses=(0.0,)) for one in resumed(12)], killed(17, 12), reference=flat)

@@ -190,6 +190,8 @@ class _Given:
             return outcome, f"{reason}; {state}" if state else reason
         content = self.same_content(at)
         if losses == compared and content == compared:
+            if not self.visible and not self._informative():
+                return self._by_parameters(at, compared)
             return ("resumes_exactly" if compared >= ENOUGH else "inconclusive"), self._exactly(compared)
         if content < min(compared, losses + 1):
             return "state_not_restored", (f"from update {at + content + 1} on it has the same samples with another content: "
@@ -203,6 +205,13 @@ class _Given:
             return f"the same batches for {compared} updates; the loss is the same in all and says nothing"
         what = "batches and losses" if self.visible else "losses"
         return f"the same {what} as without the kill for {compared} updates"
+
+    def _by_parameters(self, at: int, compared: int) -> tuple[str, str]:
+        """Where neither losses nor data can be seen to differ: what the updates made of the parameters."""
+        same = _leading(self.reference[at:], self.resumed, lambda a, b: a.after is not None and a.after == b.after)
+        if same == compared:
+            return ("resumes_exactly" if compared >= ENOUGH else "inconclusive"), f"the same parameters as without the kill for {compared} updates"
+        return "inconclusive", "neither its losses nor its data could be seen, and it has other parameters than without the kill"
 
     def _informative(self) -> bool:
         return len({one.losses for one in self.reference}) > 1
