@@ -11,6 +11,7 @@ import pytest
 from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.study import racing
+from saturate.study import store as stores
 from saturate.study.fates import FATES
 from saturate.study.racing import MOST_ROUNDS, Racer, block_size
 from saturate.study.search import Search
@@ -168,6 +169,30 @@ def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():
     search.fates["t"] = SimpleNamespace(gain=None, gain_ci=None)
     assert search.race("screen t", (), (), Limits(max_pairs=1), candidate, share_base=True) is None
     assert search.fates["t"].fate == "inconclusive" and "ended after 3000" in search.fates["t"].reason
+
+
+@pytest.mark.parametrize(("whole", "rounds"), [(0, 1), (0, 4), (1, 1)])
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), TrialEnded(Outcome("crashed", "a file is gone"))])
+def test_a_pair_that_was_not_counted_to_its_end_is_measured_again(tmp_path, whole, rounds, end):
+    """Seen: a kill after one round of screening, which has one pair, and the technique stayed undecided for good. And what had
+    crashed in a race counted with the rounds it had until then."""
+    class Cut(Process):
+        def run_block(self, skip, steps, cpus=()):
+            if self.left == 0:
+                raise end
+            return super().run_block(skip, steps, cpus)
+
+    limits, question = Limits(max_pairs=2, min_rounds=6, max_rounds=6), f"q | {racing.key(())} | {racing.key(())}"
+    cut, again = (Bench(scatter=0.001, blocks=blocks, process=Cut) for blocks in ([10_000] * (2 * whole + 1) + [rounds], [10_000]))
+    cut.store = again.store = stores.Store(tmp_path)
+    with pytest.raises(type(end)):
+        run(cut, limits, min_pairs=2)
+    before = again.store.rounds(question)
+    assert [len(pair) for pair in before] == [6] * whole + [rounds]
+    for _ in range(2):          # what is finished is not measured again
+        assert [len(pair) for pair in run(again, limits, min_pairs=2).pairs] == [6, 6]
+        assert len(again.started) == 2 * (2 - whole)
+    assert again.store.rounds(question)[:whole] == before[:whole], "a whole pair stays"
 
 
 def live(step_ms, workers=0):
@@ -364,6 +389,7 @@ def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_
     narrow = racer.run("y", CANDIDATE, CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
     assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
     racer.bench.store.rounds = lambda question: [[(1.25, 1.0, 0.22)] * 6, [(1.0, 1.0, 0.0)] * 6, [(1.25, 1.0, 0.22)] * 6]
+    racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | end of pair 2", True)
     for number, one in enumerate((uneven, even, uneven)):
         racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | kernel work of pair {number}", [[w.page_faults, w.ms] for w in one])
     result = racer.run("z", (), CANDIDATE, Limits(max_pairs=3), time.monotonic() + 60.0)

@@ -168,7 +168,7 @@ class Racer:
         when A cannot; the exception's `side` attribute tells which.
         """
         full_question = f"{question} | {key(a)} | {key(b)}"
-        rounds = self.bench.store.rounds(full_question)
+        rounds = self._ended_pairs(full_question)
         pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
         times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
         finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
@@ -187,6 +187,17 @@ class Racer:
         if self._steady(b) and not self._steady(a):
             decision = self._by_state(pairs, work, limits) or decision
         return self._result(question, a, b, decision, pairs, times, work)
+
+    def _ended_pairs(self, question: str) -> list[list[tuple[float, float, float]]]:
+        """The stored rounds of the pairs that were counted to their end. The rounds of one that was not (a kill, a failure) are
+        dropped: it would take the place of a whole one."""
+        store = self.bench.store
+        rounds = store.rounds(question)
+        last = len(rounds) - 1          # only of the last one can that be
+        if rounds and store.answer(_end_question(question, last)) is None:
+            store.drop_rounds(question, last)
+            rounds.pop()
+        return rounds
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
@@ -216,6 +227,7 @@ class Racer:
         pairs.append(pair.ratios)
         fresh = self.mode == "alternate" or not share_base or self.base(a) is None
         self._rounds(a, b, share_base, pair)
+        self.bench.store.set_answer(_end_question(question, pair.number), True)
         if fresh:
             self.pair_s = max(self.pair_s, time.monotonic() - pair.asked)
 
@@ -350,6 +362,10 @@ def _usable(pairs: list[list[float]]) -> list[list[float]]:
 
 def _work_question(question: str, pair: int) -> str:
     return f"{question} | kernel work of pair {pair}"
+
+
+def _end_question(question: str, pair: int) -> str:
+    return f"{question} | end of pair {pair}"
 
 
 def _work_so_far(live: Live) -> tuple[int, int, float]:
