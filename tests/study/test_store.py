@@ -207,6 +207,37 @@ print("held", flush=True); time.sleep(100)
     StudyLock(tmp_path).release()
 
 
+def test_who_holds_the_lock_discards_what_killed_trials_left(tmp_path):
+    """Of all runs: a fit, a profile or a drill is not resumed, and the command of a tune may not be given again."""
+    run = new_run(tmp_path, "abcdef123")
+    left = [run / name for name in ("t001/layers/0/upper/checkpoint.bin", "t001/layers.json", "t002/shadow/tmp/file", "t004/supervise.json", "chain/layers/0/upper/last.pt", "chain/layers.json", "chain/p1/supervise.json")]
+    left.append(stores.layers.scratch_folder(run.resolve() / "t003") / "socket")
+    kept = [run / name for name in ("recipe.toml", "fit.json", "t001/output.log", "t003/output.log", "t001/plan.json", "chain/p1/output.log", "caches/root/layers.json")]
+    kept += [tmp_path / name for name in ("model/layers/first.py", "model/net/layers.json", "cache/layers/one", "abcdef-notes/t001/layers/one")]
+    for path in (*left, *kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (run / "t001" / "layers" / "0" / "work").mkdir(mode=0)         # as overlayfs leaves it
+    StudyLock(tmp_path).release()
+    assert [path for path in left if path.exists()] == [] and not (run / "t001" / "layers").exists()
+    assert all(path.exists() for path in kept)
+
+
+def test_what_cannot_be_discarded_stops_no_study(tmp_path, monkeypatch):
+    trials = [new_run(tmp_path, "abcdef123") / "t001" for _ in range(2)]
+    for trial in trials:
+        (trial / "shadow").mkdir(parents=True)
+    refused = []
+
+    def refuse(folder):
+        refused.append(folder)
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(stores.layers, "discard", refuse)
+    StudyLock(tmp_path).release()
+    assert sorted(refused) == sorted(trials)
+
+
 def test_a_lock_that_cannot_be_taken(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentProblem) as error:

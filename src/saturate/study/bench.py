@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import threading
 import time
@@ -23,8 +22,8 @@ from saturate.study import sources
 from saturate.study.candidates import Set, key
 from saturate.study.peaks import Peaks
 from saturate.study.store import Store
-from saturate.trial import planning, tree
-from saturate.trial.layers import collect_caches, discard
+from saturate.trial import planning
+from saturate.trial.layers import clear_away, collect_caches, discard
 from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
@@ -136,8 +135,7 @@ class Bench:
         """Remove what a killed study left of trials that it never finished; the highest number that a trial has had."""
         for folder in self.folder.glob("t[0-9]*"):
             if folder.name not in known:
-                tree.kill_marked(os.fsencode(f"SATURATE_PLAN={folder / 'plan.json'}"))     # its supervisor does so too
-                discard(folder)
+                clear_away(folder)
                 shutil.rmtree(folder)
         return max((int(identity[1:]) for identity in known), default=0)
 

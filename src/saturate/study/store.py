@@ -12,12 +12,12 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged
-from saturate.trial import mounts
+from saturate.trial import layers, mounts
 from saturate.trial.lock import FolderLock
 
 VERSION = 1
@@ -43,8 +43,20 @@ _ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READON
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
 
+#: The name of a run folder, see `new_run`. Who gives a folder of his own with --dir has others in it.
+_RUN = f"{6 * '[0-9a-f]'}-{4 * '[0-9]'}-{6 * '[0-9]'}*"
+
+
 class StudyLock(FolderLock):
-    """Held by the one process that works in a study folder."""
+    """Held by the one process that works in a study folder. What killed ones left of their trials there is discarded first."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        # The processes of a drill have folders of their own in that of their cage.
+        for trial in (*folder.glob(f"{_RUN}/*/p[0-9]*"), *folder.glob(f"{_RUN}/*")):
+            with suppress(OSError):     # another user's, say: that stops no new study
+                if layers.left_behind(trial):
+                    layers.clear_away(trial)
 
     def _make(self, folder: Path) -> None:
         super()._make(folder)
