@@ -66,6 +66,17 @@ def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch)
         start("-c", "print(1)").wait_ready()
 
 
+def test_the_environment_that_it_was_told_lies_nowhere(start, clean_environment, tmp_path):
+    """A token in it would stay for good, were both killed."""
+    clean_environment["MY_API_TOKEN"] = token = uuid.uuid4().hex
+    trial = start("-c", "import time; print('begun', flush=True); time.sleep(100)")
+    deadline = time.monotonic() + 20
+    while "begun" not in trial.output() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "begun" in trial.output() and trial.log.parent == trial.spec.folder
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and token in path.read_text("utf-8", "replace")] == []
+
+
 def test_a_frozen_trial_ends_with_its_controller(script, start):
     """End of file on the supervisor's input is all that a controller killed with SIGKILL leaves."""
     trial = start(str(script(TRAINING + "train()")))

@@ -283,7 +283,6 @@ class Worker:
             self.thaw()
             answer = self._exchange((request, arguments), time.monotonic() + limit_s,
                                     f"{what} took longer than {limit_s:.0f} s", device)
-            (self.folder / "supervise.json").unlink(missing_ok=True)        # it held the user's environment
             if frozen:
                 self.freeze()
         if answer[0] == "ok":
@@ -354,7 +353,7 @@ class Worker:
             tree.kill_marked(os.fsencode(f"{_MARK}={self._token}"))
         self._supervisor.stdout.close()
         self._report = json.loads(line) if line.endswith(b"\n") else None
-        (self.folder / "supervise.json").unlink(missing_ok=True)
+        (self.folder / "supervise.json").unlink(missing_ok=True)       # where it was killed before it read that
         return self._report
 
     def output(self) -> str:

@@ -24,6 +24,7 @@ from saturate.machine import redaction
 from saturate.records import sizes
 from saturate.trial import launch, meter, ports, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
+from saturate.trial.layers import SUPERVISE
 from saturate.trial.outcome import NO_STEP_REMEDY, PIPED_INPUT, LastWords, Outcome, classify, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks before it is not believed. Blocks are taken together up to
@@ -202,7 +203,7 @@ class Trial:
             ended=str(spec.folder / "ended"), **spec.plan,
         ), encoding="utf-8")
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
-        supervisor = spec.folder / "supervise.json"
+        supervisor = spec.folder / SUPERVISE
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             argv = launch.carried(workload.argv, environment, spec.techniques)
@@ -226,7 +227,6 @@ class Trial:
         now = time.monotonic()
         self.first_gate_s = min(now, max(self.started, hello["t_ns"] / 1e9)) - self.started
         self._note_peak(gates)
-        (self.spec.folder / "supervise.json").unlink(missing_ok=True)   # it held the user's environment
         return hello
 
     def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None,
@@ -422,7 +422,7 @@ class Trial:
         if not line.endswith(b"\n"):            # the supervisor was killed: what it watched over is nobody's child now
             tree.kill_marked(os.fsencode(f"SATURATE_PLAN={self.spec.folder / 'plan.json'}"))
         self.server.close()
-        (self.spec.folder / "supervise.json").unlink(missing_ok=True)
+        (self.spec.folder / SUPERVISE).unlink(missing_ok=True)      # where it was killed before it read that
         self.supervisor.stdout.close()
         return json.loads(line) if line.endswith(b"\n") else None
 

@@ -1,6 +1,6 @@
 """The supervisor of one trial: a small process of its own that outlives nothing and lets nothing outlive it.
 
-    python -I -S supervise.py SPEC.json     (started by `trial.process`)
+    python -I -S supervise.py SPEC.json     (started by `trial.process`; the file is deleted once it is read)
 
 It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the
 controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. The workload's
@@ -85,6 +85,7 @@ def _run_workload(spec, output, asks):
 def main(path):
     with open(path, encoding="utf-8") as file:
         spec = json.load(file)
+    os.unlink(path)             # it holds the user's environment
     sys.path.insert(0, spec["import_root"])
     from saturate.trial import tree
 
