@@ -440,8 +440,6 @@ def test_eligibility():
     assert dataset_cache.variants(usual) == [dataset_cache.Options()]
     for bad in (Facts(), Facts(loaders=(LoaderFacts(iterable=True),)), Facts(loaders=(LoaderFacts(),), step_ms=100.0, input_wait_ms=1.0)):
         assert not dataset_cache.eligible(bad)
-    with pytest.raises(ValueError, match="where"):
-        dataset_cache.apply(Context(torch), dataset_cache.Options(where="elsewhere"))
 
 
 def test_several_threads_store_ahead_in_the_process_itself(root, on, monkeypatch):

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from saturate.agent.context import Context
+from saturate.errors import RecipeError
 from saturate.records.facts import Evidence, Facts
+from saturate.records.options import options_from
 from saturate.techniques import async_checkpoint
-from saturate.techniques._api import NotApplied
 from saturate.testing import conformance
 
 RECIPE = '[[technique]]\nid = "async-checkpoint"\noptions = { mode = "thread" }\n'
@@ -36,8 +37,8 @@ def test_eligibility_needs_a_save():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(NotApplied, match="there is no mode 'fast'"):
-        async_checkpoint.apply(Context(torch), async_checkpoint.Options("fast"))
+    with pytest.raises(RecipeError, match="option mode of async-checkpoint: expected one of 'auto', .*, got 'fast'"):
+        options_from(async_checkpoint, {"mode": "fast"})
 
 
 TRAIN = """

@@ -55,7 +55,7 @@ References
 None.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
@@ -133,6 +133,8 @@ LIARS = {
     "divides_by_zero": ("def bound(facts):\n    return None", "def bound(facts):\n    return 0 / facts.step_ms", "ZeroDivisionError"),
     "no_reason": ('Eligible("always")', 'Ineligible(" ")', "with a reason"),
     "no_code": ('return "pass"', 'return ""', "as_code"),
+    "out_of_its_own_range": ("    strength: int = 1\n", "    strength: int = field(default=1, metadata={'minimum': 2})\n",
+                             "strength 1 is below the least allowed value, 2"),
     "takes_any_option": ("    strength: int = 1\n", """    strength: int = 1
 
     def __init__(self, strength=1, **others):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import subprocess
 import sys
@@ -9,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from saturate.errors import TechniqueError
+from saturate.errors import RecipeError, TechniqueError
+from saturate.records.options import options_from
 from saturate.techniques import _registry
 from saturate.techniques._api import HEADINGS, Technique, Touch
 
@@ -81,6 +84,36 @@ def third_party(tmp_path, monkeypatch):
 
 def test_built_ins_load_in_order():
     assert [name for name in _registry.load() if name in BUILT_IN] == BUILT_IN
+
+
+#: What recipes may give an option at worst, by the type of its default.
+ODD = {int: (-3, 0, 1e300), float: (-3.0, 0.0, 1e300), str: ("nonsense",), bool: ()}
+#: Those of them that mean something.
+MEANT = {
+    ("activation-checkpointing", "budget_bytes", 0), ("dataset-cache", "max_gb", 0.0), ("ddp-options", "bucket_mib", 0),
+    ("dynamic-batch", "limit_bytes", 0), ("fp8-linear", "least", 0), ("incremental-checkpoint", "chain", 0),
+    ("incremental-checkpoint", "memory_mib", 0), ("incremental-checkpoint", "store", "nonsense"),
+}
+
+
+def test_options_out_of_range_are_refused():
+    taken = set()
+    for identity, module in _registry.load().items():
+        for field in dataclasses.fields(module.Options):
+            for value in ODD[type(field.default)]:
+                with contextlib.suppress(RecipeError):
+                    options_from(module, {field.name: value})
+                    taken.add((identity, field.name, value))
+    assert taken == MEANT
+
+
+@pytest.mark.parametrize(("identity", "table"), [
+    ("gc-freeze", {"threshold": 2**31}), ("loader-workers", {"prefetch": 10**18}), ("ddp-options", {"bucket_mib": 2**62}),
+    ("incremental-checkpoint", {"chain": 256}),
+])
+def test_numbers_that_python_or_torch_cannot_hold_are_refused(identity, table):
+    with pytest.raises(RecipeError, match="above the largest allowed value"):
+        options_from(_registry.load()[identity], table)
 
 
 def test_third_party_is_found(third_party):

@@ -39,7 +39,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
@@ -68,7 +68,7 @@ RECORDING = ("reduce-overhead", "max-autotune")
 class Options:
     """`mode` is that of `torch.compile`; `dynamic` is "auto", "yes" or "no"; `scope` is "module" or "blocks"."""
 
-    mode: str = "default"
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     dynamic: str = "auto"
     scope: str = "module"
 

@@ -37,7 +37,7 @@ Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 21
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _at_rest, _common
@@ -66,7 +66,7 @@ HOST_SHARE = 0.5
 class Options:
     """`what`: "optimizer" or "activations"."""
 
-    what: str = "optimizer"
+    what: Literal["optimizer", "activations"] = "optimizer"
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
@@ -96,9 +96,7 @@ def apply(context: Any, options: Options) -> str:
         raise NotApplied(f"the training is on {context.device or 'no known device'}, not on a CUDA device")
     if options.what == "optimizer":
         return offload_state(context, pinned=True)
-    if options.what == "activations":
-        return offload_activations(context, pinned=True)
-    raise NotApplied(f"there is nothing called {options.what!r} to offload")
+    return offload_activations(context, pinned=True)
 
 
 def offload_state(context: Any, pinned: bool) -> str:

@@ -45,9 +45,9 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from saturate.data import cache
 from saturate.records.facts import Evidence, Facts, LoaderFacts
@@ -77,8 +77,8 @@ FOLDER, AHEAD = "SATURATE_DATA_CACHE", "SATURATE_DATA_AHEAD_S"
 class Options:
     """`where` is "file" or "memory" (one for each rank, gone with its process). `max_gb` 0: half of what is free."""
 
-    where: str = "file"
-    max_gb: float = 0.0
+    where: Literal["file", "memory"] = "file"
+    max_gb: float = field(default=0.0, metadata={"minimum": 0.0, "maximum": 1e9})
 
 
 def _refusal(loader: LoaderFacts) -> str:
@@ -110,8 +110,6 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
-    if options.where not in ("file", "memory"):
-        raise ValueError(f"where is {options.where!r}, not 'file' or 'memory'")
     folder = _folder() if options.where == "file" else None
     caches = cache.Caches(context.torch, folder, int(options.max_gb * 1e9), float(os.environ.get(AHEAD) or 0),
                           int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

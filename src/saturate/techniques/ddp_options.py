@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
@@ -56,7 +56,7 @@ class Options:
 
     bucket_view: bool = True
     static_graph: bool = False
-    bucket_mib: int = 0
+    bucket_mib: int = field(default=0, metadata={"minimum": 0, "maximum": 2**20})
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:

@@ -35,7 +35,7 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
@@ -55,8 +55,8 @@ TECHNIQUE = Technique(
 class Options:
     """The first scale is low enough that a usual training does not skip its first steps."""
 
-    initial_scale: float = 4096.0
-    growth_steps: int = 500
+    initial_scale: float = field(default=4096.0, metadata={"minimum": 1.0, "maximum": 2.0**64})
+    growth_steps: int = field(default=500, metadata={"minimum": 1})
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:

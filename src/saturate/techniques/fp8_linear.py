@@ -35,8 +35,8 @@ Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
@@ -64,8 +64,8 @@ class Options:
     """`recipe`: what has a scale of its own, as torchao calls it: "tensorwise" or "rowwise" (more exact, slower). `least`: layers with
     a side below it stay as they are."""
 
-    recipe: str = "tensorwise"
-    least: int = 256
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    least: int = field(default=256, metadata={"minimum": 0})
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:

@@ -31,7 +31,7 @@ Python documentation, "gc - Garbage Collector interface", functions `freeze` and
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
@@ -55,8 +55,8 @@ LEAST_PAUSE = 0.005
 class Options:
     """`threshold` is the number of container allocations (less deallocations) between two collections."""
 
-    threshold: int = 50_000
-    after_steps: int = 3
+    threshold: int = field(default=50_000, metadata={"minimum": 1, "maximum": 2**31 - 1})     # a C int
+    after_steps: int = field(default=3, metadata={"minimum": 1})
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:

@@ -50,14 +50,14 @@ import functools
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saturate.checkpoints import keeper, pointer
 from saturate.checkpoints.guards import holders
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
     id="incremental-checkpoint",
@@ -81,8 +81,8 @@ class Options:
     """
 
     store: str = ".saturate/checkpoints"
-    chain: int = 8
-    memory_mib: int = 512
+    chain: int = field(default=8, metadata={"minimum": 0, "maximum": 255})
+    memory_mib: int = field(default=512, metadata={"minimum": 0})
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
@@ -99,8 +99,6 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
-    if not 0 <= options.chain <= 255 or options.memory_mib < 0:
-        raise NotApplied("chain must be within 0 and 255, and memory_mib not negative")
     torch = context.torch
 
     def say(line: str) -> None:

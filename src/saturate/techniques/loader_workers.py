@@ -46,7 +46,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.data.glance import glance
@@ -72,9 +72,9 @@ PREFETCH = 2
 class Options:
     """`prefetch` counts batches per worker."""
 
-    workers: int = 1
+    workers: int = field(default=1, metadata={"minimum": 1, "maximum": 4096})
     persistent: bool = True
-    prefetch: int = PREFETCH
+    prefetch: int = field(default=PREFETCH, metadata={"minimum": 1, "maximum": 4096})
 
 
 def _refusal(loader: LoaderFacts) -> str:

@@ -39,7 +39,7 @@ pytorch/ao, torchao/optim (AdamW8bit).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
@@ -63,7 +63,7 @@ KINDS = ("Adam", "AdamW")
 class Options:
     """`smallest`: tensors with fewer values keep their averages as they are; their bytes do not matter, their rounding might."""
 
-    smallest: int = 4096
+    smallest: int = field(default=4096, metadata={"minimum": 1})
 
 
 def _refusal(optimizer: OptimizerFacts) -> str:

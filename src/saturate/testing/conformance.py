@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from saturate.records import options as ranges
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _registry
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof
@@ -144,6 +145,8 @@ def option_values(module: ModuleType, every: list[Any]) -> Iterator[str]:
         stored = json.loads(json.dumps(dataclasses.asdict(options)))
         if module.Options(**stored) != options:
             yield f"{options} does not survive storing and reading back"
+        for problem in ranges.problems(module.Options, stored):
+            yield f"a recipe with {options} is refused: {problem.name} {problem.message}"
         code = module.as_code(options)
         if not isinstance(code, str) or not code.strip():
             yield f"as_code({options}) is empty"
