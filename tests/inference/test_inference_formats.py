@@ -233,6 +233,63 @@ def test_a_branch_on_the_batch_size_is_not_lost(tmp_path: Path) -> None:
         call(x[:1])
 
 
+class BranchesOnOneSize(torch.nn.Module):
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 1 if self.other(x.shape) else x.relu()
+
+
+@pytest.mark.parametrize("other", [lambda shape: shape[0] % 7 == 5, lambda shape: shape[0] == 64, lambda shape: (shape[0] + 4) // 2 == 34])
+def test_a_branch_that_few_batch_sizes_take_is_not_lost(other: Any, tmp_path: Path) -> None:
+    x = torch.randn(8, 2)
+    call = exported.load(torch, tmp_path, exported.save(context_of(BranchesOnOneSize(other), [(x,)], tmp_path), tmp_path))
+    assert torch.equal(call(x), x.relu())
+    for rows in (5, 12, 64):
+        with pytest.raises(ValueError, match="made for .*: the model branches on sizes"):
+            call(torch.randn(rows, 2))
+
+
+def test_a_branch_on_a_size_that_varies_leaves_the_sizes_on_its_side(tmp_path: Path) -> None:
+    """One on the batch size too: that is fixed, and the length stays open."""
+    model = BranchesOnOneSize(lambda shape: (shape[1] - 1) // 2 == 3 or shape[0] == 64)
+    batches = [(torch.randn(4, length),) for length in (9, 16, 20)]
+    call = exported.load(torch, tmp_path, exported.save(context_of(model, batches, tmp_path, varying_shapes=True), tmp_path))
+    for length in (9, 10, 100):
+        x = torch.randn(4, length)
+        assert torch.equal(call(x), x.relu())
+    for shape in ((4, 7), (4, 8), (5, 16), (64, 16)):
+        with pytest.raises(ValueError, match="has shape"):
+            call(torch.randn(*shape))
+    batches = [(torch.randn(4, length),) for length in (5, 16, 20)]     # on both sides of it
+    with pytest.raises(NotDeployable, match="branches on sizes"):
+        exported.save(context_of(model, batches, tmp_path, varying_shapes=True), tmp_path)
+
+
+def two_pooled_convolutions() -> Any:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.BatchNorm2d(8), torch.nn.MaxPool2d(2),
+                               torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 2))
+
+
+ENCODER = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+
+@pytest.mark.parametrize("model, shapes, least", [
+    (torch.nn.Linear(16, 4), [(8, 16)], [1]),
+    (torch.nn.LSTM(16, 8, batch_first=True), [(4, 7, 16)], [1]),
+    (ENCODER, [(4, 7, 16)], [1]),
+    (ENCODER, [(4, 7, 16), (4, 9, 16)], [1, 1]),
+    (two_pooled_convolutions(), [(4, 3, 32, 32)], [1]),
+    (two_pooled_convolutions(), [(4, 3, 32, 32), (4, 3, 48, 40)], [1, 7, 7]),
+], ids=["linear", "lstm", "encoder", "lengths", "convolutions", "areas"])
+def test_sizes_stay_open_where_no_branch_is_on_them(model: Any, shapes: list[Any], least: list[int], tmp_path: Path) -> None:
+    """From seven pixels on: with fewer an area becomes a single pixel on the way, and torch.export took it for more."""
+    program = _program.capture(context_of(model, [(torch.randn(*shape),) for shape in shapes], tmp_path, varying_shapes=len(shapes) > 1))
+    assert list(program.signature["ranges"].values()) == [[one, None] for one in least] and not program.signature["why_fixed"]
+
+
 class Odd(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return {"x": x, "object": object()}

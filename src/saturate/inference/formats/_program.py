@@ -8,10 +8,12 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
     tensors             of each input tensor {"dtype": "float32", "shape": [batch, 3, 224, 224]}; a size that may vary is
                         a name, and equal names mean equal sizes
     ranges              {name: [least, most]}; most is None without a limit
+    why_fixed           why the batch size is no name although the inputs have one; "" where nothing is known to say
 """
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import math
 import re
@@ -31,6 +33,10 @@ _GUARD = re.compile(r"Guard failed: tensors_(\d+)\.size\(\)\[(\d+)\] (\S+) (\d+)
 
 #: {dimension: name of its size} of every input tensor.
 Sizes = list[dict[int, str]]
+
+
+class Decided(ValueError):
+    """The model branches on a size that was left open: what is captured holds for some of the sizes only."""
 
 
 @dataclass
@@ -70,7 +76,8 @@ def capture(context: Context, model: Any = None) -> Program:
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
             problem = problem or error      # the plan with most freedom says best what the model asks for
             continue
-        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes}
+        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes,
+                     "why_fixed": str(problem) if isinstance(problem, Decided) else ""}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}") from problem
@@ -158,7 +165,8 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
     """`tensors` and `ranges` of the signature, by trial: what was captured may hold for the example's sizes only.
 
     torch.export takes it for granted that an open size is not one, so a branch on that is lost; what it answers then
-    shows it. Raises ValueError where other batches do not go through. `values`: equal shapes are not enough.
+    shows it. Raises ValueError where other batches do not go through, Decided where that is known of some sizes. `values`:
+    equal shapes are not enough.
     """
     module = exported.module()      # with the guards that torch.export recorded
 
@@ -177,7 +185,7 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
     found = next(filter(None, map(problem, cases)), "")
     if found:
         raise ValueError(found)
-    shapes = _shapes(exported)
+    shapes = _shapes(exported, _guarded(torch, exported, batches))
     for name, limits in shapes["ranges"].items():
         if limits[0] <= 2:
             limits[0] = 2 if problem(_with_one(batches[0], shapes["tensors"], name)) else 1
@@ -216,11 +224,48 @@ def answers(exported: Any) -> list[str]:
     return [str(node.meta["val"].dtype).removeprefix("torch.") for node in values]
 
 
-def _shapes(exported: Any) -> dict[str, Any]:
+def _guarded(torch: Any, exported: Any, batches: list[list[Any]]) -> dict[Any, Any]:
+    """Within which limits the open sizes may vary: those that torch.export gives are of each size alone, and a branch (on a rest,
+    on one size) may have gone the other way between them. Raises Decided where no limits around the sizes of the batches help."""
+    limits = dict(exported.range_constraints)
+    seen: dict[Any, int] = {}
+    guards: list[Any] = []
+    for value, *tensors in zip(_input_values(exported), *batches):
+        for dimension, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                environment = size.node.shape_env       # one for all sizes
+                guards = [environment.replace(guard.expr) for guard in environment.guards]
+                symbol, least = size.node.expr, min(tensor.shape[dimension] for tensor in tensors)
+                seen[symbol] = min(least, seen.get(symbol, least))
+    for guard in guards:
+        limits |= _narrowed(guard, limits, seen)
+    return limits
+
+
+def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int]) -> dict[Any, Any]:
+    """The limits of the sizes in a guard, from as low as it is known to hold in all of them; they keep what was seen."""
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    def from_(least: dict[Any, int]) -> dict[Any, Any]:
+        return {symbol: ValueRanges(size, limits[symbol].upper) for symbol, size in least.items()}
+
+    def holds(least: dict[Any, int]) -> bool:
+        return bool(bound_sympy(guard, limits | from_(least)).lower)
+
+    least = {symbol: max(size, int(limits[symbol].lower)) for symbol, size in seen.items() if symbol in limits and symbol in guard.free_symbols}
+    if not holds(least):
+        raise Decided(f"the model branches on sizes, and what is captured holds where {guard} only")
+    for symbol in least:                # what is known of a range is known of each part of it
+        first = int(limits[symbol].lower)
+        least[symbol] = first + bisect.bisect_left(range(first, least[symbol]), True, key=lambda size: holds({**least, symbol: size}))
+    return from_(least)
+
+
+def _shapes(exported: Any, within: dict[Any, Any]) -> dict[str, Any]:
     """`tensors` and `ranges` of a signature."""
     tensors = []
     ranges: dict[str, list[int | None]] = {}
-    limits = {str(symbol): limit for symbol, limit in exported.range_constraints.items()}
+    limits = {str(symbol): limit for symbol, limit in within.items()}
     for value in _input_values(exported):
         shape = [size if isinstance(size, int) else str(size) for size in value.shape]
         tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": shape})
@@ -291,6 +336,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
     ranges = signature["ranges"]
+    why_fixed = f": {signature['why_fixed']!s:.300}" if signature.get("why_fixed") else ""     # unknown to older artifacts
     if not isinstance(ranges, dict) or not all(isinstance(limits, list) and len(limits) == 2 for limits in ranges.values()):
         raise ValueError(f"{ranges!r:.200} does not say how large its inputs may be")
     if structure.places(inputs) != list(range(len(expected))):
@@ -316,7 +362,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             sizes = tuple(tensor.shape)
             if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
                 raise ValueError(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
-                                 f"{_limits(shape, ranges)}")
+                                 f"{_limits(shape, ranges)}{why_fixed}")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = list(positional(parameters, args, kwargs) if kwargs else args)

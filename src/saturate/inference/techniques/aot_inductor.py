@@ -21,8 +21,9 @@ Numerics
 
 How it is applied
 -----------------
-The batch dimension stays open where the model takes other batch sizes, and so does every size that varies in the inputs;
-the measured sizes get a library of their own beside that, because open sizes cost convolutions most of their gain.
+The batch dimension stays open where the model takes other batch sizes and does not branch on them (a program holds one side
+of a branch), and so does every size that varies in the inputs; the measured sizes get a library of their own beside that,
+because open sizes cost convolutions most of their gain.
 Inputs are checked before each call, because the library does not. The proof is the compiled library in the package.
 
 References
