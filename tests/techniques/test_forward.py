@@ -317,6 +317,58 @@ def test_only_one_by_one_kernels_leave_nothing_to_do():
         channels_last.apply(context_of(torch.nn.Conv2d(3, 4, 1)), channels_last.Options())
 
 
+DISTRIBUTED = """
+import sys
+import torch, torch.distributed as dist
+from saturate.agent.context import Context
+from saturate.techniques import channels_last
+from saturate.techniques._api import NotApplied
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+
+def train(with_it):
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
+                                torch.nn.Linear(64, 1))
+    model = torch.nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(4, 3, 8, 8)
+    reason = ""
+    for step in range(8):
+        if with_it and step == 3:
+            context = Context(torch)
+            context.modules, context.optimizers, context.device = (inner,), (optimizer,), "cpu"
+            try:
+                channels_last.apply(context, channels_last.Options())
+            except NotApplied as refusal:
+                reason = str(refusal)
+        optimizer.zero_grad()
+        loss = (model(x) - 20 * x.mean((1, 2, 3)).unsqueeze(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item(), reason
+
+plain, tuned = train(False)[0], train(True)
+dist.destroy_process_group()
+assert abs(tuned[0] - plain) < 1e-9 * plain, (plain, tuned)
+assert "buckets" in tuned[1], tuned
+"""
+
+
+def test_channels_last_leaves_distributed_trainings_alone(tmp_path):
+    """Seen: gradients whose elements had changed places, in silence."""
+    command = [sys.executable, "-c", DISTRIBUTED]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    for changes in ({"world_size": 2}, {"modules": (dataclasses.replace(usual().modules[0], distributed=True),)}):
+        assert channels_last.eligible(usual()) and not channels_last.eligible(usual(**changes))
+
+
 # -- attention -------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,9 @@ cuDNN need not transpose), on CPUs because oneDNN's kernels do as well.
 When it hurts
 -------------
 Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
-that calls `.view` on activations raises an error; that is reported as a failed trial.
+that calls `.view` on activations raises an error; that is reported as a failed trial. Trainings with several processes are
+left alone: DistributedDataParallel lays out its buckets when it is constructed, and would take the elements of a gradient for
+others. Convert such a model before it is wrapped.
 
 Numerics
 --------
@@ -51,12 +53,17 @@ TECHNIQUE = Technique(
 )
 
 
+_DISTRIBUTED = "gradients are averaged between processes in buckets that were laid out for the parameters as they were"
+
+
 @dataclass(frozen=True)
 class Options:
     """Nothing to choose."""
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
+    if facts.world_size > 1 or any(module.distributed for module in facts.modules):
+        return Ineligible(_DISTRIBUTED)
     modules = [module for module in _common.wrappable(facts) if module.convolutions]
     if not modules:
         return Ineligible("no trained module with 2-d convolutions was seen whose forward is its class's own")
@@ -74,6 +81,9 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
+    distributed = context.torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        raise NotApplied(_DISTRIBUTED)
     weights = [parameter for module in context.modules for parameter in module.parameters() if _differs(context, parameter)]
     if not weights:
         raise NotApplied("no 4-d parameter whose layout would change")
