@@ -312,6 +312,61 @@ def test_channels_last_converts_weights_state_and_inputs_and_hands_back_the_usua
     assert model[0].weight.is_contiguous() and state["exp_avg"].is_contiguous()
 
 
+def state_dict_kept(model, optimizer):
+    return model.state_dict()
+
+
+def in_shared_memory(model, optimizer):
+    model.share_memory()
+
+
+def gradients_in_one_tensor(model, optimizer):
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def state_kept(model, optimizer):
+    return optimizer.state_dict()["state"][0]["exp_avg"].view(-1)
+
+
+@pytest.mark.parametrize("hold", [state_dict_kept, in_shared_memory, gradients_in_one_tensor, state_kept])
+def test_channels_last_cuts_nothing_off_from_what_shares_its_memory(hold):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).train()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    context = context_of(model, optimizers=(optimizer,))
+    held = hold(model, optimizer)
+    with pytest.raises(NotApplied, match=r"0\.weight.* shares memory"):
+        channels_last.apply(context, channels_last.Options())
+    assert not context.changes and model[0].weight.is_contiguous()
+    if hold in (state_dict_kept, state_kept):
+        del held
+        channels_last.apply(context, channels_last.Options())
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_was_kept_of_channels_last_weights_stays_theirs_after_the_undo():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)).train()
+    context = context_of(model)
+    channels_last.apply(context, channels_last.Options())
+    kept = model[0].state_dict()
+    context.undo()
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+    assert kept["weight"].eq(7.0).all() and model[1].weight.is_contiguous()
+
+
+def test_channels_last_converts_modules_whose_parameters_have_the_same_names():
+    models = [torch.nn.Conv2d(3, 4, 3).train() for _ in range(2)]
+    context = context_of(*models)
+    channels_last.apply(context, channels_last.Options())
+    assert all(model.weight.is_contiguous(memory_format=torch.channels_last) for model in models)
+
+
 def test_only_one_by_one_kernels_leave_nothing_to_do():
     with pytest.raises(NotApplied):
         channels_last.apply(context_of(torch.nn.Conv2d(3, 4, 1)), channels_last.Options())

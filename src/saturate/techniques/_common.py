@@ -91,6 +91,19 @@ def tensors(value: Any, torch: Any) -> list[Any]:
     return found
 
 
+def memory_holders(tensor: Any, torch: Any) -> int:
+    """How many hold the memory of a tensor, with what asking adds."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        raise NotApplied("this version of torch does not tell who else holds a parameter")
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def shares_memory(tensor: Any, torch: Any) -> bool:
+    """Whether other tensors, or other processes, have the memory of this one as well (on CUDA, where each tensor counts as shared
+    with other processes, that is not known)."""
+    return memory_holders(tensor, torch) > memory_holders(torch.empty(1), torch) or (tensor.device.type == "cpu" and tensor.is_shared())
+
+
 def graph_nodes(output: Any, torch: Any, limit: int = 4000) -> Iterator[Any]:
     """Nodes of the autograd graph that produced `output`, breadth first."""
     pending = [tensor.grad_fn for tensor in tensors(output, torch) if tensor.grad_fn is not None]

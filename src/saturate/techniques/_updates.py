@@ -53,7 +53,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
     """How many hold the parameter, and how many tensors share its memory, each with what asking adds."""
-    return parameter._use_count(), torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)
+    return parameter._use_count(), _common.memory_holders(parameter, torch)
 
 
 @functools.cache

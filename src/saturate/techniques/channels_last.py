@@ -15,7 +15,9 @@ When it hurts
 Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
 that calls `.view` on activations raises an error; that is reported as a failed trial. Trainings with several processes are
 left alone: DistributedDataParallel lays out its buckets when it is constructed, and would take the elements of a gradient for
-others. Convert such a model before it is wrapped.
+others. Convert such a model before it is wrapped. So are weights whose memory something else holds when it is applied (a
+`state_dict()` that is kept, `share_memory()`, views of one flat tensor): converting them would cut them off from it. Between processes
+that share CUDA memory this is not seen.
 
 Numerics
 --------
@@ -23,7 +25,8 @@ Numerics
 
 How it is applied
 -----------------
-Parameters keep their identity, shape and values: only strides change, so saved and loaded state dicts are unaffected.
+Parameters keep their identity, shape and values: only strides change, so saved and loaded state dicts are unaffected. What shares
+their memory by the time that it is taken back keeps its strides.
 The forward is wrapped while in training mode, innermost of all wrappers.
 
 References
@@ -84,11 +87,16 @@ def apply(context: Any, options: Options) -> str:
     distributed = context.torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         raise NotApplied(_DISTRIBUTED)
-    weights = [parameter for module in context.modules for parameter in module.parameters() if _differs(context, parameter)]
+    weights = [(name, parameter) for module in context.modules for name, parameter in module.named_parameters()
+               if _differs(context, parameter)]
     if not weights:
         raise NotApplied("no 4-d parameter whose layout would change")
+    for name, parameter in weights:
+        if any(_common.shares_memory(tensor, context.torch) for tensor in _with_it(context, parameter)):
+            raise NotApplied(f"{name}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
+                             "is kept, for one) or processes, and would be cut off from them")
     _common.wrap_all(context, lambda module: _wrap(context, module))
-    for parameter in weights:
+    for _, parameter in weights:
         _convert(context, parameter)
     for optimizer in context.optimizers:
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -101,19 +109,26 @@ def _differs(context: Any, tensor: Any) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous(memory_format=context.torch.channels_last)
 
 
+def _with_it(context: Any, parameter: Any) -> list[Any]:
+    """The parameter, its gradient, and what is as large of its optimizer state."""
+    states = [value for optimizer in context.optimizers for value in optimizer.state.get(parameter, {}).values()
+              if isinstance(value, context.torch.Tensor) and value.shape == parameter.shape]
+    return [parameter, *states] if parameter.grad is None else [parameter, parameter.grad, *states]
+
+
 def _convert(context: Any, parameter: Any) -> None:
     """Change the strides of a parameter, its gradient and its optimizer state: with mixed strides, the fast optimizer
     kernels fall back to slow ones."""
-    channels_last = context.torch.channels_last
-    for tensor in (parameter, parameter.grad):
-        if tensor is not None:
-            tensor.data = tensor.data.contiguous(memory_format=channels_last)
-            context.on_undo(lambda tensor=tensor: setattr(tensor, "data", tensor.data.contiguous()))
-    for optimizer in context.optimizers:
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, context.torch.Tensor) and value.shape == parameter.shape:
-                value.data = value.data.contiguous(memory_format=channels_last)
-                context.on_undo(lambda value=value: setattr(value, "data", value.data.contiguous()))
+    for tensor in _with_it(context, parameter):
+        tensor.data = tensor.data.contiguous(memory_format=context.torch.channels_last)
+    context.on_undo(lambda: _convert_back(context, parameter))
+
+
+def _convert_back(context: Any, parameter: Any) -> None:
+    """But for what is shared by now: strides change no number, and it would be cut off from whoever shares it."""
+    for tensor in _with_it(context, parameter):
+        if not _common.shares_memory(tensor, context.torch):
+            tensor.data = tensor.data.contiguous()
 
 
 def _keep_alike(context: Any, optimizer: Any) -> None:
