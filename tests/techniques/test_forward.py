@@ -10,6 +10,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -222,37 +223,51 @@ def scaled(parameters, **options):
     return context, optimizer
 
 
+def seen(tensor, inside):
+    """The tensor. Its gradient goes into `inside`, unseen by the technique."""
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx, grad):
+            inside.append(grad.clone())
+            return grad
+
+    return Seen.apply(tensor)
+
+
 def test_gradients_are_true_after_backward_also_when_accumulated():
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     inside = []
-    weight.register_hook(lambda grad: inside.append(grad.clone()))
     context, _ = scaled([weight], initial_scale=1024.0)
     for repeat in (1, 2, 3):
-        (weight * weight).sum().backward()
+        seen(weight * weight, inside).sum().backward()
         assert torch.equal(weight.grad, repeat * 2 * weight.detach())
-    assert torch.equal(inside[0], 1024 * 2 * weight.detach())       # it really was scaled on the way
+    assert torch.equal(inside[0], torch.full((3,), 1024.0))         # it really was scaled on the way
     torch.autograd.backward([weight * 2], [torch.ones(3)])
     assert torch.equal(weight.grad, 6 * weight.detach() + 2)
     context.undo()
-    (weight.sum() * 0).backward()
-    assert torch.equal(inside[-1], torch.zeros(3))
+    seen(weight, inside).sum().backward()
+    assert torch.equal(inside[-1], torch.ones(3))
 
 
 def test_an_overflow_skips_exactly_one_step_and_halves_the_scale():
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    seen = []
-    weight.register_hook(lambda grad: seen.append(grad.item()))
+    inside = []
     context, optimizer = scaled([weight], initial_scale=64.0, growth_steps=2)
     (weight * float("inf")).sum().backward()
     optimizer.step()
     assert weight.item() == 1.0 and not optimizer.state.get(weight)
     optimizer.zero_grad()
     for _ in range(3):
-        weight.sum().backward()
+        seen(weight, inside).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert weight.item() < 1.0
-    assert seen[1:] == [32.0, 32.0, 64.0]       # halved, then doubled after two good steps
+    assert inside == [32.0, 32.0, 64.0]       # halved, then doubled after two good steps
     context.undo()
 
 
@@ -265,12 +280,149 @@ def test_nested_backward_is_scaled_once():
     expected = layer.weight.grad.clone()
     layer.zero_grad()
     inside = []
-    layer.weight.register_hook(lambda grad: inside.append(grad.clone()))
     context, _ = scaled(layer.parameters(), initial_scale=1024.0)
-    checkpoint(layer, inputs, use_reentrant=True).sum().backward()
+    checkpoint(lambda x: seen(layer(x), inside), inputs, use_reentrant=True).sum().backward()
     assert torch.equal(layer.weight.grad, expected)
-    assert torch.equal(inside[0], 1024 * expected)
+    assert torch.equal(inside[0], torch.full((1, 2), 1024.0))
     context.undo()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_of_what_no_optimizer_holds_are_true_as_well(nested):
+    """Adversarial inputs, a layer that is trained by hand; also where only a nested pass reaches them."""
+    from torch.utils.checkpoint import checkpoint
+
+    held, by_hand = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    inputs = torch.rand(1, 2, requires_grad=True)
+    leaves = (inputs, by_hand.weight, held.weight)
+
+    def trained():
+        for leaf in leaves:
+            leaf.grad = None
+        for _ in range(2):
+            hidden = checkpoint(by_hand, inputs, use_reentrant=True) if nested else by_hand(inputs)
+            held(hidden).sum().backward()
+        hidden = by_hand(inputs)
+        held(hidden).sum().backward(inputs=[hidden, held.weight])
+        return [tensor.grad.clone() for tensor in (*leaves, hidden)]
+
+    expected = trained()
+    context, optimizer = scaled(held.parameters(), initial_scale=1024.0)
+    assert all(map(torch.equal, trained(), expected))
+    by_hand.weight.grad.fill_(float("inf"))
+    before = held.weight.detach().clone()
+    held(by_hand(inputs)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(held.weight, before), "what no optimizer holds stops no step"
+    context.undo()
+
+
+def _on_a_parameter(model, hidden, hook):
+    model[0].weight.register_hook(lambda grad: hook(grad))
+
+
+def _when_a_gradient_is_complete(model, hidden, hook):
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: hook(parameter.grad))
+
+
+def _on_a_module(model, hidden, hook):
+    model[1].register_full_backward_hook(lambda module, given, got: hook(got[0]))
+
+
+def _before_a_module(model, hidden, hook):
+    model[1].register_full_backward_pre_hook(lambda module, got: hook(got[0]))
+
+
+def _on_an_intermediate_tensor(model, hidden, hook):
+    hidden.register_hook(lambda grad: hook(grad))
+
+
+def _retained(model, hidden, hook):
+    hidden.retain_grad()
+    model.after = lambda: hook(hidden.grad)
+
+
+@pytest.mark.parametrize("look", [
+    _on_a_parameter, _when_a_gradient_is_complete, _on_a_module, _before_a_module, _on_an_intermediate_tensor, _retained])
+def test_what_looks_at_gradients_inside_of_backward_ends_the_scaling(look, capsys):
+    def trained(technique):
+        torch.manual_seed(0)
+        model, got = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).train(), []
+        model.after = lambda: None
+        context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+        if technique:
+            fp16_autocast.apply(context, fp16_autocast.Options())
+        for step in range(3):
+            hidden = model[0](torch.ones(1, 2))
+            if step == 1:
+                look(model, hidden, lambda grad: got.append(grad.clone()))
+            model[1](hidden).sum().backward()
+            model.after()
+        if technique:
+            model(torch.ones(1, 2))
+            proof = fp16_autocast.active(evidence_of(context), fp16_autocast.Options())
+            assert not proof.active and "given up: the script" in proof.evidence
+        context.undo()
+        return [*got, *(parameter.grad for parameter in model.parameters())]
+
+    expected = trained(False)
+    assert len(expected) > 4 and all(map(torch.equal, trained(True), expected))
+    assert capsys.readouterr().err.count("saturate: fp16-autocast: the script ") == 1
+
+
+def test_float16_is_given_up_with_the_scaling(capsys):
+    model = Nested().train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    fp16_autocast.apply(context, fp16_autocast.Options())
+    model(torch.rand(2, 8))["hidden"].sum().backward()
+    assert model.seen == torch.float16
+    model.layer.weight.register_hook(lambda grad: grad)
+    model(torch.rand(2, 8))["hidden"].sum().backward()
+    model(torch.rand(2, 8))
+    assert model.seen == torch.float32 and "gradient of layer.weight" in capsys.readouterr().err
+    context.undo()
+    with pytest.raises(NotApplied, match=r"gradient of layer\.weight"):
+        fp16_autocast.apply(context, fp16_autocast.Options())
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    other[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(NotApplied, match="backward of Linear"):
+        fp16_autocast.apply(context_of(other, optimizers=(torch.optim.SGD(other.parameters()),)), fp16_autocast.Options())
+
+
+def test_two_threads_train_models_of_their_own():
+    """One steps, and accumulates a second gradient, while the other is in the middle of its backward."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx, grad):
+            reached.set()
+            assert go_on.wait(30)
+            return grad
+
+    slow, quick = (torch.nn.Parameter(torch.tensor([3.0])) for _ in range(2))
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in (slow, quick)]
+    context = context_of(torch.nn.Linear(1, 1), optimizers=tuple(optimizers))
+    fp16_autocast.apply(context, fp16_autocast.Options(initial_scale=1024.0, growth_steps=1))
+    slow.sum().backward()
+    quick.sum().backward()
+    thread = threading.Thread(target=lambda: Waits.apply(slow).sum().backward())
+    thread.start()
+    try:
+        assert reached.wait(30)
+        assert quick.grad.item() == 1.0, "no gradient of this thread is scaled"
+        quick.sum().backward()
+        assert quick.grad.item() == 2.0
+        optimizers[1].step()
+    finally:
+        go_on.set()
+        thread.join()
+    context.undo()
+    assert (quick.item(), slow.grad.item()) == (1.0, 2.0)
 
 
 def test_fp16_is_offered_only_without_bf16():

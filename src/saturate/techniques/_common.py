@@ -176,7 +176,7 @@ def wrap_all(context: Any, wrap_one: Callable[[Any], None]) -> int:
     return len(context.modules) - len(refusals)
 
 
-def wrap_autocast(context: Any, dtype: Any, key: str) -> int:
+def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True) -> int:
     """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
     first autograd node that really computed in `dtype`. Returns how many modules were wrapped."""
     torch, device = context.torch, context.device
@@ -186,6 +186,8 @@ def wrap_autocast(context: Any, dtype: Any, key: str) -> int:
 
     def wrap(inner: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not wanted():
+                return inner(self, *args, **kwargs)
             with torch.autocast(device, dtype=dtype):
                 output = inner(self, *args, **kwargs)
             return map_tensors(output, widen, torch)

@@ -22,9 +22,14 @@ after `growth_steps` good steps it is doubled.
 How it is applied
 -----------------
 `torch.autograd.backward` is replaced. It scales what goes in and divides the accumulated gradients before it returns, so
-gradient clipping, logging and custom optimizers see true gradients. Scaling by a power of two rounds nothing. Where an
-overflow was found, the optimizer's gradients are set to None before its step, which therefore changes nothing. An
-optimizer that steps inside of backward cannot be served and raises.
+gradient clipping, logging and custom optimizers see true gradients, and so does a script that asks for those of its inputs.
+Scaling by a power of two rounds nothing. Where an overflow was found, the optimizer's gradients are set to None before its step,
+which therefore changes nothing. An optimizer that steps inside of backward cannot be served and raises.
+
+What looks at gradients while backward goes on would see scaled ones. Where the script hooks a tensor or the backward of a module,
+or retains the gradient of an intermediate tensor, the technique withdraws with a line on stderr: the training goes on in float32.
+An autograd function of the script's own whose backward is not linear in its gradient (a clamp) is not seen. Threads may train
+models of their own side by side, but not the same parameters.
 
 References
 ----------
@@ -34,7 +39,10 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +57,12 @@ TECHNIQUE = Technique(
     stage="model",
     touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast"), Touch("backward", 10)),
 )
+
+
+#: Of the note that says why float16 was given up.
+STOPPED = f"{TECHNIQUE.id}:stopped"
+#: Packages whose hooks on gradients do not mind a scale.
+_HARMLESS = ("torch", "saturate")
 
 
 @dataclass(frozen=True)
@@ -87,15 +101,39 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     if not context.optimizers:
         raise NotApplied("no optimizer is known, so an overflowed step could not be skipped")
-    count = _common.wrap_autocast(context, context.torch.float16, TECHNIQUE.id)
     scaler = _Scaler(context, options)
+    reason = scaler.hooked(p for o in context.optimizers for p in _parameters(o)) or _hooked_module(context.modules)
+    if reason:
+        raise NotApplied(reason)
+    count = _common.wrap_autocast(context, context.torch.float16, TECHNIQUE.id, lambda: not scaler.stopped)
     for optimizer in context.optimizers:
         context.on_undo(optimizer.register_step_pre_hook(scaler.before_step).remove)
-    autograd = context.torch.autograd
+    autograd, tensor = context.torch.autograd, context.torch.Tensor
     wrapper = functools.wraps(autograd.backward)(functools.partial(scaler.backward, autograd.backward))
     # A compiler that traced the wrapper would lose what it does to the gradients.
     context.set_attribute(autograd, "backward", context.torch._disable_dynamo(wrapper))
+    for name, does in (("register_hook", "hooks"), ("retain_grad", "retains")):
+        context.set_attribute(tensor, name, scaler.watched(getattr(tensor, name), does))
     return f"forward of {count} module(s) under float16 autocast, losses scaled by {options.initial_scale:g} at first"
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _hooked_module(modules: Iterable[Any]) -> str:
+    """Why a script's hooks on modules forbid scaling, or ""."""
+    for part in (part for module in modules for part in module.modules()):
+        if part._backward_hooks or part._backward_pre_hooks:
+            return f"the script hooks the backward of {type(part).__name__}, and would see scaled gradients"
+    return ""
+
+
+def _times(torch: Any, scale: float, output: Any, grad: Any) -> Any:
+    """What the backward pass of an output begins with."""
+    if grad is not None:
+        return grad * scale
+    return torch.full_like(output, scale) if output.numel() == 1 else None      # None: torch explains
 
 
 class _Scaler:
@@ -103,63 +141,141 @@ class _Scaler:
 
     def __init__(self, context: Any, options: Options):
         self.torch = context.torch
+        self.note = context.note
+        self.modules = context.modules
+        self.optimizers = context.optimizers
         self.scale = options.initial_scale
         self.growth_steps = options.growth_steps
         self.good_steps = 0
-        self.inside = False     # one flag for all threads: CUDA runs nested backward passes in threads of its own
-        self.optimizers = context.optimizers
-        self.overflow: dict[tuple[int, Any], Any] = {}      # (optimizer, device) -> 1.0 after an overflow, else 0.0
+        self.stopped = False
+        self.passes: list[float] = []       # scales of the outermost backward passes under way, one for each thread that trains
+        self.held: dict[int, Any] = {}      # by id, tensors whose gradients are scaled now
+        self.overflow: dict[tuple[int, Any], Any] = {}      # (optimizer or 0, device) -> 1.0 after an overflow, else 0.0
 
     def backward(
         self, original: Any, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
         create_graph: bool = False, *rest: Any, **named: Any,
     ) -> None:
-        if self.inside or create_graph:     # reentrant checkpointing; a graph of gradients must not hold the scale
-            return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
         outputs = (tensors,) if isinstance(tensors, self.torch.Tensor) else tuple(tensors)
+        if self._nested():      # reentrant checkpointing: what comes in is scaled already, and so must be what the inputs get
+            owners, found = self._owners(), self._reached(outputs, ())[0] if self.passes else []
+            trained = [tensor for tensor in found if id(tensor) in owners or isinstance(tensor, self.torch.nn.Parameter)]
+            with self._holding(trained, self.passes[-1] if self.passes else 1.0):
+                return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
+        if create_graph or self.stopped:        # a graph of gradients must not hold the scale
+            return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
+        reached, reason = self._reached(outputs, named.get("inputs", rest[1] if len(rest) > 1 else ()))
+        if reason:
+            self._stop(reason)
+            return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
         given = (grad_tensors,) if isinstance(grad_tensors, self.torch.Tensor) else grad_tensors
         given = tuple(given) if given is not None else (None,) * len(outputs)
-        for _, _, grads in self._gradients():
-            self.torch._foreach_mul_(grads, self.scale)     # what earlier micro-steps accumulated
-        self.inside = True
+        scale = self.scale          # a thread that trains another model may change it meanwhile
+        scaled = tuple(map(functools.partial(_times, self.torch, scale), outputs, given))
+        self.passes.append(scale)
         try:
-            original(outputs, tuple(map(self._scaled, outputs, given)), retain_graph, create_graph, *rest, **named)
+            with self._holding(reached, scale):
+                original(outputs, scaled, retain_graph, create_graph, *rest, **named)
         finally:
-            self.inside = False
-            for optimizer, device, grads in self._gradients():
-                flag = self.overflow.setdefault((id(optimizer), device), self.torch.zeros((), device=device))
-                inverse = self.torch.full((), 1.0 / self.scale, device=device)
-                self.torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+            self.passes.remove(scale)
         return None
 
-    def _scaled(self, output: Any, grad: Any) -> Any:
-        if grad is not None:
-            return grad * self.scale
-        return self.torch.full_like(output, self.scale) if output.numel() == 1 else None    # None: torch explains
+    def _nested(self) -> bool:
+        """Whether this is called inside of a backward pass. CUDA runs nested ones in threads of its own, which know it too."""
+        return bool(self.torch._C._current_graph_task_id() != -1)
 
-    def _gradients(self) -> list[tuple[Any, Any, list[Any]]]:
-        """Existing gradients as (optimizer, device, list of one dtype), each tensor once."""
-        lists: dict[tuple[int, Any, Any], tuple[Any, Any, list[Any]]] = {}
+    @contextlib.contextmanager
+    def _holding(self, tensors: list[Any], scale: float) -> Iterator[None]:
+        """Their gradients are scaled meanwhile, but for those that are already."""
+        mine = [tensor for tensor in tensors if id(tensor) not in self.held]
+        self.held.update((id(tensor), tensor) for tensor in mine)
+        for _, _, grads in self._gradients(mine):
+            self.torch._foreach_mul_(grads, scale)      # what earlier micro-steps accumulated
+        try:
+            yield
+        finally:
+            for tensor in mine:
+                del self.held[id(tensor)]
+            for owner, device, grads in self._gradients(mine):
+                flag = self.overflow.setdefault((owner, device), self.torch.zeros((), device=device))
+                inverse = self.torch.full((), 1.0 / scale, device=device)
+                self.torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+
+    def _reached(self, outputs: tuple[Any, ...], inputs: Any) -> tuple[list[Any], str]:
+        """The tensors whose `.grad` a backward pass adds to, and why those must not be scaled, or ""."""
+        known = [*_common.tensors(inputs, self.torch), *(tensor for tensor in _common.tensors(outputs, self.torch) if tensor.is_leaf)]
+        found = {id(tensor): tensor for tensor in known}
+        reason = ""
+        for node in _common.graph_nodes(outputs, self.torch, limit=sys.maxsize):
+            if node.name() == "torch::autograd::AccumulateGrad":
+                found[id(node.variable)] = node.variable
+            elif node.name().startswith("BackwardHookFunction"):
+                reason = "the script hooks the backward of a module, and would see scaled gradients"
+        for optimizer in self.optimizers:       # whole: a function of the script's own may add to gradients by itself
+            own = {id(parameter): parameter for parameter in _parameters(optimizer)}
+            if not own.keys().isdisjoint(found):
+                found.update(own)
+        return list(found.values()), reason or self.hooked(found.values())
+
+    def hooked(self, tensors: Iterable[Any]) -> str:
+        """Why the gradient of one of these tensors must not be scaled, or ""."""
+        for tensor in tensors:
+            if tensor.is_complex():
+                return f"{self._name(tensor)} is complex, which torch's loss scaling does not support"
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                return f"the script hooks the gradient of {self._name(tensor)}, and would see a scaled one"
+        return ""
+
+    def _name(self, tensor: Any) -> str:
+        names = (name for module in self.modules for name, parameter in module.named_parameters() if parameter is tensor)
+        return next(names, f"a tensor of shape {tuple(tensor.shape)}")
+
+    def watched(self, original: Any, does: str) -> Any:
+        """`original`, a method of tensors, that stops the scaling where the script calls it on an intermediate one."""
+
+        @functools.wraps(original)
+        def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__") or ""
+            if tensor.grad_fn is not None and caller.partition(".")[0] not in _HARMLESS:
+                self._stop(f"the script {does} the gradient of an intermediate tensor, and would see a scaled one")
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def _stop(self, reason: str) -> None:
+        """From the next forward on in float32, and not scaled from this very pass on."""
+        if not self.stopped:
+            self.stopped = True
+            self.note(STOPPED, f"given up: {reason}")
+            sys.stderr.write(f"saturate: {TECHNIQUE.id}: {reason}; the training goes on in float32\n")
+
+    def _owners(self) -> dict[int, int]:
+        """The id of the optimizer by that of the parameter."""
+        return {id(parameter): id(o) for o in reversed(self.optimizers) for parameter in _parameters(o)}
+
+    def _gradients(self, tensors: list[Any]) -> list[tuple[int, Any, list[Any]]]:
+        """Existing gradients as (id of the optimizer or 0, device, list of one dtype), each tensor once."""
+        owners = self._owners()
+        lists: dict[tuple[int, Any, Any], tuple[int, Any, list[Any]]] = {}
         seen: set[int] = set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    grad = parameter.grad
-                    if grad is None or id(grad) in seen:
-                        continue
-                    seen.add(id(grad))
-                    key = (id(optimizer), grad.device, grad.dtype)
-                    lists.setdefault(key, (optimizer, grad.device, []))[2].append(grad)
+        for tensor in tensors:
+            grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None       # of others, torch warns
+            if grad is None or id(grad) in seen:
+                continue
+            seen.add(id(grad))
+            owner = owners.get(id(tensor), 0)
+            lists.setdefault((owner, grad.device, grad.dtype), (owner, grad.device, []))[2].append(
+                grad._values() if grad.is_sparse else grad)
         return list(lists.values())
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.inside:
+        if self.passes and self._nested():
             raise RuntimeError("fp16-autocast cannot serve an optimizer that steps inside of backward")
-        flags = [flag for (owner, _), flag in self.overflow.items() if owner == id(optimizer)]
+        # A list: another thread may add to them. What no optimizer holds may stay infinite for ever, and stops no step.
+        flags = [flag for (owner, _), flag in list(self.overflow.items()) if owner == id(optimizer)]
         if any(flag.item() for flag in flags):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None       # a step without gradients changes nothing, whatever the optimizer
+            for parameter in _parameters(optimizer):
+                parameter.grad = None       # a step without gradients changes nothing, whatever the optimizer
             self.scale, self.good_steps = max(1.0, self.scale / 2), 0
         else:
             self.good_steps += 1
@@ -170,6 +286,8 @@ class _Scaler:
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
+    if STOPPED in evidence.notes:
+        return Proof(False, evidence.notes[STOPPED])
     seen = evidence.notes.get(TECHNIQUE.id, "")
     return Proof(bool(seen), seen or "nothing in the autograd graph was computed in float16")
 
