@@ -179,7 +179,8 @@ def test_a_budget_that_starting_uses_up(folder):
     ended = folder.tune("--budget", "1s")
     assert ended.code == 0 and ended.result.speedup is None and ended.result.verified is None, ended.stderr
     assert "noise:" not in ended.stderr, "nothing is begun when the budget is over"
-    needed = re.search(r"the budget of 1 s ended before .* give it --budget (\d+m)", ended.result.verified_reason)
+    assert not list((folder.path / ".saturate").rglob("t002")), "not even the first verification run"
+    needed = re.search(r"the budget of 1 s ends before .* give it --budget (\d+m)", ended.result.verified_reason)
     assert needed and re.search(rf"next      saturate tune .*--budget {needed[1]} -- ", ended.stderr)
 
 

@@ -49,6 +49,26 @@ def test_no_further_pair_is_begun_that_would_outlast_the_budget(monkeypatch, pai
     assert math.isfinite(tune._floor(study.aa))
 
 
+@pytest.mark.parametrize(("used_s", "step_ms", "known", "asked", "needs"), [
+    (14.0, 500.0, None, False, "4m"),       # 26 s of updates do not end in the 16 s that are left
+    (14.0, 500.0, [None], True, ""),        # a resumed study has that run
+    (14.0, 300.0, None, True, ""),
+    (3.0, 500.0, None, True, ""),
+    (35.0, 1.0, None, False, "3m"),         # starting once has used up the budget: four times both starts
+    (14.0, 700.0, None, False, "5m"),       # longer than the whole budget
+])
+def test_a_verification_run_that_cannot_end_in_time_is_not_begun(monkeypatch, used_s, step_ms, known, asked, needs):
+    monkeypatch.setattr(tune.time, "monotonic", lambda: 100.0 + used_s)
+    monkeypatch.setattr(tune, "_noise", lambda *arguments: True)
+    runs = []
+    store = SimpleNamespace(answer={"informative": known}.get, add_seconds=lambda phase, seconds: None)
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=30.0), store=store, started=100.0, say=lambda line: None, needs_budget="",
+                            refusal=None, baseline={"step_ms": step_ms, "startup_s": 3.0})
+    found = tune._is_measurable(study, SimpleNamespace(check_baseline=lambda: runs.append("run")), None, (), end=130.0)
+    assert found is asked is bool(runs) and study.needs_budget == needs
+    assert asked or f"give it --budget {needs}" in study.refusal
+
+
 TAKEN = "OSError: [Errno 98] Address already in use"
 
 

@@ -39,7 +39,7 @@ from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
-from saturate.study.verification import Verifier, budget_needed, too_slow
+from saturate.study.verification import UPDATES, Verifier, budget_needed, too_slow
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded, Workload
 
@@ -220,7 +220,7 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
         slow = None if base else too_slow(study.baseline["step_ms"], study.request.budget_s)
         if slow:
             study.needs_budget = budget_needed(study.baseline["step_ms"])
-        refusal = slow or verifier.check_baseline()
+        refusal = slow or (None if base else _too_late(study, end)) or verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
@@ -231,6 +231,22 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
         return False
     with _phase(study, "noise"):
         return _noise(study, racer, base, end)
+
+
+def _too_late(study: Study, end: float) -> str | None:
+    """Why the first verification run is not begun, or None: its updates alone do not end within the budget. `study` then knows the
+    budget that would do."""
+    if study.store.answer("informative") is not None:       # a resumed study has made it
+        return None
+    step_ms, now = study.baseline["step_ms"], time.monotonic()
+    updates_s = UPDATES * step_ms / 1e3
+    if now + updates_s < end:
+        return None
+    run_s = study.baseline["startup_s"] + updates_s
+    study.needs_budget = budget_needed(step_ms, NEEDED * (now - study.started + run_s))
+    left_s = max(0.0, end - now)
+    return (f"the budget of {study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
+            f"verification run takes about {run_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
 def _out_of_time(study: Study, end: float) -> str | None:

@@ -68,9 +68,9 @@ def too_slow(step_ms: float, budget_s: float) -> str | None:
             f"give it --budget {budget_needed(step_ms)}, or a smaller configuration")
 
 
-def budget_needed(step_ms: float) -> str:
-    """What verifying steps of this length takes, for the command line."""
-    return f"{math.ceil(RUNS * UPDATES * step_ms / 60e3)}m"
+def budget_needed(step_ms: float, least_s: float = 0.0) -> str:
+    """What verifying steps of this length takes, at least `least_s`, for the command line."""
+    return f"{math.ceil(max(RUNS * UPDATES * step_ms / 1e3, least_s) / 60)}m"
 
 
 def first_difference(expected: list[list[float]], found: list[list[float]], allowed: list[float]) -> int | None:
