@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -16,6 +18,7 @@ import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
 
 from saturate.study.bench import Bench
+from saturate.study.state import Request
 from saturate.study.store import NAME, Store
 from saturate.trial.process import Workload
 
@@ -89,6 +92,42 @@ def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
     run = json.loads(stdout)["run"]
     assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run
     assert folder.tune(*OPTIONS, "--timeout", "1s").result.run == run
+
+
+def test_another_environment_asks_another_question(tmp_path):
+    """`WIDTH=1024 saturate tune` after a kill of `saturate tune` went on with the answers of the other width."""
+    def identity(**environment: str) -> str:
+        return Request([sys.executable, "train.py"], tmp_path, {"PATH": os.defpath, **environment}, tmp_path).identity()
+
+    others = [{}, {"WIDTH": "1024"}, {"WIDTH": "512"}, {"OMP_NUM_THREADS": "1"}, {"SLURM_NTASKS": "2"}, {"WINDOW": "24"}, {"LINES": "100"}]
+    assert len({identity(**other) for other in others}) == len(others)
+    here = {"TERM": "xterm", "SHLVL": "1", "_": "/usr/bin/env", "OLDPWD": "/", "WINDOWID": "7", "TMUX_PANE": "%1", "SSH_TTY": "/dev/pts/1",
+            "SSH_CONNECTION": "::1 5 ::1 22", "DBUS_SESSION_BUS_ADDRESS": "unix:path=/run", "XDG_SESSION_ID": "3", "SLURM_JOB_ID": "12"}
+    assert identity(**here) == identity(), "from another terminal, login or job it resumes"
+    assert identity(**{f"MY_{name}": value for name, value in here.items()}) != identity()
+
+
+def test_another_interpreter_asks_another_question(tmp_path):
+    seen = set()
+    for version in ("python3.10", "python3.11"):
+        (tmp_path / version).touch(mode=0o755)
+        (tmp_path / "python").unlink(missing_ok=True)
+        (tmp_path / "python").symlink_to(version)
+        seen |= {Request([word], tmp_path, {"PATH": str(tmp_path)}, tmp_path).identity() for word in ("./python", "python")}
+    assert len(seen) == 4
+
+
+def test_another_standard_input_asks_another_question(tmp_path):
+    """`python - < train.py` names no script."""
+    code = ("import pathlib, sys; from saturate.study.state import Request; path = pathlib.Path('/tmp')\n"
+            "print(Request(['python', '-'], path, {}, path).identity())")
+    seen = []
+    for text in ("width = 1", "width = 2", "width = 1"):
+        (tmp_path / "train.py").write_text(text)
+        with open(tmp_path / "train.py") as stdin:
+            done = subprocess.run([sys.executable, "-c", code], stdin=stdin, capture_output=True, text=True, check=True, timeout=60)
+        seen.append(done.stdout)
+    assert seen[0] == seen[2] != seen[1]
 
 
 def test_code_that_is_changed_while_it_is_measured(tmp_path):

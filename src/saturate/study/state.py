@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +22,19 @@ from saturate.records.facts import Facts
 from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.store import Store
+from saturate.trial.process import standard_input
+
+#: What the environment says of the terminal, the login or the job, which is another one when a killed study is taken up again. No
+#: training depends on it. Any other name may be one that the script reads (WIDTH=1024), or one of its libraries (OMP_NUM_THREADS);
+#: so may some that terminals use (WINDOW, LINES).
+_PASSING = re.compile("|".join((
+    "_|SHLVL|PWD|OLDPWD|HOSTNAME",              # of the shell; the working directory is asked for by itself
+    "TERM|TERM_(PROGRAM|PROGRAM_VERSION|SESSION_ID)|COLORTERM|WINDOWID|VTE_VERSION|(GNOME_TERMINAL|KITTY|KONSOLE|VSCODE)_.*",
+    "TMUX|TMUX_PANE|STY",
+    "DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|SESSION_MANAGER|XDG_(SESSION_.*|RUNTIME_DIR|SEAT|VTNR)|(DBUS|SSH)_.*|GPG_(TTY|AGENT_INFO)",
+    "INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_EXEC_PID",    # of a unit of systemd, which a desktop is as well
+    "SLURM_(JOB_?ID|JOB_(START|END)_TIME|RESTART_COUNT|TASK_PID|STEP_LAUNCHER_PORT|SRUN_COMM_PORT)",    # a job that was put back
+)))
 
 
 @dataclass(frozen=True)
@@ -58,10 +74,15 @@ class Request:
         return fingerprint.digest_of(self.argv, self.cwd)
 
     def identity(self) -> str:
-        """The same for a command that asks the same question again, so that it can resume."""
+        """The same for a command that asks the same question again, so that it can resume. What its own program reads counts as
+        much as its words do: the environment, standard input, and which interpreter it names."""
+        program = shutil.which(self.argv[0], path=self.environment.get("PATH")) or self.argv[0]
+        environment = {name: value for name, value in self.environment.items() if not _PASSING.fullmatch(name)}
+        stdin, offset = standard_input()
         parts = [self.argv, str(self.cwd), self.script(), sorted(self.only or ()),
                  self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
-                 self.step, saturate.__version__, *([self.limit_bytes] if self.limit_bytes else [])]
+                 self.step, saturate.__version__, *([self.limit_bytes] if self.limit_bytes else []),
+                 os.path.realpath(self.cwd / program), sorted(environment.items()), fingerprint.digest(Path(stdin)), offset]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
