@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import types
@@ -23,6 +25,19 @@ def test_the_files_of_the_users_own_modules(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     expected = [str(tmp_path / name) for name in ("package/__init__.py", "package/model.py", "train.py")]
     assert done.stdout == str(expected).replace("'", '"') + "\n"
+
+
+def test_which_torch_it_is_counts(tmp_path: Path) -> None:
+    """It may be upgraded before a killed study is taken up again."""
+    version = tmp_path / "site-packages" / "torch" / "version.py"
+    version.parent.mkdir(parents=True)
+    version.write_text("__version__ = '2.7.0'")
+    (version.parent / "__init__.py").write_text("from . import version, nn")
+    (version.parent / "nn.py").write_text("")
+    code = "import json, torch; from saturate.agent.sources import own; print(json.dumps(own()))"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(version.parents[1])},
+                          capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == [str(version)]
 
 
 def test_a_lazy_module_is_not_asked(monkeypatch) -> None:
