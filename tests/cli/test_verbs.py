@@ -178,7 +178,7 @@ def test_even_an_error_of_our_own_prints_the_object(verb, reason, capsys, monkey
         raise KeyError("stamps")
 
     monkeypatch.setattr(f"saturate.study.{verb}.{verb}", broken)
-    code, out, err = call(capsys, verb, "--json", "--dir", tmp_path, "--", "true")
+    code, out, err = call(capsys, verb, "--json", "--dir", tmp_path, "--", "true", os.fsdecode(b"data\xff.csv"))
     assert code == 3 and "Traceback" in err and "error[E370] saturate itself failed: KeyError: 'stamps'" in err
     found = json.loads(out)
-    assert found["command"] == ["true"] and "saturate itself failed: KeyError: 'stamps'" in reason(found)
+    assert found["command"] == ["true", "data?.csv"] and "saturate itself failed: KeyError: 'stamps'" in reason(found)

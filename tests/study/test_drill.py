@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from drill_kit import SCRIPT, changed, drill
 from tune_kit import Folder, no_traceback_of_ours
 
 from saturate.cli.main import main
+from saturate.records.drill import DrillResult
+from saturate.study import drill as study_drill
 
 _RESTARTS = "def order(step): return Order(step // 8, 0)"
 _FORGETS = """
@@ -141,6 +144,15 @@ def test_no_checkpoint_in_time(tmp_path: Path) -> None:
     at_the_end = changed("LAST, right = 30, save\nsave = lambda step: None") + "\nright(step)\n"
     found = drill(tmp_path, at_the_end)
     assert found["verdict"] == "no_checkpoint" and found["saves_seen"] == []
+
+
+def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["python", os.fsdecode(b"tr\xff.py")]
+    found = DrillResult(run="x", command=argv, resume_command=argv, verdict="inconclusive", reason="for a test")
+    monkeypatch.setattr(study_drill._Work, "done", lambda self: found)
+    study_drill.drill(study_drill.Request(argv, tmp_path, {}, tmp_path / ".saturate"), print)
+    (saved,) = (tmp_path / ".saturate").glob("*/drill.json")
+    assert json.loads(saved.read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
 
 
 @pytest.mark.slow

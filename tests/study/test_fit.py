@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from tune_kit import no_traceback_of_ours, untouched
 from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.records.fit import SizeTried
-from saturate.study.fit import _advice, _advice_on_loaders, _loaders, _note_on_loaders
+from saturate.study.fit import _advice, _advice_on_loaders, _loaders, _note_on_loaders, _write, nothing
 from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
@@ -115,6 +116,13 @@ def test_the_margin_is_wide_only_where_the_c_librarys_heaps_hold_the_batch():
     assert state.margin_bytes == 10 * MIB, "1 % of the limit, at least"
     state.facts["device"] = "cuda"
     assert state.margin_bytes == 10 * MIB
+
+
+def test_words_that_are_not_utf8_are_saved(tmp_path):
+    study = SimpleNamespace(folder=tmp_path, report_path=tmp_path / "report.html", say=print)
+    _write(study, nothing(["python", os.fsdecode(b"tr\xff.py")], "too short"))
+    assert json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
+    assert "tr?.py" in study.report_path.read_text(encoding="utf-8")
 
 
 def test_what_ended_the_search_is_what_the_advice_is_about():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -239,6 +240,14 @@ def test_nothing_to_tell_is_a_whole_record():
     assert found.next_command == "saturate profile --step backward:4 --dir '/data/a b' -- python train.py"
     assert isinstance(found, Profile) and found.unknown["verdict"] == "too short"
     assert set(Analysis.__struct_fields__) < set(Profile.__struct_fields__)
+
+
+def test_words_that_are_not_utf8_are_saved(tmp_path, monkeypatch):
+    asked = dataclasses.replace(request(), argv=["python", os.fsdecode(b"tr\xff.py")])
+    monkeypatch.setattr(diagnose, "diagnose", lambda *_: nothing(asked, "for a test"))
+    study = SimpleNamespace(request=asked, folder=tmp_path, report_path=tmp_path / "report.html", registry={}, say=print)
+    study_profile._finished(study, Seen(facts=facts(), traces=[tmp_path / "trace.json"]))
+    assert json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
 
 
 def test_without_numpy_it_says_what_to_install(monkeypatch):

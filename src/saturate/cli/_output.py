@@ -1,4 +1,4 @@
-"""What the verbs share when they print: colour only where it is wanted, tables, and JSON."""
+"""What the verbs share when they print: colour only where it is wanted, and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from saturate.errors import UsageError
 
@@ -50,24 +50,6 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 def percent(share: float) -> str:
     """0.213 as `+21.3 %`."""
     return f"{share * 100:+.1f} %"
-
-
-def encoded(record: Any) -> str:
-    """A msgspec record as one line of JSON. What JSON cannot hold (in file names that are not UTF-8) is replaced."""
-    import msgspec
-
-    try:
-        return msgspec.json.encode(record).decode()
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_printable(msgspec.to_builtins(record))).decode()
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def place_of(path: Path, what: str) -> Path:

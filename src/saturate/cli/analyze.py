@@ -13,8 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import coloured, encoded, place_of, width
+from saturate.cli._output import coloured, place_of, width
 from saturate.errors import EnvironmentProblem, UsageError
+from saturate.records.encoding import encoded
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
 MOST = 4096

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import encoded, paint, table
+from saturate.cli._output import paint, table
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 from saturate.records.artifact import Manifest
 from saturate.records.bench import BatchRow, BenchRecord, Measured
+from saturate.records.encoding import encoded
 
 #: Time of one measurement without a race, in blocks of about an eighth of a second; at least so many blocks.
 _MEASURE_S = 3.0

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from saturate.cli._output import encoded, paint, table
+from saturate.cli._output import paint, table
 from saturate.errors import CheckpointDamaged, SaturateError, UsageError
+from saturate.records.encoding import encoded
 
 STORE = Path(".saturate/checkpoints")
 _UNITS_S = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}

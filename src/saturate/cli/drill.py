@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, encoded, width
+from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.drill import DrillResult
+from saturate.records.encoding import encoded
 
 TAKES_COMMAND = True
 

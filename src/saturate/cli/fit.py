@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
-from saturate.cli._output import coloured, encoded, width
+from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
+from saturate.records.encoding import encoded
 from saturate.records.fit import Fit
 
 TAKES_COMMAND = True

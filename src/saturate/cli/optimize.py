@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 
 from saturate.cli._options import duration, ids
-from saturate.cli._output import coloured, encoded, width
+from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.cli.bench import threads
 from saturate.errors import SaturateError, UsageError
+from saturate.records.encoding import encoded
 from saturate.records.inference import CandidateRecord, OptimizeRecord
 
 #: What --limit takes, and what it is of.

@@ -37,9 +37,9 @@ def size(text: str) -> int:
 def execute(arguments: argparse.Namespace) -> int:
     if find_spec("pyarrow") is None:
         raise EnvironmentProblem("packing needs pyarrow", remedy="pip install 'saturate[pack]'")
-    from saturate.cli._output import encoded
     from saturate.data import pack
     from saturate.data.pack_sources import open_source
+    from saturate.records.encoding import encoded
     from saturate.records.pack import Packed
     from saturate.report import words
 

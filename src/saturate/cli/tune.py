@@ -10,12 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import msgspec
-
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
 from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
+from saturate.records.encoding import encoded
 from saturate.records.result import StepTime, TuneResult
 
 TAKES_COMMAND = True
@@ -47,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show(result: TuneResult) -> None:
         if arguments.json:
-            print(msgspec.json.encode(result).decode(), flush=True)
+            print(encoded(result), flush=True)
 
     try:
         request = Request(

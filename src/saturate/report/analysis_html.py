@@ -7,6 +7,7 @@ import msgspec
 import saturate
 from saturate.records.analysis import Analysis, Profile
 from saturate.records.comparison import Comparison
+from saturate.records.encoding import encoded
 from saturate.report import analysis_compare, analysis_style
 from saturate.report import analysis_method as method
 from saturate.report import analysis_sections as sections
@@ -96,7 +97,7 @@ def shell(title: str, top: Markup, body: list[tuple[str, str, Markup]], data: Ma
 
 def _embedded(shown: msgspec.Struct) -> Markup:
     """The record as JSON that cannot end its own element, nor mean anything else to an HTML or a script parser."""
-    text = msgspec.json.encode(shown).decode()
+    text = encoded(shown)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)

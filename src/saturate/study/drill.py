@@ -26,6 +26,7 @@ import saturate
 from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine.fingerprint import script_of
 from saturate.records.drill import Drill, DrillResult, Saved
+from saturate.records.encoding import encoded
 from saturate.report import trim
 from saturate.study import baseline, drilling
 from saturate.study.drilling import Chain, Ran
@@ -105,7 +106,7 @@ def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
             work = _Work(request, new_run(request.directory, identity), say)
             result = work.done()
             saved = msgspec.structs.replace(trim.without_values(result), resume_command=trim.redact(result.resume_command))
-            (work.folder / "drill.json").write_bytes(msgspec.json.encode(saved))
+            (work.folder / "drill.json").write_text(encoded(saved), encoding="utf-8")
             return result
     finally:
         lock.release()

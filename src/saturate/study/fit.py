@@ -21,6 +21,7 @@ import saturate
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
 from saturate.records import sizes
+from saturate.records.encoding import encoded
 from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline
 from saturate.study.ending import in_our_words
@@ -321,7 +322,7 @@ def _write(study: Study, found: Fit) -> None:
     from saturate.report import fit_html, trim
 
     try:
-        (study.folder / "fit.json").write_bytes(msgspec.json.encode(trim.without_values(found)))
+        (study.folder / "fit.json").write_text(encoded(trim.without_values(found)), encoding="utf-8")
         study.report_path.write_text(fit_html.render(found), encoding="utf-8")
     except OSError as error:
         study.say(f"the report could not be written: {error}")

@@ -28,6 +28,7 @@ from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Problem, Profile
+from saturate.records.encoding import encoded
 from saturate.records.facts import Facts
 from saturate.report import words
 from saturate.study import baseline, loadercost, nsight
@@ -96,7 +97,7 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, _applicable(study, seen.facts))
     found = msgspec.structs.replace(found, report=str(study.report_path))
-    (study.folder / "profile.json").write_bytes(msgspec.json.encode(trim.without_values(found)))
+    (study.folder / "profile.json").write_text(encoded(trim.without_values(found)), encoding="utf-8")
     study.report_path.write_text(analysis_html.render(found), encoding="utf-8")
     return found
 
