@@ -519,6 +519,18 @@ def test_channels_last_converts_modules_whose_parameters_have_the_same_names():
     assert all(model.weight.is_contiguous(memory_format=torch.channels_last) for model in models)
 
 
+def test_channels_last_leaves_lbfgs_its_gradients():
+    """It views them as one vector."""
+    from saturate.records.facts import OptimizerFacts
+
+    model = torch.nn.Conv2d(3, 4, 3).train()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(NotApplied, match="LBFGS"):
+        channels_last.apply(context_of(model, optimizers=(optimizer,)), channels_last.Options())
+    assert channels_last.eligible(usual(optimizers=(OptimizerFacts(kind="SGD"),)))
+    assert not channels_last.eligible(usual(optimizers=(OptimizerFacts(kind="SGD"), OptimizerFacts(kind="LBFGS"))))
+
+
 def test_only_one_by_one_kernels_leave_nothing_to_do():
     with pytest.raises(NotApplied):
         channels_last.apply(context_of(torch.nn.Conv2d(3, 4, 1)), channels_last.Options())

@@ -13,11 +13,14 @@ cuDNN need not transpose), on CPUs because oneDNN's kernels do as well.
 When it hurts
 -------------
 Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
-that calls `.view` on activations raises an error; that is reported as a failed trial. Trainings with several processes are
-left alone: DistributedDataParallel lays out its buckets when it is constructed, and would take the elements of a gradient for
-others. Convert such a model before it is wrapped. So are weights whose memory something else holds when it is applied (a
-`state_dict()` that is kept, `share_memory()`, views of one flat tensor): converting them would cut them off from it. Between processes
-that share CUDA memory this is not seen.
+that calls `.view` on activations raises an error; that is reported as a failed trial. A script fails likewise that calls
+`.view(-1)` on weights or gradients, as `torch.nn.utils.parameters_to_vector` does (`.reshape(-1)` works on both). LBFGS does so too:
+it is left alone, but a script that goes on with it after another optimizer fails at its first step.
+
+Trainings with several processes are left alone: DistributedDataParallel lays out its buckets when it is constructed, and would take
+the elements of a gradient for others. Convert such a model before it is wrapped. Left alone are also trainings with weights whose
+memory something else holds when it is applied (a `state_dict()` that is kept, `share_memory()`, views of one flat tensor): converting
+them would cut them off from it. CUDA memory that several processes share is not seen.
 
 Numerics
 --------
@@ -57,6 +60,7 @@ TECHNIQUE = Technique(
 
 
 _DISTRIBUTED = "gradients are averaged between processes in buckets that were laid out for the parameters as they were"
+_VIEWED = "LBFGS views gradients as one vector, which those in channels-last cannot be"
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.world_size > 1 or any(module.distributed for module in facts.modules):
         return Ineligible(_DISTRIBUTED)
+    if any("LBFGS" in optimizer.kind for optimizer in facts.optimizers):
+        return Ineligible(_VIEWED)
     modules = [module for module in _common.wrappable(facts) if module.convolutions]
     if not modules:
         return Ineligible("no trained module with 2-d convolutions was seen whose forward is its class's own")
@@ -87,6 +93,8 @@ def apply(context: Any, options: Options) -> str:
     distributed = context.torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         raise NotApplied(_DISTRIBUTED)
+    if any("LBFGS" in type(optimizer).__name__ for optimizer in context.optimizers):
+        raise NotApplied(_VIEWED)
     weights = [(name, parameter) for module in context.modules for name, parameter in module.named_parameters()
                if _differs(context, parameter)]
     if not weights:
