@@ -911,3 +911,64 @@ def test_a_model_that_reduces_itself_to_all_it_holds_is_copied_and_saved(kind, m
     assert torch.equal(model(x), expected) and not torch.equal(twin(x), expected)
     context.undo()
     assert not {"forward", "__getstate__", "__reduce_ex__", "__deepcopy__"} & set(vars(model))
+
+
+def by_copy(attributes, made):
+    made.__dict__ = attributes.copy()
+
+
+def by_update(attributes, made):
+    vars(made).update(attributes)
+
+
+def by_dict(attributes, made):
+    made.__dict__ = dict(attributes)
+
+
+def by_unpacking(attributes, made):
+    made.__dict__ = {**attributes}
+
+
+@pytest.mark.parametrize("copied", [by_copy, by_update, by_dict, by_unpacking])
+def test_what_is_made_from_a_module_s_attributes_runs_its_own_weights(copied):
+    """As learn2learn clones a module. Seen: the clone ran, copied and saved the weights that it was made from."""
+    model, x = torch.nn.Linear(4, 4).train(), torch.ones(2, 4)
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    clone = model.__new__(type(model))
+    copied(model.__dict__, clone)
+    clone._parameters = {name: torch.zeros_like(parameter) for name, parameter in model._parameters.items()}
+    assert model(x).any() and bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    file = io.BytesIO()
+    torch.save(clone, file)
+    file.seek(0)
+    for made in (clone, copy.deepcopy(clone), pickle.loads(pickle.dumps(clone)), torch.load(file, weights_only=False)):
+        assert not made(x).any() and not {"forward", "__getstate__", "__reduce_ex__", "__deepcopy__"} & set(vars(made))
+    context.undo()
+    assert type(vars(model)) is dict and model(x).any()
+
+
+def test_replicas_of_data_parallel_run_their_own_weights():
+    model, x = torch.nn.Linear(4, 4).train(), torch.ones(2, 4)
+    bf16_autocast.apply(context_of(model), bf16_autocast.Options())
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.zeros(4, 4), torch.zeros(4)
+    assert not replica(x).any() and model(x).any()
+
+
+def test_what_is_made_from_attributes_keeps_the_forward_that_the_script_gave():
+    model, x = shifted(torch.nn.Linear(8, 8)).train(), torch.rand(2, 8)
+    expected, own = model(x), vars(model)["forward"]
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    clone = model.__new__(type(model))
+    clone.__dict__ = model.__dict__.copy()
+    assert vars(clone)["forward"] is own and torch.equal(clone(x), expected)
+
+
+def test_attributes_within_a_state_are_pickled_as_a_dict():
+    """So a class that says what is pickled of it, of all that it holds, loads where saturate is absent."""
+    model = torch.nn.Linear(4, 4).train()
+    bf16_autocast.apply(context_of(model), bf16_autocast.Options())
+    text = pickle.dumps({"attributes": vars(model)})
+    assert b"saturate" not in text and type(pickle.loads(text)["attributes"]) is dict

@@ -163,11 +163,31 @@ def is_ours(module: Any) -> bool:
 
 
 def _unbind(module: Any) -> None:
-    own = getattr(vars(module).get("forward"), "instances_own", None)
-    for name in _BOUND:
-        vars(module).pop(name, None)
-    if own is not None:
-        vars(module)["forward"] = own
+    object.__setattr__(module, "__dict__", _as_it_was(vars(module)))
+
+
+def _as_it_was(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What an instance holds, without what `_bind_forward` left there."""
+    own = getattr(attributes.get("forward"), "instances_own", None)
+    kept = {name: value for name, value in attributes.items() if name not in _BOUND or not hasattr(value, "instances_own")}
+    return kept if own is None else kept | {"forward": own}
+
+
+class _Attributes(dict[str, Any]):
+    """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`
+    and learn2learn do, gets those that it had before: what is bound to one module would run, copy and save that one."""
+
+    def copy(self) -> dict[str, Any]:
+        return _as_it_was(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+    def keys(self) -> Any:              # `update`, `dict()` and `**` ask for these, and then for each item
+        return self.copy().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
 
 
 #: What `_bind_forward` leaves on an instance.
@@ -198,11 +218,7 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
 
     def state(self: Any) -> Any:
         found = type(self).__getstate__(self)
-        if not isinstance(found, dict):
-            return found                # a class with a state of its own kind
-        kept = {name: value for name, value in found.items()
-                if name not in ours or getattr(value, "__func__", None) is not ours[name]}
-        return kept | {"forward": own} if own is not None and "forward" in found else kept
+        return _as_it_was(found) if isinstance(found, dict) else found      # a class may have a state of its own kind
 
     def reduced(self: Any, protocol: int) -> Any:
         with as_it_was(self):
@@ -231,13 +247,15 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
             vars(instance).update(bound)
 
     def bind(instance: Any) -> None:        # not by setattr: a compiled module hands that on to the module inside
-        vars(instance).update({name: types.MethodType(function, instance) for name, function in ours.items()})
+        bound = {name: types.MethodType(function, instance) for name, function in ours.items()}
+        object.__setattr__(instance, "__dict__", _Attributes({**vars(instance), **bound}))
 
-    forward.instances_own = own             # type: ignore[attr-defined] - for `_unbind`
     if own is not None:
         with contextlib.suppress(TypeError, ValueError):        # it has no signature to read
             forward.__signature__ = _with_self(inspect.signature(own))      # type: ignore[attr-defined]
-    ours = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
+    ours: dict[str, Any] = dict(zip(_BOUND, (forward, state, reduced, deepcopied)))
+    for function in ours.values():
+        function.instances_own = own        # for `_as_it_was`
     bind(module)
 
 
