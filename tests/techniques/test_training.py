@@ -143,6 +143,91 @@ def test_momentum_still_acts_on_a_parameter_that_a_step_does_not_use(drop):
     assert torch.equal(used.grad, torch.zeros(2))
 
 
+def _flat_buffer(parameters, keep):
+    flat, at = torch.zeros(sum(p.numel() for p in parameters)), 0
+    for parameter in parameters:
+        parameter.grad = flat[at:at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+    keep.append(flat)
+
+
+def _in_a_list(parameters, keep):
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        keep.append(parameter.grad)
+
+
+def _in_an_array(parameters, keep):
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        keep.append(torch.from_numpy(parameter.grad.numpy()))
+
+
+@pytest.mark.parametrize("hold", [_flat_buffer, _in_a_list, _in_an_array])
+def test_gradients_that_something_else_holds_are_zeroed_in_place(hold):
+    def trained(technique):
+        torch.manual_seed(0)
+        model, keep = torch.nn.Linear(3, 2), []
+        free = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([*model.parameters(), free], lr=0.1)
+        context = context_of(model, optimizer)
+        if technique:
+            zero_grad_none.apply(context, zero_grad_none.Options())
+        hold(list(model.parameters()), keep)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            (model(torch.ones(1, 3)) * free).square().sum().backward()
+            for held in keep:
+                held.mul_(0.5)          # as one would clip a flat buffer
+            optimizer.step()
+        assert context.notes.get("zero-grad-none", "").startswith("1 gradients dropped") is technique
+        context.undo()
+        return [*model.parameters(), free, *keep]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_sparse_gradients_are_left_alone():
+    def trained(technique):
+        torch.manual_seed(0)
+        always, sometimes = (torch.nn.Embedding(20, 4, sparse=True) for _ in range(2))
+        optimizer = torch.optim.SparseAdam([always.weight, sometimes.weight], lr=0.1)
+        context = context_of(None, optimizer)
+        if technique:
+            zero_grad_none.apply(context, zero_grad_none.Options())
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            loss = always(torch.tensor([1, step])).square().sum()
+            if step % 2 == 0:
+                loss = loss + sometimes(torch.tensor([2])).square().sum()
+            loss.backward()
+            optimizer.step()
+        context.undo()
+        return always.weight, sometimes.weight
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_is_left_alone():
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad(set_to_none=False)
+
+    own, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer, usual = Own([own], lr=0.1), torch.optim.SGD([other], lr=0.1)
+    with pytest.raises(NotApplied, match="Own has a zero_grad of its own"):
+        zero_grad_none.apply(context_of(None, optimizer), zero_grad_none.Options())
+    context = context_of(None, optimizer)
+    context.optimizers = (optimizer, usual)
+    zero_grad_none.apply(context, zero_grad_none.Options())
+    for _ in range(2):
+        (own.sum() + other.sum()).backward()
+        optimizer.zero_grad()
+        usual.zero_grad(set_to_none=False)
+        assert torch.equal(own.grad, torch.zeros(2)) and other.grad is None
+    context.undo()
+
+
 def test_zero_grad_eligibility():
     some = (OptimizerFacts(),)
     assert zero_grad_none.eligible(Facts(zero_grad_set_to_none=False, optimizers=some))

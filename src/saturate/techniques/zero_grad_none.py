@@ -20,8 +20,9 @@ gets its zeros before the optimizer looks, so momentum and weight decay act on i
 
 How it is applied
 -----------------
-`zero_grad` of each optimizer instance is replaced. When the next backward ends (or a step begins without one), what it left out
-is filled with zeros; a gradient that the script itself drops after that stays dropped.
+`zero_grad` of each optimizer instance is replaced, where it is that of torch. When the next backward ends (or a step begins without
+one), what it left out is filled with zeros; a gradient that the script itself drops after that stays dropped. Still zeroed in place
+are gradients that something else holds or that lie in a larger memory (views of one flat buffer), and sparse ones.
 
 References
 ----------
@@ -32,6 +33,7 @@ PyTorch recipes, "Zeroing out gradients in PyTorch".
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +75,14 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     if not context.optimizers:
         raise NotApplied("no optimizer is known")
+    if not hasattr(context.torch._C, "_storage_Use_Count") or not hasattr(context.torch.Tensor, "_use_count"):
+        raise NotApplied("this version of torch does not tell who else holds a gradient")
+    torch_s_own = context.torch.optim.Optimizer.zero_grad
+    optimizers = [o for o in context.optimizers if type(o).zero_grad is torch_s_own and "zero_grad" not in vars(o)]
+    if not optimizers:
+        raise NotApplied(f"{type(context.optimizers[0]).__name__} has a zero_grad of its own")
     emptied: list[Any] = []         # parameters whose gradients were dropped, and no backward has ended since
-    for optimizer in context.optimizers:
+    for optimizer in optimizers:
         context.on_undo(optimizer.register_step_pre_hook(lambda *_: _fill(context.torch, emptied)).remove)
         context.set_attribute(optimizer, "zero_grad", _dropping(context, optimizer, emptied))
     autograd = context.torch.autograd
@@ -88,7 +96,7 @@ def apply(context: Any, options: Options) -> str:
         return found
 
     context.set_attribute(autograd, "backward", context.torch._disable_dynamo(backward))
-    return f"zero_grad of {len(context.optimizers)} optimizer(s) drops gradients"
+    return f"zero_grad of {len(optimizers)} optimizer(s) drops gradients"
 
 
 def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
@@ -97,24 +105,44 @@ def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
 
     @functools.wraps(original)
     def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:     # the user's own None stays None, as it did
-            known = {id(parameter) for parameter in emptied}
-            emptied.extend(
-                parameter
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None and id(parameter) not in known
-            )
-        else:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            emptied[:] = [parameter for parameter in emptied if id(parameter) not in own]
-        original(set_to_none=True)
-        dropped = sum(parameter.grad is None for parameter in emptied) if pending else 0
-        if dropped:
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if set_to_none:
+            mine = set(map(id, own))
+            emptied[:] = [parameter for parameter in emptied if id(parameter) not in mine]
+            return original(set_to_none=True)
+        dropped = [parameter for parameter in own if _droppable(parameter, context.torch)]
+        for parameter in dropped:
+            parameter.grad = None
+        known = set(map(id, emptied))
+        emptied.extend(parameter for parameter in dropped if id(parameter) not in known)
+        original(set_to_none=False)     # the others; the user's own None stays None, as it did
+        if dropped and pending:
             pending.clear()
-            context.note(TECHNIQUE.id, f"{dropped} gradients dropped instead of zeroed")
+            context.note(TECHNIQUE.id, f"{len(dropped)} gradients dropped instead of zeroed")
 
     return zero_grad
+
+
+def _droppable(parameter: Any, torch: Any) -> bool:
+    """Whether nobody would miss the gradient: it is dense, and nothing else holds it or any part of its memory."""
+    grad = parameter.grad
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return False
+    del grad
+    return _holders(parameter, torch) == _alone(torch)
+
+
+def _holders(parameter: Any, torch: Any) -> tuple[int, int, int]:
+    """How many hold the gradient, share its memory, and have it in Python, each with what asking adds."""
+    grad = parameter.grad
+    return grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata), sys.getrefcount(grad)
+
+
+@functools.cache
+def _alone(torch: Any) -> tuple[int, int, int]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _holders(parameter, torch)
 
 
 def _fill(torch: Any, emptied: list[Any]) -> None:
