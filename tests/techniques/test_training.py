@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import io
+import itertools
 import os
 import socket
 import subprocess
@@ -306,6 +307,92 @@ def test_what_cannot_cross_to_a_spawned_worker_is_left_alone():
     assert rewritten(Dataset(), multiprocessing_context="fork", collate_fn=local)
     assert rewritten(Dataset(), multiprocessing_context="spawn")
     assert rewritten(Dataset(), multiprocessing_context="spawn", collate_fn=local) == {}
+
+
+class _GoesOn(torch.utils.data.Sampler):
+    """Where its last pass was left."""
+
+    def __init__(self, length):
+        self.length, self.at = length, 0
+
+    def __iter__(self):
+        while True:
+            yield self.at % self.length
+            self.at += 1
+
+    def __len__(self):
+        return self.length
+
+
+class _Draws(torch.utils.data.Sampler):
+    """From an iterator that lives on."""
+
+    def __init__(self, length):
+        self.length, self.endless = length, itertools.cycle(range(length))
+
+    def __iter__(self):
+        yield from itertools.islice(self.endless, self.length)
+
+    def __len__(self):
+        return self.length
+
+
+class _BeginsAnew(torch.utils.data.Sampler):
+    """As samplers do that group by length: each pass has an order of its own, made before its first index."""
+
+    def __init__(self, length):
+        self.length, self.passes = length, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for place in range(3):
+            self.last = place
+        order = [(self.passes + index) % self.length for index in range(self.length)]
+        while order:
+            yield order.pop()
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize(("kind", "changed"), [(_GoesOn, False), (_Draws, False), (_BeginsAnew, True)])
+def test_samplers_that_keep_their_place_are_left_alone(kind, changed):
+    sampler = kind(100)
+    assert bool(rewritten(Dataset(), sampler=sampler)) is changed
+    batches = torch.utils.data.BatchSampler(sampler, 10, False)
+    assert bool(rewritten(Dataset(), batch_sampler=batches)) is changed
+    assert bool(rewritten(Dataset(), batch_sampler=batches, num_workers=2)) is changed
+
+
+def test_usual_samplers_do_not_keep_their_place():
+    for sampler in (range(100), torch.utils.data.RandomSampler(range(100), generator=torch.Generator()),
+                    torch.utils.data.DistributedSampler(range(100), 1, 0)):
+        assert rewritten(Dataset(), sampler=sampler)
+    assert rewritten(Dataset(), sampler=iter(range(100))) == {}
+    one, other = _BeginsAnew(100), _BeginsAnew(100)
+    one.other, other.other = other, one
+    assert rewritten(Dataset(), sampler=one)
+
+
+class _ReadsALoader(Dataset):
+    def __getitem__(self, index):
+        return next(iter(self.other)).sum() + index
+
+
+@pytest.mark.parametrize("inner", [Dataset(8), [0.0, 1.0] * 4])
+def test_a_loader_that_a_dataset_reads_has_no_workers_inside_of_one(inner):
+    context, data = Context(torch), _ReadsALoader(8)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    arguments = {"batch_size": 2, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": "fork"}
+    try:
+        changes = context.loader_rewrites[0](inner, arguments, frozenset())
+        data.other = torch.utils.data.DataLoader(inner, batch_size=2, **changes)
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=2, multiprocessing_context="fork", **context.loader_rewrites[0](data, arguments, frozenset()))
+        assert data.other.num_workers == loader.num_workers == 2
+        assert torch.cat(list(loader)).tolist() == [1 + index for index in range(8)]
+    finally:
+        context.undo()
 
 
 def test_datasets_with_device_tensors_are_left_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import math
 import multiprocessing
 import pickle
@@ -24,6 +25,30 @@ def batches(dataset: Any, arguments: dict[str, Any]) -> int:
         return math.ceil(len(dataset) / (arguments.get("batch_size") or 1))
     except (TypeError, NotImplementedError):        # no length: the user drives it with a sampler of his own
         return 1 << 30
+
+
+def keeps_its_place(sampler: Any, outer: tuple[Any, ...] = ()) -> bool:
+    """Whether a sampler may go on where the last pass over it was left: what workers are asked for ahead would be skipped then. It,
+    or a sampler that it draws from, is an iterator, holds one, or sets attributes between two indices."""
+    held, known = list(getattr(sampler, "__dict__", {}).values()), (*outer, sampler)
+    return (any(hasattr(type(value), "__next__") for value in (sampler, *held))
+            or _sets_between_yields(getattr(getattr(type(sampler), "__iter__", None), "__code__", None))
+            or any(keeps_its_place(value, known) for value in held if _is_sampler(value) and not any(value is one for one in known)))
+
+
+def _is_sampler(value: Any) -> bool:
+    return any(kind.__name__ == "Sampler" for kind in type(value).__mro__)
+
+
+def _sets_between_yields(code: Any) -> bool:
+    """Whether a generator sets an attribute in the loop of its first `yield`, or anywhere behind."""
+    if code is None:
+        return False
+    steps = list(dis.get_instructions(code))
+    yields = [step.offset for step in steps if step.opname == "YIELD_VALUE"]
+    loops = [(step.argval, step.offset) for step in steps if "JUMP" in step.opname and (step.argval or 0) < step.offset]
+    begins = [target for target, end in loops if any(target <= place <= end for place in yields)]
+    return bool(yields) and any(step.opname == "STORE_ATTR" and step.offset > min(begins + yields) for step in steps)
 
 
 def _on_device(dataset: Any, torch: Any) -> bool:

@@ -22,13 +22,16 @@ Numerics
 number per epoch that starts workers, and skips it where they persist, which would shuffle later epochs differently; for
 workers that are persistent because of this technique it is drawn all the same. With workers a sampler is asked for its first
 batches when a pass begins, without at the first `next`, and draws its seed then: workers that this technique gives get their first
-work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without.
+work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without. Workers are asked for batches ahead: where
+a pass is left early, a sampler that goes on where the last pass ended would skip those. One that is or holds an iterator, or sets
+attributes between two indices, is left alone; one that keeps its place in another way (in a list) is not recognised.
 
 How it is applied
 -----------------
 Arguments of `DataLoader` that stand at their defaults are changed when it is built. Left alone are: iterable datasets
 (each worker would read everything), datasets that hold device tensors or open files, datasets that cannot be pickled where
-workers are spawned, and loaders of fewer than two batches. Counts respect the CPU quota, memory and /dev/shm.
+workers are spawned, samplers that keep their place, and loaders of fewer than two batches. A loader that a dataset reads inside of
+a worker has none. Counts respect the CPU quota, memory and /dev/shm.
 
 References
 ----------
@@ -221,16 +224,18 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
 
 
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
-    """Three things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
+    """Four things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
-    was opened since the loader was built would be shared by all of them."""
+    was opened since the loader was built would be shared by all of them. And a dataset that reads a loader of its own takes it along
+    into a worker, which can have none."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
-        if self._iterator is None and self.num_workers and given(self) and _loaders.shared_file(self.dataset, self.collate_fn):
+        if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
+                given(self) and _loaders.shared_file(self.dataset, self.collate_fn))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
@@ -272,6 +277,8 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
     """What to change about one DataLoader; nothing when it cannot have workers. An argument that the user gave its
     default value counts as left alone: frameworks pass all of them."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or multiprocessing.current_process().daemon:
+        return {}
+    if any(map(_loaders.keeps_its_place, (arguments.get("sampler"), arguments.get("batch_sampler")))):
         return {}
     changes: dict[str, Any] = {}
     workers = arguments.get("num_workers") or 0
