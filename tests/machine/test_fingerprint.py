@@ -74,8 +74,19 @@ def test_the_script_of_a_command(project, command, expected):
     assert found == (project / expected if expected else None)
 
 
+@pytest.mark.parametrize(("command", "own"), [
+    ("python -u train.py -c 3", 2), ("python -um pkg.train -m 3", 2), ("python -m absent -m 3", 2), ("python -c pass -c 3", 2), ("python -X dev", 0),
+    ("taskset -c 0,1 python train.py -c 32", 2), ("uv run -- train.py -- data", 2), ("uv run my-trainer fit", 1), ("nice -n 5 compiled -n 3", 5),
+    ("mpirun -n 2 python -m pkg.train -n 32", 2), ("torchrun --nproc_per_node 2 -m pkg.train -m 3", 2), ("torchrun -n 2 train.py -n 3", 2),
+    ("python -m torch.distributed.run --nproc-per-node=2 train.py other.py", 1), ("bash -e x.sh -e", 1), ("bash -c x.sh", 2), ("compiled -b 3", 2),
+])
+def test_the_words_behind_the_script(project, command, own):
+    words = command.split(" ")
+    assert fingerprint.arguments_of(words, project) == words[len(words) - own:]
+
+
 def test_an_empty_command_has_no_script(project):
-    assert fingerprint.script_of([], project) is None
+    assert fingerprint.script_of([], project) is None and fingerprint.arguments_of([], project) == []
 
 
 def test_fingerprint(project):

@@ -400,6 +400,19 @@ def test_the_value_of_an_argument(argv, value):
     assert knob_value(changed, "--batch-size") == 64 and len(changed) - len(argv) in ((0,) if value else (2,))
 
 
+@pytest.mark.parametrize(("command", "knob", "changed"), [
+    ("taskset -c 0,1 python t.py -c 32", "-c", "taskset -c 0,1 python t.py -c 64"),
+    ("mpirun -n 2 python t.py -n 32", "-n", "mpirun -n 2 python t.py -n 64"), ("mpirun -n 2 python t.py", "-n", "mpirun -n 2 python t.py -n 64"),
+    ("python -m pkg -m 32", "-m", "python -m pkg -m 64"), ("python -m pkg", "-m", "python -m pkg -m 64"),
+    ("python t.py -b 8 -b 9", "-b", "python t.py -b 8 -b 64"),
+    ("python t.py -- data", "-b", "python t.py -b 64 -- data"), ("python t.py -b=8 -- -b 9", "-b", "python t.py -b=64 -- -b 9"),
+    ("./run.sh -- python t.py -b 8", "-b", "./run.sh -- python t.py -b 64"),
+])
+def test_only_the_scripts_own_argument_is_set(command, knob, changed):
+    assert with_knob(command.split(), knob, 64) == changed.split()
+    assert knob_value(changed.split(), knob) == 64
+
+
 def two_loaders():
     search = Search(bench=SimpleNamespace(asking=SimpleNamespace()), memory_bytes=None, target="memory", asked_most=None, accelerated=False,
                     budget_s=1.0, deadline=1.0, say=print)

@@ -1,7 +1,7 @@
 """What a recipe was made for, and what has changed since.
 
-The script is found from the command line alone, without running anything. It is a best guess: None when there is no
-script file to speak of (`python -c`, a compiled program), and then the script is not compared.
+The script, and its own arguments, are found from the command line alone, without running anything. It is a best guess: None
+when there is no script file to speak of (`python -c`, a compiled program), and then the script is not compared.
 """
 
 from __future__ import annotations
@@ -77,9 +77,22 @@ def script_of(argv: Sequence[str], cwd: str | os.PathLike[str] = ".") -> Path | 
     Knows `python script.py`, `python -m package`, torchrun, `accelerate launch`, shell scripts, `uv run` and other
     wrappers in front of these, and console scripts that are text.
     """
+    return _parted(argv, Path(cwd))[0]
+
+
+def arguments_of(argv: Sequence[str], cwd: str | os.PathLike[str] = ".") -> list[str]:
+    """The words behind the script, the module or the program that holds the training: what a launcher or a wrapper in front of
+    it takes is not among them. Where none of these is known, all behind the first word."""
+    return _parted(argv, Path(cwd))[1]
+
+
+#: The file that holds the training, or None, and the words behind it.
+_Parted = tuple[Path | None, list[str]]
+
+
+def _parted(argv: Sequence[str], folder: Path) -> _Parted:
     if not argv:
-        return None
-    folder = Path(cwd)
+        return None, []
     name = os.path.basename(argv[0])
     rest = list(argv[1:])
     if _PYTHON.fullmatch(name):
@@ -87,11 +100,10 @@ def script_of(argv: Sequence[str], cwd: str | os.PathLike[str] = ".") -> Path | 
     if name in _LAUNCHERS:
         return _of_launcher(rest, folder)
     if name in _SHELLS:
-        return next((found for word in rest if not word.startswith("-") and (found := _file(word, folder))), None) \
-            if "-c" not in rest else None
+        return _of_shell(rest, folder)
     if name in _WRAPPERS:
         return _of_wrapper(rest, folder)
-    return _of_program(argv[0], folder)
+    return _of_program(argv[0], folder), rest
 
 
 def compare(made_for: MadeFor, now: MadeFor, techniques: Sequence[str] = ()) -> list[str]:
@@ -125,16 +137,16 @@ def known_as(field: str, value: str) -> str:
     return ".".join(value.split(".")[:2]) if field == "python" else value
 
 
-def _of_python(arguments: list[str], folder: Path) -> Path | None:
+def _of_python(arguments: list[str], folder: Path) -> _Parted:
     """The script of `python ARGUMENTS`: the options of the interpreter itself are few and fixed (`python --help`)."""
     while arguments:
         word = arguments.pop(0)
         if word == "--check-hash-based-pycs":
             del arguments[:1]
         elif word == "-":
-            return None
+            return None, arguments
         elif not word.startswith("-"):
-            return _file(word, folder)
+            return _file(word, folder), arguments
         elif not word.startswith("--"):
             # Options may be joined (-um package); c, m, W and X take the rest of the word, or the next one.
             letters = re.match(r"-([^cmWX]*)([cmWX])(.*)", word)
@@ -142,34 +154,43 @@ def _of_python(arguments: list[str], folder: Path) -> Path | None:
                 continue
             value = letters[3] or (arguments.pop(0) if arguments else "")
             if letters[2] == "c":
-                return None
+                return None, arguments
             if letters[2] == "m":
-                return _of_launcher(arguments, folder) if value in _LAUNCHER_MODULES else _of_module(value, folder)
-    return None
+                return _of_launcher(arguments, folder) if value in _LAUNCHER_MODULES else (_of_module(value, folder), arguments)
+    return None, []
 
 
-def _of_launcher(arguments: list[str], folder: Path) -> Path | None:
+def _of_shell(arguments: list[str], folder: Path) -> _Parted:
+    for position, word in enumerate(arguments if "-c" not in arguments else ()):
+        if not word.startswith("-") and (found := _file(word, folder)):
+            return found, arguments[position + 1:]
+    return None, arguments
+
+
+def _of_launcher(arguments: list[str], folder: Path) -> _Parted:
     """A launcher's own options are many and take values: the script is the first argument that is a Python file."""
     for position, word in enumerate(arguments):
         if word in ("-m", "--module"):
-            named = next((later for later in arguments[position + 1:] if not later.startswith("-")), "")
-            if found := _of_module(named, folder):
-                return found
+            named = next((at for at, later in enumerate(arguments) if at > position and not later.startswith("-")), None)
+            if named is not None and (found := _of_module(arguments[named], folder)):
+                return found, arguments[named + 1:]
         if word.endswith(".py") and (found := _file(word, folder)):
-            return found
+            return found, arguments[position + 1:]
         if _starts_program(word):
-            return script_of(arguments[position:], folder)
-    return None
+            return _parted(arguments[position:], folder)
+    return None, arguments
 
 
-def _of_wrapper(arguments: list[str], folder: Path) -> Path | None:
+def _of_wrapper(arguments: list[str], folder: Path) -> _Parted:
     for position, word in enumerate(arguments):
         if word.endswith(".py") and (found := _file(word, folder)):
-            return found
+            return found, arguments[position + 1:]
         if _starts_program(word):
-            return script_of(arguments[position:], folder)
-    programs = [word for word in arguments if not word.startswith("-") and "=" not in word and word not in ("run", "exec")]
-    return next((found for word in programs if (found := _of_program(word, folder))), None)
+            return _parted(arguments[position:], folder)
+    for position, word in enumerate(arguments):
+        if not word.startswith("-") and "=" not in word and word not in ("run", "exec") and (found := _of_program(word, folder)):
+            return found, arguments[position + 1:]
+    return None, arguments
 
 
 def _starts_program(word: str) -> bool:

@@ -69,7 +69,7 @@ def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
     """
     request = asked.request
     if asked.knob is not None:
-        knob_value(request.argv, asked.knob)        # a command that cannot be searched is refused before anything runs
+        knob_value(request.argv, asked.knob, request.cwd)        # a command that cannot be searched is refused before anything runs
     lock = StudyLock(request.directory)
     try:
         with in_our_words(request.directory):
@@ -314,7 +314,7 @@ def _next(asked: Asked, found: Fit) -> str:
         longer = math.ceil(LONGER * asked.request.budget_s / 60)
         return shlex.join(["saturate", "fit", *memory, *knob, "--budget", f"{longer}m", "--", *argv])
     if found.micro_batch is not None and asked.knob is not None:
-        argv = with_knob(argv, asked.knob, found.micro_batch)
+        argv = with_knob(argv, asked.knob, found.micro_batch, asked.request.cwd)
     return shlex.join(["saturate", "tune", "--", *argv])
 
 

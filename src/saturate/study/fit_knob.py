@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 
 from saturate.errors import UsageError
+from saturate.machine.fingerprint import arguments_of
 from saturate.study.fit_process import Process, Window
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Refused
 from saturate.trial.process import Workload
 
 
-def knob_value(argv: list[str], knob: str) -> int | None:
-    """The number that `argv` gives the argument; None when it does not hold it. The last one counts, as for argparse.
+def knob_value(argv: list[str], knob: str, cwd: str | os.PathLike[str] = ".") -> int | None:
+    """The number that `argv` gives the script's argument; None when it does not hold it. The last one counts, as for argparse.
     Raises UsageError when it is no positive number.
 
     >>> knob_value(["python", "train.py", "--batch-size=32"], "--batch-size")
@@ -21,39 +23,54 @@ def knob_value(argv: list[str], knob: str) -> int | None:
     >>> knob_value(["python", "train.py", "-b32"], "-b")
     32
     """
-    found = None
-    for index, word in enumerate(argv):
-        if word == knob:
-            found = argv[index + 1] if index + 1 < len(argv) else ""
-        elif word.startswith(knob + "="):
-            found = word[len(knob) + 1:]
-        elif _joined(word, knob):
-            found = word[len(knob):]
-    if found is None:
+    place = _place(argv, knob, cwd)
+    if place is None:
         return None
+    index, before = place
+    found = argv[index].removeprefix(before) if index < len(argv) else ""
     if not re.fullmatch(r"[1-9]\d*", found):
         raise UsageError(f"saturate fit: {knob} is {found!r} in the command, which is no size", remedy="name the argument that holds the batch size")
     return int(found)
 
 
-def with_knob(argv: list[str], knob: str, value: int) -> list[str]:
-    """`argv` with the argument set, in the form that it has there; appended where it is absent.
+def with_knob(argv: list[str], knob: str, value: int, cwd: str | os.PathLike[str] = ".") -> list[str]:
+    """`argv` with the script's argument set, in the form that it has there; where it is absent, at the end, or in front of a `--`.
 
     >>> with_knob(["python", "train.py", "--batch-size", "32", "--lr", "1"], "--batch-size", 64)
     ['python', 'train.py', '--batch-size', '64', '--lr', '1']
+    >>> with_knob(["mpirun", "-n", "2", "python", "train.py", "--", "data"], "-n", 64)
+    ['mpirun', '-n', '2', 'python', 'train.py', '-n', '64', '--', 'data']
     """
-    changed, pending, seen = [], False, False
-    for word in argv:
-        if pending:
-            word, pending = str(value), False
-        elif word == knob:
-            pending = seen = True
+    place = _place(argv, knob, cwd)
+    if place is None:
+        end = _options_end(argv, cwd)
+        return [*argv[:end], knob, str(value), *argv[end:]]
+    index, before = place
+    return [*argv[:index], f"{before}{value}", *argv[index + 1:]]
+
+
+def _place(argv: list[str], knob: str, cwd: str | os.PathLike[str]) -> tuple[int, str] | None:
+    """The word of `argv` that holds the number, and what stands in front of the number in it. Words of what starts the script
+    (`taskset -c 0,1`) are not looked at; those behind a `--` only where the script's options do not hold it."""
+    found = None
+    end = _options_end(argv, cwd)
+    for index in range(len(argv) - len(arguments_of(argv, cwd)), len(argv)):
+        word = argv[index]
+        if index == end and found is not None:
+            break
+        if word == knob:
+            found = index + 1, ""
         elif word.startswith(knob + "="):
-            word, seen = f"{knob}={value}", True
+            found = index, knob + "="
         elif _joined(word, knob):
-            word, seen = f"{knob}{value}", True
-        changed.append(word)
-    return changed if seen else [*argv, knob, str(value)]
+            found = index, knob
+    return found
+
+
+def _options_end(argv: list[str], cwd: str | os.PathLike[str]) -> int:
+    """Where options of the script must stand at last: in front of its `--`."""
+    own = arguments_of(argv, cwd)
+    return len(argv) - len(own) + (own.index("--") if "--" in own else len(own))
 
 
 def _joined(word: str, knob: str) -> bool:
@@ -74,7 +91,7 @@ class KnobSearch(Search):
         assert self.workload is not None
         self._count(purpose)
         self.size = size
-        argv = self.workload.argv if size is None else with_knob(self.workload.argv, self.knob, size)
+        argv = self.workload.argv if size is None else with_knob(self.workload.argv, self.knob, size, self.workload.cwd)
         self.bench.workload = replace(self.workload, argv=argv)
         self.bench.asking.loaders = None        # described by its batch size, too: another one in every process
         process = Process(self.bench, purpose)
@@ -90,7 +107,7 @@ class KnobSearch(Search):
         if not self.facts:
             self.facts = process.trial.ask("facts")
             self._set_limit(process)
-        self.own = knob_value(self.workload.argv, self.knob)
+        self.own = knob_value(self.workload.argv, self.knob, self.workload.cwd)
         self._learn(process, start or self.own)
         if self.own is None and start is None:
             self.own = self.loader.get("batch_size")
@@ -117,7 +134,7 @@ class KnobSearch(Search):
     def _smaller(self) -> int:
         """One process tells one size: not too far below what did not start."""
         assert self.workload is not None
-        return max(2, (knob_value(self.workload.argv, self.knob) or 16) // 8)
+        return max(2, (knob_value(self.workload.argv, self.knob, self.workload.cwd) or 16) // 8)
 
     def _check_delivered(self, window: Window, size: int) -> None:
         """What is read need not come from a DataLoader."""
