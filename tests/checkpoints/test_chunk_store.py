@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import struct
 import threading
 
@@ -283,6 +284,16 @@ def test_a_store_of_another_version_is_refused(store):
 def test_where_there_is_no_store(tmp_path):
     with pytest.raises(EnvironmentProblem, match="no checkpoint store"):
         Store.open(tmp_path)
+
+
+def test_a_store_without_its_packs_or_with_a_folder_for_a_file(store):
+    shutil.rmtree(store.packs)
+    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+        Store.open(store.folder)
+    (store.folder / "store.json").unlink()
+    (store.folder / "store.json").mkdir()
+    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+        Store.open(store.folder)
 
 
 def test_a_store_that_cannot_be_changed_can_be_read(store):

@@ -116,6 +116,8 @@ def test_what_is_not_there_is_an_error(folder, capsys):
     assert run(capsys, "verify", "nothing.pt")[0] == 2
     code, _, err = run(capsys, "verify", "--store", "elsewhere")
     assert code == 3 and "no checkpoint store" in err
+    code, _, err = run(capsys, "verify", "--store", "ckpt_0.pt")
+    assert code == 3 and "error[E300] there is no checkpoint store in ckpt_0.pt" in err
 
 
 # -- export ----------------------------------------------------------------------------------------------------------
@@ -298,6 +300,8 @@ def test_the_forecast(folder, capsys):
 
 @pytest.mark.parametrize("words", [
     ["advise"], ["advise", "--mtbf", "soon"], ["advise", "--mtbf", "0"], ["advise", "--mtbf", "1d", "--nodes", "0"], ["gc", "--keep", "-1"],
+    ["advise", "--mtbf", "1d", "--save-cost", "1s", "--nodes", "1" + "0" * 309], ["advise", "--mtbf", "1d", "--save-cost", "1s", "--step-time", "1e-320s"],
+    ["advise", "--mtbf", "1d", "--store", "ckpt_0.pt"],
     ["gc", "--keep-every", "x"], ["advise", "--forecast", "no.pt", "nothing.pt"], ["frobnicate"], []])
 def test_bad_input_is_named(folder, capsys, words):
     code, out, err = run(capsys, *words)

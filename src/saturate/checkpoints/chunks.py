@@ -60,6 +60,11 @@ class Entry:
     depth: int
 
 
+def _unreadable(folder: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(f"the checkpoint store in {folder} cannot be read", cause=str(error),
+                              remedy="it needs store.json and the folder packs, and leave to read them")
+
+
 class Store:
     """One store folder. Not thread-safe: its user holds a lock of its own."""
 
@@ -93,23 +98,28 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, remember_bytes: int = 0) -> Store:
-        """Open an existing store. Raises EnvironmentProblem where there is none or it is of another version."""
+        """Open an existing store. Raises EnvironmentProblem where there is none, it cannot be read or is of another version."""
         try:
             with open(folder / "store.json", "rb") as stream:
                 found = json.loads(stream.read(4096))
             if found["kind"] != "saturate-checkpoints":
                 raise ValueError("another kind of file")
             schema = found["schema"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise EnvironmentProblem(f"there is no checkpoint store in {folder}",
                                      remedy="name its folder with --store") from None
+        except OSError as error:
+            raise _unreadable(folder, error) from error
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointDamaged(f"{folder / 'store.json'} is not that of a checkpoint store", cause=str(error)) from error
         if schema != SCHEMA:
             raise CheckpointDamaged(f"the checkpoint store in {folder} has format {schema!r}, this saturate reads {SCHEMA}",
                                     remedy="use the version of saturate that wrote it")
         store = cls(folder, remember_bytes)
-        store.refresh()
+        try:
+            store.refresh()
+        except OSError as error:
+            raise _unreadable(folder, error) from error
         return store
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def seconds(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(ms|s|m|min|h|d|)", text.strip())
     value = float(match[1]) * {**_UNITS_S, "ms": 1e-3}[match[2]] if match else 0.0
-    if not 0 < value < 1e12:
+    if not 1e-9 <= value < 1e12:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 0.5s, 10m, 2h or 30d")
     return value
 
@@ -78,7 +78,7 @@ def _count(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes")
     return int(text)
 
