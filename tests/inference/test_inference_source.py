@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import functools
 import itertools
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
@@ -227,6 +232,67 @@ def test_a_model_is_known_by_weights_attributes_and_code() -> None:
     assert identity.of_model(torch, Branches()) != identity.of_model(torch, Noisy())
 
 
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+class Settings:
+    __slots__ = ("parent", "values")
+
+    def __init__(self, *values: Any) -> None:
+        self.parent, self.values = self, set(values)        # a cycle, and no order
+
+
+def added(amount: Any) -> Any:
+    return lambda x: x + amount
+
+
+def changed(size: int, at: int) -> Any:
+    found = torch.zeros(size)
+    found[at] = 1
+    return found
+
+
+HELD = [
+    lambda one: numpy.full(3, one), lambda one: numpy.array([one, "text", None], dtype=object), lambda one: numpy.float32(one),
+    lambda one: SimpleNamespace(deep=[{"k": one}]), lambda one: Mode(one), lambda one: (None, torch.float32, torch.float16)[one],
+    lambda one: range(one), lambda one: (None, torch.relu, torch.sigmoid)[one],
+    lambda one: (None, torch.nn.functional.silu, torch.nn.functional.mish)[one], lambda one: functools.partial(torch.add, changed(2000, 500 + one)),
+    lambda one: Settings("a", "b", "c", one), lambda one: added(one), lambda one: collections.deque([one]), lambda one: re.compile("a" * one),
+    lambda one: torch.eye(3).mul(one).to_sparse(), lambda one: torch.nn.Sequential(Pair(), torch.nn.Dropout(0.1 * one)).forward,
+    lambda one: {one: 0}, lambda one: [[]] * one, lambda one: Path("a" * one), lambda one: torch.Generator().manual_seed(one)]
+
+
+def holding(thing: Any) -> Any:
+    model = Pair()
+    model.thing = thing
+    return model
+
+
+@pytest.mark.parametrize("made", HELD)
+def test_a_model_is_known_by_what_its_attributes_hold(made: Any) -> None:
+    known = identity.of_model(torch, holding(made(1)))
+    assert identity.of_model(torch, holding(made(1))) == known != identity.of_model(torch, holding(made(2)))
+    given = identity.of_model(torch, Pair(), ("forward", (made(1),), []))
+    assert identity.of_model(torch, Pair(), ("forward", (made(1),), [])) == given != identity.of_model(torch, Pair(), ("forward", (made(2),), []))
+
+
+def test_arguments_that_a_model_is_given_are_known_by_their_values(tmp_path: Path) -> None:
+    model = torch.nn.Bilinear(2000, 6, 1)
+    hashes = [Source.write(tmp_path, functools.partial(model, changed(2000, at)), images(2)).model_hash for at in (500, 500, 501)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_what_cannot_travel_makes_a_model_another_one_each_time() -> None:
+    model = holding(SimpleNamespace(lock=threading.Lock()))
+    assert identity.of_model(torch, model) != identity.of_model(torch, model)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert identity.of_model(torch, holding(deep)) != identity.of_model(torch, Pair())
+
+
 def test_code_includes_the_functions_that_a_forward_calls() -> None:
     def made(body: str) -> str:
         space: dict[str, Any] = {}
@@ -238,13 +304,14 @@ def test_code_includes_the_functions_that_a_forward_calls() -> None:
 
 @pytest.mark.slow
 def test_a_digest_is_the_same_in_another_process() -> None:
-    code = ("import torch; from process_kit import Structured; from saturate.inference import identity;"
-            "model = Structured(); model.names = {'a', 'b', 'c', 'd'}; print(identity.of_model(torch, model))")
+    code = ("import torch; from process_kit import Structured; from saturate.inference import identity; import test_inference_source as here;"
+            "model = Structured(); model.names = {'a', 'b', 'c', 'd'}; model.held = [made(1) for made in here.HELD];"
+            "print(identity.of_model(torch, model))")
     path = os.pathsep.join(entry for entry in sys.path if entry)
     said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}, capture_output=True,
                           text=True, check=True).stdout
     model = Structured()
-    model.names = {"d", "c", "b", "a"}
+    model.names, model.held = {"d", "c", "b", "a"}, [made(1) for made in HELD]
     assert identity.of_model(torch, model) == said.strip()
 
 

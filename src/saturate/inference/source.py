@@ -170,8 +170,9 @@ class _Called:
         found = getattr(module, self.method)
         return functools.partial(found, *self.arguments, **self.named) if self.arguments or self.named else found
 
-    def words(self) -> str:
-        return f"{self.method} {self.arguments!r} {sorted(self.named.items())!r}"
+    def words(self) -> tuple[Any, ...]:
+        """What it is known by beside its module."""
+        return self.method, self.arguments, sorted(self.named.items())
 
     def as_module(self, torch: Any) -> Any:
         if self.method == "forward" and not self.arguments and not self.named:
