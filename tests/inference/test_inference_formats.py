@@ -63,6 +63,44 @@ def test_any_nesting_comes_back(tmp_path: Path) -> None:
         assert not got["y"].requires_grad
 
 
+class WithScalars(torch.nn.Module):
+    def forward(self, x: torch.Tensor, column: float) -> Any:
+        return {"y": x[:, 1] * min(column, 2), "loss": float("nan"), "limit": column}
+
+
+def test_numbers_that_are_not_finite_come_back_and_types_are_kept_apart(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    for value, others in ((float("inf"), (1.0, float("-inf"))), (1, (True, 1.0))):
+        entry = exported.save(context_of(WithScalars(), [(x, value)], tmp_path), tmp_path)
+        call = exported.load(torch, tmp_path, Entry(**json.loads(json.dumps(asdict(entry), allow_nan=False))))
+        answer = call(x, value)
+        assert answer["loss"] != answer["loss"] and answer["limit"] == value and type(answer["limit"]) is type(value)
+        for other in others:
+            with pytest.raises(TypeError, match="arranged as"):
+                call(x, other)
+
+
+def test_values_beside_tensors_that_change_are_not_stored(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    class Counts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            calls.append(1)
+            return x.relu(), len(calls)
+
+    with pytest.raises(NotDeployable, match="holds other values beside its tensors"):
+        exported.save(context_of(Counts(), [(torch.randn(4, 3),)] * 2, tmp_path), tmp_path)
+
+
+def test_a_text_that_is_none_is_not_deployable(tmp_path: Path) -> None:
+    class Named(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"x": x.relu(), "file": "\ud800"}
+
+    with pytest.raises(NotDeployable, match="the output cannot be stored: .*no Unicode text"):
+        exported.save(context_of(Named(), [(torch.randn(4, 3),)], tmp_path), tmp_path)
+
+
 def test_an_output_that_holds_a_size_is_stored_for_that_size(tmp_path: Path) -> None:
     class Sized(torch.nn.Module):
         def forward(self, x: Any) -> Any:

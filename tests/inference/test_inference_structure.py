@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import pickle
 import sys
 
@@ -69,6 +70,30 @@ def test_a_description_imports_and_calls_nothing():
 def test_what_is_no_description_is_named(description):
     with pytest.raises(ValueError, match="not a description"):
         structure.rebuild(description, [torch.rand(1)])
+
+
+def test_numbers_that_json_has_no_form_for_come_back():
+    description, _ = structure.flatten(torch, [math.inf, {"low": -math.inf}, math.nan, 1.5])
+    description = json.loads(json.dumps(description, allow_nan=False))
+    found = structure.rebuild(description, [])
+    assert found[0] == math.inf and found[1] == {"low": -math.inf} and math.isnan(found[2]) and found[3] == 1.5
+    assert structure.places(description) == [] and structure.accessors(description, "x") == {}
+    for wrong in ({"number": "3"}, {"number": 3}, {"number": []}):
+        with pytest.raises(ValueError, match="not a description"):
+            structure.rebuild(wrong, [])
+        with pytest.raises(ValueError, match="not a description"):
+            structure.places(wrong)
+
+
+def test_values_of_other_types_make_another_description():
+    said = [structure.flatten(torch, [value])[0] for value in (1, 1.0, True, "1", 0.0, -0.0, math.inf, math.nan, None)]
+    assert [[structure.same(one, json.loads(json.dumps(other))) for other in said] for one in said] == torch.eye(len(said)).bool().tolist()
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"\udfff": 1}, {math.inf: 1}])
+def test_what_json_cannot_hold_is_not_describable(value):
+    with pytest.raises(structure.NotDescribable, match=r"\[0\] (holds the text '\\ud|has the key inf)"):
+        structure.flatten(torch, [value])
 
 
 def test_what_cannot_be_described_is_named():

@@ -8,6 +8,7 @@ with the same fields takes its place.
 
     [0, ...]                  a tensor, by its place in the flat list
     {"value": 3}              None, a bool, a number or text: part of the program, it cannot change
+    {"number": "inf"}         also "-inf" and "nan": JSON has no form for them
     {"list": [...]}           also "tuple"
     {"dict": [[key, ...]]}    keys are text, numbers or bools
     {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple
@@ -17,12 +18,16 @@ with the same fields takes its place.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 #: What a description holds beside tensors.
 SCALARS = (bool, int, float, str, type(None))
+
+_NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class NotDescribable(TypeError):
@@ -81,8 +86,10 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
             return [places[id(value)]]
         if isinstance(value, torch.SymInt) and (size := value.node.maybe_as_int()) is not None:
             value = size        # torch.export has sizes that cannot vary in this guise, too
+        if type(value) is float and not math.isfinite(value):
+            return {"number": str(value)}
         if type(value) in SCALARS:
-            return {"value": value}
+            return {"value": storable(value, where)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"tuple of": _name(value), "fields": fields(value, value._fields, where)}
         if isinstance(value, (list, tuple)):
@@ -92,14 +99,28 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
             names = [field.name for field in dataclasses.fields(value)]
             return {"fields of": _name(value), "fields": fields(value, names, where)}
         if isinstance(value, Mapping) and all(type(key) in SCALARS for key in value):
-            return {"dict": [[key, describe(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+            return {"dict": [[storable(key, where), describe(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         raise NotDescribable(f"{where or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, "
                              "neither a tensor nor plain data")
+
+    def storable(value: Any, where: str) -> Any:
+        """A scalar that comes back from JSON as it is."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NotDescribable(f"{where or 'the value'} has the key {value}, which cannot be stored")
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise NotDescribable(f"{where or 'the value'} holds the text {value!a:.60}, which is no Unicode text")
+        return value
 
     def fields(value: Any, names: Iterable[str], where: str) -> list[Any]:
         return [[name, describe(getattr(value, name), f"{where}.{name}")] for name in names]
 
     return describe(value, ""), tensors
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two descriptions are equal, and their values of the same types: 1, 1.0 and True are equal to Python, as are the
+    two zeros."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def rebuild(description: Any, tensors: list[Any], classes: Mapping[str, type] | None = None) -> Any:
@@ -118,6 +139,8 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
         return tensors[node[0]]
     if "value" in node:
         return node["value"]
+    if "number" in node:
+        return _NUMBERS[node["number"]]
     if "list" in node:
         return [_rebuild(item, tensors, classes) for item in node["list"]]
     if "tuple" in node:
@@ -155,6 +178,10 @@ def _places(node: Any) -> Iterator[int]:
     if "value" in node:
         if type(node["value"]) not in SCALARS:
             raise TypeError(node["value"])
+        return
+    if "number" in node:
+        if node["number"] not in _NUMBERS:
+            raise TypeError(node["number"])
         return
     kind = next((kind for kind in ("list", "tuple", "dict", "fields") if kind in node), "")
     items = node[kind]

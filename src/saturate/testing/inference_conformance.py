@@ -215,7 +215,7 @@ def _compared(torch: Any, numerics: str, expected: Any, got: Any, rows: int) -> 
     except structure.NotDescribable as error:
         yield f"its output cannot be compared: {error}"
         return
-    if found != wanted:
+    if not structure.same(found, wanted):
         yield f"its output is arranged as {found}, the model's as {wanted}"
         return
     for one, other in zip(wanted_tensors, tensors):
@@ -341,7 +341,7 @@ def _loaded(torch: Any, one: Stored) -> Iterator[str]:
     for given, expected in torch.load(one.folder / "case.pt", weights_only=True):
         with torch.inference_mode():
             description, tensors = structure.flatten(torch, call(*structure.rebuild(one.inputs, given)))
-        if description != one.outputs and not named:
+        if not structure.same(description, one.outputs) and not named:
             yield f"{one.label}: loaded again, its output is arranged as {description}, not {one.outputs}"
         elif [tensor.shape for tensor in tensors] != [tensor.shape for tensor in expected]:
             yield f"{one.label}: loaded by a fresh process, its outputs have other shapes"

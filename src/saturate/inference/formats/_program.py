@@ -62,7 +62,7 @@ def capture(context: Context, model: Any = None) -> Program:
     except structure.NotDescribable as error:
         raise NotApplied(f"the inputs cannot be stored: {error}") from error
     description = described[0][0]
-    if any(other != description for other, _ in described):
+    if not all(structure.same(other, description) for other, _ in described):
         raise NotApplied("the batches differ in structure or in values that are no tensors")
     if any(tensor.layout != torch.strided for _, tensors in described for tensor in tensors):
         raise NotApplied("an input is sparse, and stored programs take dense tensors")
@@ -70,6 +70,7 @@ def capture(context: Context, model: Any = None) -> Program:
     flat = _flat_module(torch, model, description)
     problem: Exception | None = None
     for sizes in _plans(batches, context.facts.batch_size, hasattr(torch.export.Dim, "AUTO")):
+        flat.outputs = None
         try:
             exported = _export(torch, flat, _example(torch, batches, sizes), sizes)
             shapes = _try_out(torch, exported, flat, batches, sizes, values=not context.facts.random)
@@ -179,7 +180,7 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
         alike = len(got) == len(expected) and all(_alike(torch, *pair, values) for pair in zip(expected, got))
         return "" if alike else "what was captured answers otherwise than the model"
 
-    cases = [batches[0], *(batch for batch in batches[1:] if any(sizes))][:3]
+    cases = batches[:3]
     if any(open_sizes.get(0) == "batch" for open_sizes in sizes):
         cases.append(_with_rows(torch, batches[0], sizes, 3))
     found = next(filter(None, map(problem, cases)), "")
@@ -300,6 +301,8 @@ def _flat_module(torch: Any, model: Any, description: Any) -> Any:
             described, flat = structure.flatten(torch, output)
             if self.outputs is None:
                 self.outputs, self.classes = described, structure.classes_in(output)
+            elif not structure.same(described, self.outputs):
+                raise ValueError("the answer is arranged otherwise, or holds other values beside its tensors, from call to call")
             return tuple(flat)
 
     return Flat()
@@ -368,7 +371,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
         tensors = list(positional(parameters, args, kwargs) if kwargs else args)
         if not plain or [type(one) for one in tensors] != kinds:
             description, tensors = structure.flatten(torch, tuple(tensors), distinct=True)
-            if description != inputs:
+            if not structure.same(description, inputs):
                 raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
         kind = tuple([(one.shape, one.dtype, one.device.type) for one in tensors])
         if kind not in fitted:

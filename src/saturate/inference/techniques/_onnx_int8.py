@@ -138,7 +138,7 @@ class Batches:
         places = {name: files.place_of(name) for name in names}
         described = [structure.flatten(context.torch, batch) for batch in context.calibration]
         fitting = [tensors for description, tensors in described
-                   if description == exported.signature["inputs"] and _fit(tensors, exported.signature["tensors"])]
+                   if structure.same(description, exported.signature["inputs"]) and _fit(tensors, exported.signature["tensors"])]
         self._feeds = [{name: tensors[place].detach().cpu().contiguous().numpy() for name, place in places.items()}
                        for tensors in fitting[:limit]]
         if not self._feeds:
