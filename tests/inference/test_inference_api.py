@@ -30,6 +30,21 @@ def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words:
         saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})
 
 
+@pytest.mark.parametrize("time", ["soon", None, float("nan"), -1, 0])
+def test_a_time_that_is_none_ends_a_pick_before_its_folder_is_touched(tmp_path: Path, time: Any) -> None:
+    lab = SimpleNamespace(budget=saturate.Budget(max_drop=0.1), folder=tmp_path / "run")
+    with pytest.raises(UsageError, match="time is"):
+        saturate.Result(None, None, lab).pick(0.1, time)    # type: ignore[arg-type]
+    assert not lab.folder.exists()
+
+
+def test_a_pick_takes_its_time_as_a_search_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lab = SimpleNamespace(budget=saturate.Budget(max_drop=0.1), folder=tmp_path, source=SimpleNamespace(folder=tmp_path, identity=""))
+    monkeypatch.setattr("saturate.inference.result.Source.open", lambda *given: None)
+    monkeypatch.setattr(saturate.Result, "_picked", lambda self, drop, seconds: seconds)
+    assert saturate.Result(None, None, lab).pick(0.1, "20m") == 1200.0      # type: ignore[arg-type,comparison-overlap]
+
+
 def test_a_builder_that_returns_nothing_is_named(tmp_path: Any) -> None:
     with pytest.raises(UsageError, match="the model is None") as caught:
         saturate.optimize(None, [(torch.zeros(8, 4),)], workdir=tmp_path / "run", time="5s")

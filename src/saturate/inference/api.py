@@ -33,7 +33,7 @@ from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
 from saturate.inference.racing import Race
-from saturate.inference.result import Result
+from saturate.inference.result import Result, seconds_of
 from saturate.inference.search import Search
 from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
@@ -160,19 +160,6 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
         if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
             raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number")
     return budget or (Budget(max_drop=0.01) if check is not None else None)
-
-
-def seconds_of(time: str | float) -> float:
-    """"20m", "90s", "1h" or seconds. Raises UsageError."""
-    text = str(time).strip().lower()
-    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
-    try:
-        found = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 30 * 86400:
-        raise UsageError(f"time is {time!r}", remedy='a duration such as "20m", "90s" or "1h"')
-    return found
 
 
 def memory_limit(device: str) -> int | None:

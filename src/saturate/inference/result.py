@@ -99,21 +99,22 @@ class Result:
 
         return _written(Path(path), inference_html.render(self.record).encode())
 
-    def pick(self, max_drop: float, time: float = PICK_S) -> Artifact:
+    def pick(self, max_drop: float, time: str | float = PICK_S) -> Artifact:
         """The fastest candidate within another budget: stored, loaded in a fresh process, scored and raced like the
-        winner. `time`: seconds that it may take, beside storing and loading. The result itself stays as it is.
+        winner. `time`: how long it may take ("20m", or seconds), beside storing and loading. The result itself stays as it is.
 
-        Raises UsageError where the search had no check, and NothingFaster where nothing is shown to be faster within
+        Raises UsageError where the search had no check or the time is none, and NothingFaster where nothing is shown to be faster within
         that budget, and EnvironmentProblem where another search works in the folder by now, or has.
         """
         if self._lab.budget is None:
             raise UsageError("pick needs a search with a check", remedy="optimize(model, inputs, check=..., budget=...)")
+        seconds = seconds_of(time)
         with FolderLock(self._lab.folder, "workdir"):
             Source.open(self._lab.source.folder, self._lab.source.identity)
-            return self._picked(max_drop, time)
+            return self._picked(max_drop, seconds)
 
-    def _picked(self, max_drop: float, time: float) -> Artifact:
-        until_s = clock.monotonic() + time
+    def _picked(self, max_drop: float, seconds: float) -> Artifact:
+        until_s = clock.monotonic() + seconds
         lab = dataclasses.replace(self._lab, budget=dataclasses.replace(self._lab.budget, max_drop=max_drop), deadline_s=until_s)
         search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
@@ -133,6 +134,19 @@ class Result:
                                 remedy="use the model as it is, or give more time: pick(max_drop, time=1200)")
         artifact.confirm(won.artifact, best)
         return artifact.load(won.artifact)
+
+
+def seconds_of(time: str | float) -> float:
+    """"20m", "90s", "1h" or seconds. Raises UsageError."""
+    text = str(time).strip().lower()
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        found = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 30 * 86400:
+        raise UsageError(f"time is {time!r}", remedy='a duration such as "20m", "90s" or "1h"')
+    return found
 
 
 def judged(found: Tried, lab: Lab) -> Tried:
