@@ -374,7 +374,7 @@ def torch_file(thing, folder):
 
 
 @pytest.mark.parametrize("leaf", [{"offset": 10**9}, {"shape": [10**12]}, {"shape": [-1, 3]}, {"dtype": "load"}, {"dtype": "nothing"}, {"dtype": "quint8"},
-                                  {"offset": -5}])
+                                  {"offset": -5}, {"shape": [0, 2**62, 4]}, {"shape": [0, 2**63]}])
 def test_forged_examples_are_refused(stored, leaf):
     rewrite(stored, lambda plain: plain["examples"][0]["input_leaves"][0].update(leaf))
     with pytest.raises(ArtifactDamaged, match="not whole"):

@@ -83,7 +83,10 @@ def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
     if end > len(data):
         raise ValueError(f"{leaf} ends behind the end of the file")
     if end == leaf.offset:
-        return torch.empty(leaf.shape, dtype=dtype)
+        try:
+            return torch.empty(leaf.shape, dtype=dtype)
+        except (RuntimeError, TypeError, OverflowError) as error:       # without elements, and too large for torch all the same
+            raise ValueError(f"{leaf} is no tensor") from error
     return torch.frombuffer(bytearray(data[leaf.offset : end]), dtype=dtype).reshape(leaf.shape)
 
 
