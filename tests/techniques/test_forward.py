@@ -17,7 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent import seams  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
     _common,
@@ -972,3 +973,38 @@ def test_attributes_within_a_state_are_pickled_as_a_dict():
     bf16_autocast.apply(context_of(model), bf16_autocast.Options())
     text = pickle.dumps({"attributes": vars(model)})
     assert b"saturate" not in text and type(pickle.loads(text)["attributes"]) is dict
+
+
+class Exported(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))
+
+    def forward(self, x):
+        return torch.relu(self.body(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_script_exports_is_what_it_wrote(training):
+    """As many do when the training is over. Seen: "undefined value torch", with a line of saturate's."""
+    session = types.SimpleNamespace(undo=[])
+    seams._exports(session, torch)
+    try:
+        model, x = Exported().train(), torch.rand(2, 3, 8, 8)
+        expected = model(x)
+        context = context_of(model, model.body)
+        for technique in (channels_last, bf16_autocast):
+            technique.apply(context, technique.Options())
+        model.train(training)
+        bound = vars(model)["forward"], vars(model.body)["forward"]
+        graph = torch.export.export(args=(x,), mod=model).graph
+        assert [str(node.target) for node in graph.nodes if node.op == "call_function"] == ["aten.conv2d.default", "aten.relu.default"]
+        for scripted in (torch.jit.script(model), torch.jit.script(copy.deepcopy(model))):
+            assert torch.allclose(scripted(x), expected, atol=1e-5)
+        assert (vars(model)["forward"], vars(model.body)["forward"]) == bound
+        context.undo()
+        assert torch.allclose(model(x), expected, atol=1e-5) and "forward" not in vars(model)
+    finally:
+        for undo in session.undo:
+            undo()

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from saturate.techniques._api import NotApplied
@@ -173,6 +173,36 @@ def _as_it_was(attributes: dict[str, Any]) -> dict[str, Any]:
     return kept if own is None else kept | {"forward": own}
 
 
+@contextlib.contextmanager
+def _unwrapped(modules: Iterable[Any]) -> Iterator[None]:
+    """These modules as they were before `_bind_forward`, for a while."""
+    taken = []
+    try:
+        for module in modules:
+            bound = {name: value for name in _BOUND if hasattr(value := vars(module).get(name), "instances_own")}
+            taken.append((module, bound))
+            for name in bound:
+                del vars(module)[name]
+            if "forward" in bound and bound["forward"].instances_own is not None:
+                vars(module)["forward"] = bound["forward"].instances_own
+        yield
+    finally:
+        for module, bound in taken:
+            vars(module).update(bound)
+
+
+def exporting(export: Any) -> Any:
+    """`export(module, ...)`, which sees the forwards that the script wrote: TorchScript reads their source."""
+
+    @functools.wraps(export)
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args[:1], *kwargs.values()) if callable(getattr(value, "modules", None))]
+        with _unwrapped([module for value in given for module in value.modules()]):
+            return export(*args, **kwargs)
+
+    return exported
+
+
 class _Attributes(dict[str, Any]):
     """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`
     and learn2learn do, gets those that it had before: what is bound to one module would run, copy and save that one."""
@@ -221,12 +251,12 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         return _as_it_was(found) if isinstance(found, dict) else found      # a class may have a state of its own kind
 
     def reduced(self: Any, protocol: int) -> Any:
-        with as_it_was(self):
+        with _unwrapped([self]):
             found = type(self).__reduce_ex__(self, protocol)    # the class may take all of __dict__, itself or a copy
             return _with_copies_of(vars(self), found)
 
     def deepcopied(self: Any, memo: dict[int, Any]) -> Any:
-        with as_it_was(self):
+        with _unwrapped([self]):
             twin = copy.deepcopy(self, memo)
         if own is not None:
             if _own_forward(twin) is not None:      # a copy of TorchScript has none until it is called
@@ -234,17 +264,6 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         elif type(twin) is type(self):          # one with a class of its own, as graphs have, has a forward of its own
             bind(twin)
         return twin
-
-    @contextlib.contextmanager
-    def as_it_was(instance: Any) -> Iterator[None]:
-        bound = {name: vars(instance).pop(name) for name, function in ours.items()
-                 if getattr(vars(instance).get(name), "__func__", None) is function}
-        if own is not None and "forward" in bound:
-            vars(instance)["forward"] = own
-        try:
-            yield
-        finally:
-            vars(instance).update(bound)
 
     def bind(instance: Any) -> None:        # not by setattr: a compiled module hands that on to the module inside
         bound = {name: types.MethodType(function, instance) for name, function in ours.items()}

@@ -7,6 +7,7 @@
     Module.eval                              a step that contains an evaluation is not a training step
     Optimizer.__init__, init_process_group   first signs that this process trains; `import` techniques apply then
     torch.load                               files that only name a checkpoint in a store
+    torch.jit.script, torch.export.export    a module is shown as the script wrote it
     gc.freeze                                what it freezes is not among `gc.get_objects` any more
 """
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from typing import Any
 
 from saturate.agent import observe
+from saturate.agent.context import exporting
 
 
 def install(session: Any) -> None:
@@ -31,6 +34,7 @@ def install(session: Any) -> None:
     _signs(session, torch)
     _loading(session, torch)
     _freezing(session, torch)
+    _exports(session, torch)
     if not session.plan["techniques"]:       # facts are asked of the unchanged workload
         _saves(session, torch)
 
@@ -143,6 +147,13 @@ def _saves(session: Any, torch: Any) -> None:
 
     replace(session, torch, "save", save)
     replace(session, torch.serialization, "save", save)
+
+
+def _exports(session: Any, torch: Any) -> None:
+    """`torch.jit.script` looks at its caller's frame; what it calls for a module does not."""
+    for owner, name in ((sys.modules.get("torch.jit._recursive"), "create_script_module"), (sys.modules.get("torch.export"), "export")):
+        if hasattr(owner, name):
+            replace(session, owner, name, exporting(getattr(owner, name)))
 
 
 def _evaluation(session: Any, torch: Any) -> None:
