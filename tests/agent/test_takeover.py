@@ -85,3 +85,23 @@ def test_techniques_act_on_what_is_trained_now(name, script, start):
         assert list(notes) == ["fused-optimizer"]
     else:
         assert problems == ["", ""] and set(notes) == set(IDS)
+
+
+@pytest.mark.parametrize("penalty, refused", [
+    ("grad(model(inputs).sum(), inputs, create_graph=True)[0].square().mean()", True),
+    ("grad(model(inputs).sum(), inputs)[0].square().mean()", False),
+])
+def test_a_training_with_a_gradient_penalty_is_not_compiled(penalty, refused, script, start):
+    """Compiled code has no second derivative: torch raises in the backward pass, and the training ends."""
+    name, path = _registry.origin(_registry.load()["compile"])
+    training = f"""
+from torch.autograd import grad
+model = Net(); optimizer = adam(model); inputs = x.clone().requires_grad_()
+while True:
+    penalty = {penalty}
+    optimizer.zero_grad(); (((model(x) - y) ** 2).mean() + penalty).backward(); optimizer.step()
+"""
+    trial = start(str(script(HEAD + training)), techniques=[Chosen(id="compile", module=name, path=path, options={})])
+    trial.wait_ready()
+    problem = trial.greeting()["applied"][0]["problem"]
+    assert ("create_graph" in problem) is refused and bool(problem) is refused

@@ -770,6 +770,14 @@ def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):
     assert frames(fresh_dynamo) == len(models)
 
 
+def test_a_script_that_differentiates_gradients_is_not_compiled():
+    context = context_of(torch.nn.Linear(2, 2).train())
+    context.differentiates_gradients = True
+    with pytest.raises(NotApplied, match="create_graph"):
+        compile.apply(context, compile.Options())
+    assert not context.changes
+
+
 def test_nothing_captured_is_not_active(fresh_dynamo):
     class Eager(torch.nn.Linear):
         @torch.compiler.disable

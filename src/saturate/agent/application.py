@@ -60,6 +60,7 @@ def advance(session: Any) -> None:
     elif session.phase == "inspect":
         session.inspection.finish()
         session.context.device = session.inspection.device
+        session.context.differentiates_gradients = session.inspection.differentiates_gradients
         place(session, session.inspection.modules, tuple(session.living_optimizers()))
         session.phase = "active"
         session.loaders_known = session.plan["mode"] == "run"

@@ -31,6 +31,7 @@ class Context:
         self._training = _Training()
         self.device = ""
         self.early = False
+        self.differentiates_gradients = False
         self.gradient_norms: dict[int, Any] | None = None
         self.owner = ""
         self.notes: dict[str, str] = {}

@@ -32,6 +32,7 @@ class Inspection:
         self.set_to_none: bool | None = None
         self.host_to_device_bytes = 0
         self.checkpointed = False
+        self.differentiates_gradients = False
         self.gradients_read: bool | None = None
         self._counter: Any = None
         self._called: dict[int, Any] = {}
@@ -53,6 +54,7 @@ class Inspection:
             self._count_attention(torch)
             self._count_flops(torch)
             self._watch_gradients(torch)
+            self._watch_double_backward(torch)
         self._watch_checkpoints()
         self._watch_zero_grad(torch)
         if self.device == "cuda":
@@ -151,6 +153,19 @@ class Inspection:
 
         torch.nn.Parameter.grad = property(read, original.__set__, original.__delete__)
         self._undo.append(lambda: delattr(torch.nn.Parameter, "grad"))
+
+    def _watch_double_backward(self, torch: Any) -> None:
+        """What `backward` and `grad` of torch.autograd look up, whoever imported them how."""
+        original = getattr(torch.autograd, "_engine_run_backward", None)
+        if original is None:
+            return
+
+        def run(outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self.differentiates_gradients |= bool(create_graph)
+            return original(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+
+        torch.autograd._engine_run_backward = run
+        self._undo.append(lambda: setattr(torch.autograd, "_engine_run_backward", original))
 
     def _watch_checkpoints(self) -> None:
         """Every kind of `torch.utils.checkpoint` looks this function up, whoever imported it how."""

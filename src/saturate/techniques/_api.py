@@ -97,6 +97,7 @@ class Context(Protocol):
     optimizers: tuple[Any, ...]         # stage "model"
     device: str                         # "cpu", "cuda": where the trained parameters live ("" before stage "model")
     early: bool                         # stage "model": applied before the first training forward (`EARLY`)
+    differentiates_gradients: bool      # stage "model": a backward pass of the step that was watched had `create_graph=True`
     gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
     def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:

@@ -13,7 +13,9 @@ kernels; `reduce-overhead` then replays a recorded graph of launches.
 When it hurts
 -------------
 The first steps take from seconds to minutes. Shapes that keep changing recompile, up to a limit after which the code
-runs eagerly again. Short trainings never earn the compile time back; the break-even line says when this one does.
+runs eagerly again. Short trainings never earn the compile time back; the break-even line says when this one does. Gradients of
+compiled code cannot be differentiated: a script that does so (`create_graph=True`, as for a gradient penalty) in the step that is
+watched is left alone; one that does so only later fails with torch's error about "double backward".
 
 Numerics
 --------
@@ -112,6 +114,8 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     if not context.modules:
         raise NotApplied("no trained module is known")
+    if context.differentiates_gradients:
+        raise NotApplied("the script differentiates gradients (create_graph=True), and those of compiled code cannot be")
     compiler = _Compiler(context, options)
     if options.scope == "module":
         count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap, around=True))
