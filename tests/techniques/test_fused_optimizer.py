@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 
@@ -184,3 +185,69 @@ def test_channels_last_keeps_the_script_s_fused_kernels_right(after):
         return model.weight.detach().clone()
 
     torch.testing.assert_close(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_parameter_that_comes_late_has_its_first_momentum_from_the_script_s_own_kernels(dampening):
+    def trained(fuse):
+        first, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = torch.optim.SGD([first, late], lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.1)
+        context = _fused(optimizer) if fuse else None
+        for step in range(5):
+            first.grad = torch.full((3,), 1.0 + step)
+            late.grad = torch.full((3,), 2.0 + step) if step >= 2 else None
+            optimizer.step()
+            assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+            if fuse:
+                assert optimizer.param_groups[0]["fused"] is (True if step != 2 else None)
+        if context is not None:
+            assert "switched" in context.notes[fused_optimizer.TECHNIQUE.id]
+            context.undo()
+            assert optimizer.param_groups[0]["fused"] is None
+        return [first, late, *(optimizer.state[p]["momentum_buffer"] for p in (first, late))]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-6)
+
+
+def test_from_a_parameter_on_that_is_not_floating_point_the_script_s_own_kernels_go_on():
+    parameter, turned = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    context = _fused(optimizer)
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": [turned]})
+        for one in (parameter, *([turned] if step else [])):
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is None and not torch.equal(turned, torch.ones_like(turned))
+    assert "not floating point" in context.notes[fused_optimizer.TECHNIQUE.id]
+    context.undo()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickled_or_copied_optimizer_is_the_script_s_own(kind):
+    def twins(fuse):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = _optimizer(kind, parameter)
+        context = _fused(optimizer) if fuse else None
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        found = [pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)]
+        if context is not None:
+            assert optimizer.param_groups[0]["fused"] is True, "what was pickled is not changed"
+            context.undo()
+            assert "__getstate__" not in vars(optimizer)
+        return found
+
+    for own, plain in zip(twins(True), twins(False)):
+        assert own.defaults == plain.defaults and type(own.state) is type(plain.state)
+        assert _without_parameters(own) == _without_parameters(plain)
+        for twin in (own, plain):
+            (parameter,) = twin.param_groups[0]["params"]
+            parameter.grad = torch.ones(3)
+            twin.step()
+        torch.testing.assert_close(own.state_dict()["state"], plain.state_dict()["state"])
+
+
+def _without_parameters(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

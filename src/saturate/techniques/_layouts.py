@@ -15,7 +15,7 @@ class Layouts:
     def __init__(self, torch: Any, optimizer: Any):
         self._torch = torch
         self._optimizer = optimizer
-        self._known: tuple[Any, ...] = ()   # strides of parameters and gradients of a step in which all lay alike
+        self._known: tuple[Any, ...] = ()   # strides of parameters and gradients of a step in which all lay alike, and dtypes
 
     def forget(self) -> None:
         """The state is another one."""
@@ -27,9 +27,11 @@ class Layouts:
         gradients = [p.grad for p in parameters]
         if any([gradient.is_sparse for gradient in gradients]):
             return "gradients are sparse"
-        strides = [p.stride() for p in parameters], [gradient.stride() for gradient in gradients]
+        strides = [p.stride() for p in parameters], [gradient.stride() for gradient in gradients], [p.dtype for p in parameters]
         if strides == self._known:
             return ""                       # as in the step before: asking a hundred parameters takes some 50 us
+        if not all(p.is_floating_point() for p in parameters):
+            return "a parameter is not floating point"
         if not all(map(dense, parameters)):
             return "the elements of a parameter do not fill its memory"
         self._known = strides

@@ -20,13 +20,14 @@ Numerics
 How it is applied
 -----------------
 The flags of the optimizer's groups are set; existing step counters move to the parameter's device, where the fused
-kernel wants them. What `state_dict` returns carries the user's own flags and counters on the CPU, so a checkpoint loads
-without saturate; after `load_state_dict` the flags are set again. An optimizer with a group that cannot be fused is left
+kernel wants them. What `state_dict` returns, and an optimizer that is pickled or copied, carries the user's own flags and counters on the
+CPU, so a checkpoint loads without saturate; after `load_state_dict` the flags are set again. An optimizer with a group that cannot be fused is left
 alone as a whole.
 
 Fused kernels look at no strides: they update wrongly where a gradient or a state lies in another order in memory than its
 parameter. Before each step such a one is laid out as its parameter; from the first parameter on that does not fill its memory
-(a slice of another tensor), the script's own kernels go on.
+(a slice of another tensor), or is not floating point, the script's own kernels go on. They also take a step of SGD in which a
+parameter without momentum comes beside others that have it, as after a layer was unfrozen.
 
 References
 ----------
@@ -36,6 +37,7 @@ pytorch/pytorch issue 95415 (why fused is not the default).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +112,7 @@ def apply(context: Any, options: Options) -> str:
         for flag, value in _FLAGS.items():      # groups that are added later
             context.set_item(optimizer.defaults, flag, value)
         context.set_attribute(optimizer, "_step_supports_amp_scaling", True)
+        context.set_attribute(optimizer, "__getstate__", switch.pickled)
         switch.on()
     context.note(TECHNIQUE.id, f"{len(fusable)} optimizer(s) switched")
     return f"{len(fusable)} optimizer(s) switched to fused kernels"
@@ -136,7 +139,7 @@ class _Switch:
         self.user_flags: list[dict[str, Any]] = []
         self.user_defaults = {flag: optimizer.defaults.get(flag) for flag in _FLAGS}
         self.layouts = Layouts(torch, optimizer)
-        self.stopped = False
+        self.stopped = self.paused = False
 
     def on(self) -> None:
         groups = self.optimizer.param_groups
@@ -155,23 +158,42 @@ class _Switch:
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.stopped or self.torch.compiler.is_compiling():
             return
+        if self.paused:
+            self.paused = False
+            self.on()
         reason = self.layouts.align()
         if reason:
             self._stop(reason)
+        elif self._some_momentum():
+            self.paused = True
+            self._own_kernels()
+
+    def _some_momentum(self) -> bool:
+        """Whether a group of SGD has parameters with momentum and without: its fused kernel knows no first step of a few."""
+        def missing(parameter: Any) -> bool:
+            return (self.optimizer.state.get(parameter) or {}).get("momentum_buffer") is None
+
+        return any(len({missing(p) for p in group["params"] if p.grad is not None}) > 1
+                   for group in self.optimizer.param_groups if group.get("momentum"))
 
     def _stop(self, reason: str) -> None:
         """The script's own kernels, from this very step on."""
-        optimizer, self.stopped = self.optimizer, True
+        self.stopped = True
+        self._own_kernels()
+        self.optimizer.defaults.update(self.user_defaults)
+        self.optimizer._step_supports_amp_scaling = False
+        self.note(f"{STOPPED}: {reason}")
+
+    def _own_kernels(self) -> None:
+        """The script's, in the step that begins."""
+        optimizer = self.optimizer
         self.off()
-        optimizer.defaults.update(self.user_defaults)
-        optimizer._step_supports_amp_scaling = False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:               # a scaler has left the division, and the step that is skipped, to the fused kernel
             overflow = optimizer.found_inf is not None and bool(optimizer.found_inf)
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 parameter.grad = None if overflow else parameter.grad / scale
             optimizer.grad_scale = optimizer.found_inf = None
-        self.note(f"{STOPPED}: {reason}")
 
     def _flags(self) -> list[dict[str, Any]]:
         """The user's flags of each group; a group that was added later has those of the first."""
@@ -189,18 +211,35 @@ class _Switch:
     def saving(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
         groups, states = [], dict(saved["state"])
         for group, flags in zip(saved["param_groups"], self._flags()):
-            kept = {key: value for key, value in group.items() if key in flags or key not in _FLAGS}
-            groups.append({**kept, **flags})
+            groups.append(_with_flags(group, flags))
             for index in group["params"]:
-                step = states.get(index, {}).get("step")
-                if isinstance(step, self.torch.Tensor) and not (group.get("capturable") or flags.get("fused")):
-                    states[index] = {**states[index], "step": step.cpu()}   # a copy: the saved dict holds live state
+                self._saved_step(states, index, group, flags)
         return {**saved, "state": states, "param_groups": groups}
+
+    def pickled(self) -> dict[str, Any]:
+        """What `__getstate__` returns."""
+        found = type(self.optimizer).__getstate__(self.optimizer)
+        groups, states = [], copy.copy(found["state"])
+        for group, flags in zip(found["param_groups"], self._flags()):
+            groups.append(_with_flags(group, flags))
+            for parameter in group["params"]:
+                self._saved_step(states, parameter, group, flags)
+        return {**found, "defaults": {**found["defaults"], **self.user_defaults}, "state": states, "param_groups": groups}
+
+    def _saved_step(self, states: Any, key: Any, group: Any, flags: Any) -> None:
+        step = states.get(key, {}).get("step")
+        if isinstance(step, self.torch.Tensor) and not (group.get("capturable") or flags.get("fused")):
+            states[key] = {**states[key], "step": step.cpu()}       # a copy: what is saved holds live state
 
     def loaded(self, optimizer: Any) -> None:
         self.layouts.forget()
+        self.paused = False
         if not self.stopped:
             self.on()
+
+
+def _with_flags(group: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: value for key, value in group.items() if key in flags or key not in _FLAGS}, **flags}
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
