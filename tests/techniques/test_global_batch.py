@@ -142,3 +142,25 @@ def test_it_is_put_into_a_recipe_by_hand():
     for wrong in ({"factor": 1}, {"rule": "cubic"}):
         with pytest.raises(ValueError):
             global_batch.Options(**wrong)
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_an_optimizer_without_a_learning_rate_is_left_alone(context, rule, capfd):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"alpha": 0.5})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data -= group["alpha"] * parameter.grad
+
+    global_batch.apply(context, global_batch.Options(factor=4, rule=rule))
+    sizes(context, batch_size=4, shuffle=True)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Own([parameter])
+    for _ in range(2):
+        optimizer.step()
+    assert parameter.tolist() == [-1.0] * 3
+    assert capfd.readouterr().err == "saturate: global-batch: there is no lr in the groups of Own; its learning rate stays as it is\n"

@@ -27,7 +27,7 @@ To DataLoaders that shuffle (or draw from a random or distributed sampler) and s
 others, evaluation loaders among them, and datasets smaller than the new batch stay as they are. The learning rate is
 multiplied for the length of each `optimizer.step()` only: schedules, whichever way they set it, logs and checkpoints keep
 the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
-keeps its learning rate, and a line on stderr says so. Momentum and Adam's betas stay.
+keeps its learning rate, and so does one whose groups hold no `lr`; a line on stderr says so. Momentum and Adam's betas stay.
 
 References
 ----------
@@ -152,6 +152,9 @@ class Rates:
         scale = self._scale(type(optimizer).__name__) if self.loaders.made else 1.0
         if scale == 1.0:
             return
+        if not all("lr" in group for group in optimizer.param_groups):
+            self._keeps(type(optimizer).__name__, "no lr in the groups of")
+            return
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * scale
             self._raised.append((group, own, group["lr"]))
@@ -172,11 +175,14 @@ class Rates:
         if exponent is None:
             exponent = _EXPONENTS.get(kind)
         if exponent is None:
-            if kind not in self._told:
-                self._told.add(kind)
-                sys.stderr.write(f"saturate: global-batch: there is no rule for {kind}; its learning rate stays as it is\n")
+            self._keeps(kind, "no rule for")
             return 1.0
         return math.pow(self.options.factor, exponent)
+
+    def _keeps(self, kind: str, lacking: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            sys.stderr.write(f"saturate: global-batch: there is {lacking} {kind}; its learning rate stays as it is\n")
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
