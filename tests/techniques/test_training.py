@@ -258,6 +258,24 @@ def test_gc_freezes_after_some_steps_stays_on_and_is_undone():
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == threshold
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_collector_that_the_script_switched_off_stays_off(when):
+    context = context_of(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    threshold = gc.get_threshold()
+    try:
+        if when == "before":
+            gc.set_threshold(0)
+        gc_freeze.apply(context, gc_freeze.Options(after_steps=1))
+        gc.set_threshold(0)
+        context.optimizers[0].step()
+        assert gc.get_freeze_count() and gc.get_threshold()[0] == 0
+        context.undo()
+        assert gc.get_threshold()[0] == 0 and not gc.get_freeze_count()
+    finally:
+        context.undo()
+        gc.set_threshold(*threshold)
+
+
 # -- loader-workers --------------------------------------------------------------------------------------------------
 
 

@@ -213,7 +213,7 @@ def facts(session: Any) -> dict[str, Any]:
         flops_unknown=inspection.flops_unknown,
         flops_left_out=inspection.flops_left_out,
         zero_grad_set_to_none=inspection.set_to_none,
-        gc_enabled=gc.isenabled(),
+        gc_enabled=gc.isenabled() and gc.get_threshold()[0] > 0,
         gc_objects=len(gc.get_objects()),
         host_to_device_bytes=inspection.host_to_device_bytes,
         shapes=max(1, len(inspection.shapes)),

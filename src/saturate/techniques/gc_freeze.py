@@ -3,7 +3,8 @@
 What it does
 ------------
 After some steps, everything that is alive (modules, parameters, datasets, imported libraries) is collected once and moved
-to the collector's permanent generation; the threshold for the next collections is raised. The collector stays on.
+to the collector's permanent generation; the threshold for the next collections is raised. The collector stays on, or off where
+the script switched it off.
 
 When it helps
 -------------
@@ -77,17 +78,22 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
-    before, already_frozen = gc.get_threshold(), gc.get_freeze_count()
+    already_frozen = gc.get_freeze_count()
+    before: list[tuple[int, int, int]] = []     # the script's own thresholds, once ours are set
 
     def undo() -> None:
-        gc.set_threshold(*before)
+        if before:
+            gc.set_threshold(*before.pop())
         if not already_frozen:      # freezing cannot be taken back in part
             gc.unfreeze()
 
     def freeze() -> None:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(max(before[0], options.threshold), *before[1:])
+        own = gc.get_threshold()
+        if own[0]:                  # 0 switches the collector off
+            before.append(own)
+            gc.set_threshold(max(own[0], options.threshold), *own[1:])
         context.note(TECHNIQUE.id, f"{gc.get_freeze_count() - already_frozen} objects frozen")
 
     context.on_undo(undo)
