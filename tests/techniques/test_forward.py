@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -65,12 +66,13 @@ def test_map_tensors_keeps_every_container():
     one = torch.ones(2)
     tree = {
         "tuple": (one, 1), "list": [one, None], "pair": Pair(one, "x"), "frozen": Frozen(one), "output": Output(one),
-        "size": one.shape, "text": "abc",
+        "size": one.shape, "text": "abc", "maximum": torch.max(one.expand(2, 2), 1), "time": time.localtime(),
     }
     mapped = _common.map_tensors(tree, lambda tensor: tensor + 1, torch)
     assert [type(value) for value in mapped.values()] == [type(value) for value in tree.values()]
-    assert len(_common.tensors(mapped, torch)) == 5
-    assert all(tensor.eq(2).all() for tensor in _common.tensors(mapped, torch))
+    assert len(_common.tensors(mapped, torch)) == 7
+    assert all(tensor.eq(2).all() for tensor in _common.tensors({**mapped, "maximum": mapped["maximum"].values}, torch))
+    assert mapped["maximum"].indices.tolist() == [1, 1] and mapped["time"] is tree["time"]
     assert mapped["frozen"].text == "kept" and mapped["size"] == one.shape and mapped["pair"].right == "x"
 
 

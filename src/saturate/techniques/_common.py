@@ -62,7 +62,10 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
         items = [map_tensors(item, change, torch) for item in value]
         if type(value) is tuple:
             return tuple(items)
-        return type(value)._make(items) if hasattr(value, "_make") else value     # torch.Size and the like: no tensors
+        if hasattr(value, "_make"):
+            return type(value)._make(items)
+        changed = any(new is not old for new, old in zip(items, value))
+        return type(value)(items) if changed and hasattr(value, "n_fields") else value      # torch.return_types; torch.Size
     if type(value) is list:
         return [map_tensors(item, change, torch) for item in value]
     if type(value) is dict:
