@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+import types
 
 import pytest
 
+from saturate.agent import observe
 from saturate.verify import series
 
 HEAD = """
@@ -177,6 +179,18 @@ while True:
         g.zero_grad(); critic(maker(x)).mean().backward(); g.step()
 """,
 }
+
+
+def test_weights_that_are_computed_are_not_asked_for_gradients(recwarn):
+    """A module may hold some in place of its parameters, as in meta-learning: torch warns of each that is asked."""
+    torch = pytest.importorskip("torch")
+    trained, fast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fast._parameters["weight"] = trained.weight * 2
+    (fast(torch.ones(1, 2)).sum() + trained(torch.ones(1, 2)).sum()).backward()
+    session = types.SimpleNamespace(torch=torch, living_optimizers=tuple, leaves=[])
+    found = {id(parameter) for parameter in observe.trained_parameters(session)}
+    assert {id(trained.weight), id(trained.bias), id(fast.bias)} <= found and id(fast._parameters["weight"]) not in found
+    assert not [warning for warning in recwarn if "non-leaf" in str(warning.message)]
 
 
 @pytest.mark.parametrize("name, told", [

@@ -58,7 +58,7 @@ def trained_parameters(session: Any) -> list[Any]:
     if held:
         return held
     found = {id(p): p for m in all_modules(session.torch) for p in m._parameters.values()
-             if p is not None and p.requires_grad and p.grad is not None}
+             if p is not None and p.is_leaf and p.requires_grad and p.grad is not None}      # of others, torch warns
     return list(found.values()) or [leaf for reference in session.leaves if (leaf := reference()) is not None]
 
 
