@@ -77,7 +77,7 @@ class Store:
         self._state = view[_END:_END + 16].cast("Q")
         _, _, _, self.limit_bytes, self.share = _FIXED.unpack_from(view)
         self._before = self._counters()
-        self._counting, self._counted = 0, (0, 0)
+        self._counting, self._counter, self._counted = 0, 0, (0, 0)     # by which process, and where
 
     def __reduce__(self) -> Any:
         return attach, (self.path, self.key, self.slots)
@@ -174,11 +174,18 @@ class Store:
         self._note(_WORD.pack(1), _DROPPED)
 
     def count(self, read: int, stored: int) -> None:
-        """Say that this process has read and stored so many samples more. Roughly: two processes may share a pair."""
+        """Say that this process has read and stored so many samples more. Roughly, where more processes count than have a pair."""
         if self._counting != os.getpid():
-            self._counting, self._counted = os.getpid(), (0, 0)
+            self._counting, self._counter = os.getpid(), self._own_counter()
+            self._counted = self._counters()[self._counter]
         self._counted = self._counted[0] + read, self._counted[1] + stored
-        self._note(_COUNTER.pack(*self._counted), _COUNTERS + self._counting % _COUNTER_SLOTS * _COUNTER.size)
+        self._note(_COUNTER.pack(*self._counted), _COUNTERS + self._counter * _COUNTER.size)
+
+    def _own_counter(self) -> int:
+        """A pair that nobody has counted in since this was opened, if there is one."""
+        now, first = self._counters(), os.getpid() % _COUNTER_SLOTS
+        order = (*range(first, _COUNTER_SLOTS), *range(first))
+        return next((place for place in order if now[place] == self._before[place]), first)
 
     def _note(self, data: bytes, place: int) -> None:
         try:
@@ -188,8 +195,8 @@ class Store:
 
     def counted(self) -> tuple[int, int]:
         """Samples (read, stored) since it was opened here, by all processes, at least."""
-        new = [pair for pair, before in zip(self._counters(), self._before) if pair != before]
-        return sum(read for read, _ in new), sum(stored for _, stored in new)
+        read, stored = zip(*((max(0, now[0] - then[0]), max(0, now[1] - then[1])) for now, then in zip(self._counters(), self._before)))
+        return sum(read), sum(stored)
 
     def _counters(self) -> list[Any]:
         return list(_COUNTER.iter_unpack(self._map[_COUNTERS:_COUNTERS + _COUNTER_SLOTS * _COUNTER.size]))
