@@ -212,7 +212,7 @@ def test_who_holds_the_lock_discards_what_killed_trials_left(tmp_path):
     run = new_run(tmp_path, "abcdef123")
     left = [run / name for name in ("t001/layers/0/upper/checkpoint.bin", "t001/layers.json", "t002/shadow/tmp/file", "t004/supervise.json", "chain/layers/0/upper/last.pt", "chain/layers.json", "chain/p1/supervise.json")]
     left.append(stores.layers.scratch_folder(run.resolve() / "t003") / "socket")
-    kept = [run / name for name in ("recipe.toml", "fit.json", "t001/output.log", "t003/output.log", "t001/plan.json", "chain/p1/output.log", "caches/root/layers.json")]
+    kept = [run / name for name in ("recipe.toml", "fit.json", "t001/output.log", "t003/output.log", "t001/plan.json", "chain/p1/output.log", "caches/home/layers.json")]
     kept += [tmp_path / name for name in ("model/layers/first.py", "model/net/layers.json", "cache/layers/one", "abcdef-notes/t001/layers/one")]
     for path in (*left, *kept):
         path.parent.mkdir(parents=True, exist_ok=True)
