@@ -91,20 +91,24 @@ def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
         stdout, _ = process.communicate(timeout=30)
     run = json.loads(stdout)["run"]
     assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run
+    other = folder.tune(*OPTIONS, "--timeout", "1s", prefix=("env", "WIDTH=7"))
+    assert other.result.run != run
+    assert "an interrupted study was not gone on with: the environment changed since" in other.stderr
     assert folder.tune(*OPTIONS, "--timeout", "1s").result.run == run
 
 
 def test_another_environment_asks_another_question(tmp_path):
     """`WIDTH=1024 saturate tune` after a kill of `saturate tune` went on with the answers of the other width."""
-    def identity(**environment: str) -> str:
-        return Request([sys.executable, "train.py"], tmp_path, {"PATH": os.defpath, **environment}, tmp_path).identity()
+    def seen(**environment: str) -> str:
+        request = Request([sys.executable, "train.py"], tmp_path, {"PATH": os.defpath, **environment}, tmp_path)
+        return request.surroundings()["the environment"]
 
     others = [{}, {"WIDTH": "1024"}, {"WIDTH": "512"}, {"OMP_NUM_THREADS": "1"}, {"SLURM_NTASKS": "2"}, {"WINDOW": "24"}, {"LINES": "100"}]
-    assert len({identity(**other) for other in others}) == len(others)
+    assert len({seen(**other) for other in others}) == len(others)
     here = {"TERM": "xterm", "SHLVL": "1", "_": "/usr/bin/env", "OLDPWD": "/", "WINDOWID": "7", "TMUX_PANE": "%1", "SSH_TTY": "/dev/pts/1",
             "SSH_CONNECTION": "::1 5 ::1 22", "DBUS_SESSION_BUS_ADDRESS": "unix:path=/run", "XDG_SESSION_ID": "3", "SLURM_JOB_ID": "12"}
-    assert identity(**here) == identity(), "from another terminal, login or job it resumes"
-    assert identity(**{f"MY_{name}": value for name, value in here.items()}) != identity()
+    assert seen(**here) == seen(), "from another terminal, login or job it resumes"
+    assert seen(**{f"MY_{name}": value for name, value in here.items()}) != seen()
 
 
 def test_another_interpreter_asks_another_question(tmp_path):
@@ -113,14 +117,16 @@ def test_another_interpreter_asks_another_question(tmp_path):
         (tmp_path / version).touch(mode=0o755)
         (tmp_path / "python").unlink(missing_ok=True)
         (tmp_path / "python").symlink_to(version)
-        seen |= {Request([word], tmp_path, {"PATH": str(tmp_path)}, tmp_path).identity() for word in ("./python", "python")}
+        for word in ("./python", "python"):
+            request = Request([word], tmp_path, {"PATH": str(tmp_path)}, tmp_path)
+            seen.add((request.identity(), request.surroundings()["the interpreter"]))
     assert len(seen) == 4
 
 
 def test_another_standard_input_asks_another_question(tmp_path):
     """`python - < train.py` names no script."""
     code = ("import pathlib, sys; from saturate.study.state import Request; path = pathlib.Path('/tmp')\n"
-            "print(Request(['python', '-'], path, {}, path).identity())")
+            "print(Request(['python', '-'], path, {}, path).surroundings()['standard input'])")
     seen = []
     for text in ("width = 1", "width = 2", "width = 1"):
         (tmp_path / "train.py").write_text(text)

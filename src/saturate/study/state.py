@@ -74,16 +74,27 @@ class Request:
         return fingerprint.digest_of(self.argv, self.cwd)
 
     def identity(self) -> str:
-        """The same for a command that asks the same question again, so that it can resume. What its own program reads counts as
-        much as its words do: the environment, standard input, and which interpreter it names."""
+        """The same for a command that asks the same question again, so that it can resume where its `surroundings` are the same."""
+        parts = [self.argv, str(self.cwd), sorted(self.only or ()), self.only is None, sorted(self.skip), self.allow_convergence,
+                 self.threshold, self.race_mode, self.step, *([self.limit_bytes] if self.limit_bytes else [])]
+        return _sha256(parts)
+
+    def surroundings(self) -> dict[str, str]:
+        """What the command's own program is and reads, which counts as much as the words do: a digest of each."""
         program = shutil.which(self.argv[0], path=self.environment.get("PATH")) or self.argv[0]
         environment = {name: value for name, value in self.environment.items() if not _PASSING.fullmatch(name)}
         stdin, offset = standard_input()
-        parts = [self.argv, str(self.cwd), self.script(), sorted(self.only or ()),
-                 self.only is None, sorted(self.skip), self.allow_convergence, self.threshold, self.race_mode,
-                 self.step, saturate.__version__, *([self.limit_bytes] if self.limit_bytes else []),
-                 os.path.realpath(self.cwd / program), sorted(environment.items()), fingerprint.digest(Path(stdin)), offset]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return {
+            "the version of saturate": saturate.__version__,
+            "the script": self.script(),
+            "the interpreter": _sha256(os.path.realpath(self.cwd / program)),
+            "the environment": _sha256(sorted(environment.items())),
+            "standard input": _sha256([fingerprint.digest(Path(stdin)), offset]),
+        }
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @dataclass

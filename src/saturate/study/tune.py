@@ -31,7 +31,7 @@ from saturate.measure.race import Limits
 from saturate.records.facts import Facts
 from saturate.records.result import StudyRecord
 from saturate.report import words
-from saturate.study import baseline, fitting, profile, sources, summary
+from saturate.study import baseline, deadline, fitting, profile, sources, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import Interrupted, in_our_words
@@ -39,7 +39,7 @@ from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
-from saturate.study.verification import UPDATES, Verifier, budget_needed, too_slow
+from saturate.study.verification import Verifier, budget_needed, too_slow
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded, Workload
 
@@ -64,9 +64,6 @@ PATIENCE_SHARE = 0.4
 
 #: Share of a step from which a training counts as waiting for its input.
 WAITS = 0.01
-
-#: A budget in which one technique can be tried: so many times what starting and the first verification run take.
-NEEDED = 4
 
 #: Share of the budget that the search leaves for the final race.
 RESERVE = 0.25
@@ -94,27 +91,35 @@ def tune(request: Request, say: Callable[[str], None]) -> tuple[StudyRecord, Sat
 def _open(request: Request, registry: dict[str, ModuleType], say: Callable[[str], None]) -> Study:
     """The unfinished study of the same request, or a new one."""
     notes: list[str] = []
+    passed_by: list[str] = []
 
     def unreadable(problem: EnvironmentProblem) -> None:
         notes.append(f"{problem.message} ({problem.cause or problem.remedy}); it was left as it is and not used")
         say(f"warning[{problem.code}] {notes[-1]}")
 
-    def same_code(store: Store) -> bool:
-        other = sources.changed((store.answer("baseline") or {}).get("sources", {}))
+    surroundings = request.surroundings()
+
+    def unchanged(store: Store) -> bool:
+        then = store.meta("surroundings") or {}
+        other = [name for name, digest in surroundings.items() if then.get(name) != digest]
+        other = other or sources.changed((store.answer("baseline") or {}).get("sources", {}))
         if other:
-            notes.append(f"an interrupted study was not gone on with: {', '.join(other[:3])} changed since")
-            say(notes[-1])
+            passed_by.append(f"an interrupted study was not gone on with: {', '.join(other[:3])} changed since")
         return not other
 
     identity = request.identity()
-    folder = find_unfinished(request.directory, identity, unreadable, same_code)
+    folder = find_unfinished(request.directory, identity, unreadable, unchanged)
     resumed = folder is not None
     folder = folder or new_run(request.directory, identity)
     store = Store(folder)
     store.set_meta("identity", identity)
+    store.set_meta("surroundings", surroundings)
     if resumed:
         notes.append("resumed: measurements made before an interruption were used")
         say(f"resuming {folder.name}")
+    elif passed_by:
+        notes.append(passed_by[0])      # the newest one's
+        say(notes[-1])
     study = Study(request, folder, store, registry, say, script=request.script(), notes=notes)
     summary.write_recipe(study)     # it exists from the first moment on, empty
     return study
@@ -220,45 +225,17 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
         slow = None if base else too_slow(study.baseline["step_ms"], study.request.budget_s)
         if slow:
             study.needs_budget = budget_needed(study.baseline["step_ms"])
-        refusal = slow or (None if base else _too_late(study, end)) or verifier.check_baseline()
+        refusal = slow or (None if base else deadline.too_late(study, end)) or verifier.check_baseline()
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
             return False
-    study.refusal = _out_of_time(study, end)
+    study.refusal = deadline.out_of_time(study, end)
     if study.refusal is not None:
         study.say(f"cannot measure: {study.refusal}")
         return False
     with _phase(study, "noise"):
         return _noise(study, racer, base, end)
-
-
-def _too_late(study: Study, end: float) -> str | None:
-    """Why the first verification run is not begun, or None: its updates alone do not end within the budget. `study` then knows the
-    budget that would do."""
-    if study.store.answer("informative") is not None:       # a resumed study has made it
-        return None
-    step_ms, now = study.baseline["step_ms"], time.monotonic()
-    updates_s = UPDATES * step_ms / 1e3
-    if now + updates_s < end:
-        return None
-    run_s = study.baseline["startup_s"] + updates_s
-    study.needs_budget = budget_needed(step_ms, NEEDED * (now - study.started + run_s))
-    left_s = max(0.0, end - now)
-    return (f"the budget of {study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
-            f"verification run takes about {run_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
-
-
-def _out_of_time(study: Study, end: float) -> str | None:
-    """Why nothing can be timed within the budget, or None: starting and one verification run have used it up. `study` then
-    knows the budget that would do."""
-    now = time.monotonic()
-    if now < end:
-        return None
-    spent_s = now - study.started
-    study.needs_budget = f"{math.ceil(NEEDED * spent_s / 60)}m"
-    return (f"the budget of {study.request.budget_s:.0f} s ended before anything could be timed: starting and the first verification run "
-            f"took {spent_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
 def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
@@ -268,7 +245,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         study.aa = racer.run("A/A", base, base, AA, min(end, began + NOISE_SHARE * budget_s), share_base=True)
         patience = min(end, began + PATIENCE_SHARE * budget_s)
         for most in range(AA.max_pairs + 1, PATIENT_AA.max_pairs + 1):
-            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience or not _time_for_another(study.aa, began, end):
+            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience or not deadline.time_for_another(study.aa, began, end):
                 break
             study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
             study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
@@ -304,13 +281,6 @@ def seen_by_all(facts: Facts, aa: Result) -> Facts:
     return replace(facts, page_faults=faults, kernel_ms=kernel_ms, least_page_faults=min(least, facts.page_faults))
 
 
-def _time_for_another(result: Result, began: float, end: float) -> bool:
-    """Whether one more pair would end in time, if it takes as long as those before it: most of that is starting, which no
-    deadline cuts short."""
-    now = time.monotonic()
-    return now + (now - began) / max(1, len(result.pairs)) <= end
-
-
 def _floor(aa: Result) -> float:
     return race.noise_floor(aa.pairs) if aa.pairs else float("inf")
 
@@ -327,7 +297,7 @@ def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[
         usual, small = most <= FINAL.max_pairs, low < SMALL_GAIN
         if len(result.pairs) < most - 1 or not (usual or wide):
             break
-        if not (usual and small) and not _time_for_another(result, began, end):
+        if not (usual and small) and not deadline.time_for_another(result, began, end):
             break
         if not usual:
             say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
