@@ -551,45 +551,62 @@ torch.set_default_dtype(torch.float64)
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 
-def train(with_it):
+def train(prepared, applied, views=False, held=False):
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
                                 torch.nn.Linear(64, 1))
-    model = torch.nn.parallel.DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    kept = inner.state_dict() if held and rank == 1 else None
+    context = Context(torch)
+    if prepared:
+        channels_last.prepare(context.of("before"), channels_last.Options())
+    model = torch.nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
     torch.manual_seed(1 + rank)
     x = torch.randn(4, 3, 8, 8)
-    reason = ""
+    said = ""
     for step in range(8):
-        if with_it and step == 3:
-            context = Context(torch)
+        if applied and step == 3:
             context.modules, context.optimizers, context.device = (inner,), (optimizer,), "cpu"
             try:
-                channels_last.apply(context, channels_last.Options())
+                said = channels_last.apply(context.of("then"), channels_last.Options())
             except NotApplied as refusal:
-                reason = str(refusal)
+                said = str(refusal)
+        if applied and step == 6:
+            context.undo({"then"})
         optimizer.zero_grad()
         loss = (model(x) - 20 * x.mean((1, 2, 3)).unsqueeze(1)).square().mean()
         loss.backward()
         optimizer.step()
-    return loss.item(), reason
+    context.undo()
+    return loss.item(), said, inner[0].weight.is_contiguous(memory_format=torch.channels_last)
 
-plain, tuned = train(False)[0], train(True)
+plain = train(False, False)[0]
+late = train(False, True)
+others = [train(True, True), train(True, True, views=True), train(True, False)]
+held = train(True, True, held=True)
+original = torch.nn.parallel.DistributedDataParallel.__init__
 dist.destroy_process_group()
-assert abs(tuned[0] - plain) < 1e-9 * plain, (plain, tuned)
-assert "buckets" in tuned[1], tuned
+assert original.__module__ == "torch.nn.parallel.distributed" and not hasattr(original, "__wrapped__"), original
+for found in (late, held, *others):
+    assert abs(found[0] - plain) < 1e-9 * plain, (plain, found)
+assert "buckets" in late[1] and not late[2], late
+assert "buckets" in held[1] and not held[2], held
+assert [found[1][:12] for found in others] == ["2 parameters", "2 parameters", ""], others
+assert all(found[2] for found in others), others
 os._exit(0)         # threads of gloo may outlive the group, and end the interpreter's exit with an abort
 """
 
 
-def test_channels_last_leaves_distributed_trainings_alone(tmp_path):
-    """Seen: gradients whose elements had changed places, in silence."""
+def test_channels_last_in_distributed_trainings(tmp_path):
+    """Converted before the buckets of gradients are laid out, or not at all: else elements of a gradient change places, in silence.
+    Where one rank cannot, none does."""
     command = [sys.executable, "-c", DISTRIBUTED]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True) for rank in range(2)]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
-    for changes in ({"world_size": 2}, {"modules": (dataclasses.replace(usual().modules[0], distributed=True),)}):
-        assert channels_last.eligible(usual()) and not channels_last.eligible(usual(**changes))
+    wrapped = (dataclasses.replace(usual().modules[0], distributed=True),)
+    assert channels_last.eligible(usual(world_size=2, modules=wrapped))
+    assert not channels_last.eligible(usual(world_size=2)), "nobody knows how their gradients are averaged"
 
 
 # -- attention -------------------------------------------------------------------------------------------------------

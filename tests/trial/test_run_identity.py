@@ -417,6 +417,35 @@ def test_ranks_of_torchrun(place: Place) -> None:
     assert [(place.folder / f"rank{rank}").read_text() for rank in (0, 1)] == ["True", "True"]
 
 
+def test_weights_are_converted_before_the_buckets_of_ranks_are_laid_out(place: Place) -> None:
+    """What is applied to the model once the step is known had its turn when it was constructed as well."""
+    source = """
+    import torch, torch.nn as nn, torch.distributed as dist
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 1)).double())
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(12):
+        optimizer.zero_grad(); loss = model(torch.randn(4, 3, 6, 6).double()).square().mean(); loss.backward(); optimizer.step()
+    weight = model.module[0].weight
+    open(f"rank{dist.get_rank()}", "w").write(f"{loss.item():.9f} {weight.is_contiguous()}")
+    import time; time.sleep(0.5)
+    dist.destroy_process_group()
+    raise SystemExit(0)
+    """
+    place.write(source)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    seen = []
+    for recipe in ([], ["channels-last"]):
+        ours = place.under(recipe, *command)
+        assert (ours.returncode, ours.stdout) == (0, b"") and b"did not take effect" not in ours.stderr, ours.stderr
+        seen.append([(place.folder / f"rank{rank}").read_text().split() for rank in (0, 1)])
+    plain, tuned = seen
+    assert [loss for loss, _ in plain] == [loss for loss, _ in tuned]
+    assert [laid for _, laid in (*plain, *tuned)] == ["True", "True", "False", "False"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_launch(place: Place) -> None:
     place.write(train(rest="print(optimizer.param_groups[0]['fused'])"))

@@ -228,9 +228,13 @@ def apply_stage(session: Any, stage: str, before_training: bool = False) -> None
         problem = ""
         try:
             module = _registry.load_one(entry["module"], entry.get("path"))
+            options = module.Options(**entry["options"])
+            if stage == "import" and module.TECHNIQUE.stage == "model" and hasattr(module, "prepare"):
+                # Under another name: it stays when `apply` is taken back because the training goes on with another model.
+                module.prepare(session.context.of(f"{entry['id']} at construction"), options)
             if module.TECHNIQUE.stage != stage or (before_training and not getattr(module, "EARLY", False)):
                 continue
-            module.apply(session.context.of(entry["id"]), module.Options(**entry["options"]))
+            module.apply(session.context.of(entry["id"]), options)
         except NotApplied as refusal:
             if before_training:
                 continue

@@ -17,10 +17,9 @@ that calls `.view` on activations raises an error; that is reported as a failed 
 `.view(-1)` on weights or gradients, as `torch.nn.utils.parameters_to_vector` does (`.reshape(-1)` works on both). LBFGS does so too:
 it is left alone, but a script that goes on with it after another optimizer fails at its first step.
 
-Trainings with several processes are left alone: DistributedDataParallel lays out its buckets when it is constructed, and would take
-the elements of a gradient for others. Convert such a model before it is wrapped. Left alone are also trainings with weights whose
-memory something else holds when it is applied (a `state_dict()` that is kept, `share_memory()`, views of one flat tensor): converting
-them would cut them off from it. CUDA memory that several processes share is not seen.
+Left alone are trainings with weights whose memory something else holds when it is applied (a `state_dict()` that is kept,
+`share_memory()`, views of one flat tensor): converting them would cut them off from it. CUDA memory that several processes share is
+not seen. Trainings with several processes are left alone unless DistributedDataParallel averages their gradients.
 
 Numerics
 --------
@@ -30,7 +29,8 @@ How it is applied
 -----------------
 Parameters keep their identity, shape and values: only strides change, so saved and loaded state dicts are unaffected. What shares
 their memory by the time that it is taken back keeps its strides.
-The forward is wrapped while in training mode, innermost of all wrappers.
+The forward is wrapped while in training mode, innermost of all wrappers. DistributedDataParallel lays out the buckets of its gradients
+when it is constructed: the weights are converted right before, where all ranks can, and stay so.
 
 References
 ----------
@@ -40,6 +40,9 @@ PyTorch recipes, "Performance Tuning Guide".
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +72,8 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    if facts.world_size > 1 or any(module.distributed for module in facts.modules):
-        return Ineligible(_DISTRIBUTED)
+    if facts.world_size > 1 and not any(module.distributed for module in facts.modules):
+        return Ineligible("several processes train, and how they exchange gradients is not known")
     if any("LBFGS" in optimizer.kind for optimizer in facts.optimizers):
         return Ineligible(_VIEWED)
     modules = [module for module in _common.wrappable(facts) if module.convolutions]
@@ -89,32 +92,80 @@ def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
 
 
+def prepare(context: Any, options: Options) -> None:
+    if not context.torch.distributed.is_available():
+        return
+    cls = context.torch.nn.parallel.DistributedDataParallel
+    original = cls.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if given.get("device_mesh") is None:
+            _convert_on_all_ranks(context, given["module"], given.get("process_group"))
+        original(self, *args, **kwargs)
+
+    context.set_attribute(cls, "__init__", init)
+
+
+def _convert_on_all_ranks(context: Any, module: Any, group: Any) -> None:
+    """Change the strides of a module's weights, if each rank can: they must be the same everywhere."""
+    torch = context.torch
+    weights = _weights(context, [module])
+    if not weights or not any(isinstance(part, torch.nn.Conv2d) for part in module.modules()):
+        return
+    try:
+        able = torch.tensor(int(not _shared(context, weights)), device=weights[0][1].device)
+    except NotApplied:      # this version of torch cannot tell, on any rank
+        return
+    torch.distributed.all_reduce(able, torch.distributed.ReduceOp.MIN, group)
+    if able.item():
+        for _, parameter in weights:
+            _convert(context, parameter)
+
+
 def apply(context: Any, options: Options) -> str:
     distributed = context.torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        raise NotApplied(_DISTRIBUTED)
     if any("LBFGS" in type(optimizer).__name__ for optimizer in context.optimizers):
         raise NotApplied(_VIEWED)
-    weights = [(name, parameter) for module in context.modules for name, parameter in module.named_parameters()
-               if _differs(context, parameter)]
-    if not weights:
+    weights = _weights(context, context.modules)
+    if distributed.is_available() and distributed.is_initialized():
+        if weights:
+            raise NotApplied(_DISTRIBUTED)
+        converted = sum(_is_converted(context, parameter) for module in context.modules for parameter in module.parameters())
+    else:
+        converted = len(weights)
+    if not converted:
         raise NotApplied("no 4-d parameter whose layout would change")
-    for name, parameter in weights:
-        if any(_common.shares_memory(tensor, context.torch) for tensor in _with_it(context, parameter)):
-            raise NotApplied(f"{name}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
-                             "is kept, for one) or processes, and would be cut off from them")
+    shared = _shared(context, weights)
+    if shared:
+        raise NotApplied(f"{shared}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
+                         "is kept, for one) or processes, and would be cut off from them")
     _common.wrap_all(context, lambda module: _wrap(context, module))
     for _, parameter in weights:
         _convert(context, parameter)
+        context.on_undo(lambda parameter=parameter: _convert_back(context, parameter))
     for optimizer in context.optimizers:
         if any(group.get("fused") for group in optimizer.param_groups):
             _keep_alike(context, optimizer)
-    return f"{len(weights)} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
+    return f"{converted} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
 
 
-def _differs(context: Any, tensor: Any) -> bool:
-    """Whether conversion would change the strides; a 1x1 kernel counts as both formats already."""
-    return tensor.dim() == 4 and not tensor.is_contiguous(memory_format=context.torch.channels_last)
+def _weights(context: Any, modules: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Parameters whose strides conversion would change, by name; a 1x1 kernel counts as both formats already."""
+    return [(name, parameter) for module in modules for name, parameter in module.named_parameters()
+            if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=context.torch.channels_last)]
+
+
+def _is_converted(context: Any, parameter: Any) -> bool:
+    return parameter.dim() == 4 and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=context.torch.channels_last)
+
+
+def _shared(context: Any, weights: list[tuple[str, Any]]) -> str:
+    """The first of them whose memory something else has as well, or ""."""
+    return next((name for name, parameter in weights
+                 if any(_common.shares_memory(tensor, context.torch) for tensor in _with_it(context, parameter))), "")
 
 
 def _with_it(context: Any, parameter: Any) -> list[Any]:
@@ -129,7 +180,6 @@ def _convert(context: Any, parameter: Any) -> None:
     kernels fall back to slow ones."""
     for tensor in _with_it(context, parameter):
         tensor.data = tensor.data.contiguous(memory_format=context.torch.channels_last)
-    context.on_undo(lambda: _convert_back(context, parameter))
 
 
 def _convert_back(context: Any, parameter: Any) -> None:
