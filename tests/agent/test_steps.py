@@ -86,6 +86,22 @@ while True:
         w -= 1e-3 * w.grad; b -= 1e-3 * b.grad
         w.grad = None; b.grad.zero_()
 """, ["B"], None),
+    "a generator of losses of plain tensors": ("""
+w = torch.randn(8, 1, requires_grad=True); b = torch.zeros(1, requires_grad=True)
+while True:
+    torch.autograd.backward(((x @ w + b - y) ** 2).mean() for _ in range(2))
+    with torch.no_grad():
+        w -= 1e-3 * w.grad; b -= 1e-3 * b.grad
+        w.grad = None; b.grad.zero_()
+""", ["B"], None),
+    "an edge of the graph of plain tensors": ("""
+w = torch.randn(8, 1, requires_grad=True); b = torch.zeros(1, requires_grad=True)
+while True:
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(((x @ w + b - y) ** 2).mean()), torch.ones(()))
+    with torch.no_grad():
+        w -= 1e-3 * w.grad; b -= 1e-3 * b.grad
+        w.grad = None; b.grad.zero_()
+""", ["B"], None),
     "evaluation phases": ("""
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)
 while True:

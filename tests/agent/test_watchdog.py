@@ -117,6 +117,16 @@ def test_few_losses_judge_nothing_but_nan():
     assert divergence([], [(1, 1.0), (2, float("inf"))]) == (2, "the loss became inf")
 
 
+@pytest.mark.parametrize("given", ["[loss, loss * 2]", "{'a': loss}.values()", "(one for one in (loss,))", "get_gradient_edge(loss), torch.ones(())"])
+def test_whatever_torch_differentiates_is_differentiated_under_a_watch(given, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("(loss * float(\"nan\") if step >= int(sys.argv[2]) else loss).backward()",
+                                                      f"torch.autograd.backward({given})")
+                                       .replace("import sys, torch", "import sys, torch\nfrom torch.autograd.graph import get_gradient_edge"))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py", "30", "0"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 SCRIPT = """
 import sys, torch
 kept = open("kept.txt", "w"); kept.write("not flushed yet")

@@ -11,8 +11,8 @@ MOST_NODES = 20_000
 
 def reached(torch: Any, tensors: Any) -> list[weakref.ref[Any]]:
     """The tensors whose `.grad` a backward pass from `tensors` adds to, in the order of the walk from the loss."""
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    waiting = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    roots = tensors if isinstance(tensors, tuple) and not hasattr(tensors, "node") else (tensors,)      # an edge is a tuple, too
+    waiting = [node for root in roots if (node := getattr(root, "grad_fn", getattr(root, "node", None))) is not None]
     seen, found = set(waiting), []
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()

@@ -57,6 +57,8 @@ def _backward(session: Any, torch: Any) -> None:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         session.backward_begins()
+        if not isinstance(tensors, tuple) and not torch.overrides.is_tensor_like(tensors):
+            tensors = tuple(tensors)        # as torch does, and a generator gives them only once; a GradientEdge is a tuple
         result = original(tensors, *args, **kwargs)
         session.backward_ends(tensors)
         return result

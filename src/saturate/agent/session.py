@@ -215,18 +215,25 @@ class Session:
             self._add_part("backward")
             self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or self.watchdog is not None:
-            loss = tensors if isinstance(tensors, self.torch.Tensor) else tensors[0]
-            if self.watchdog is not None:
-                self.guard(self.watchdog.saw, self, loss)
-            if self.capture is not None or self.recording:
-                # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
-                self.losses.append(loss.detach().clone() if self.recording else loss.detach())
+            self.guard(self._saw_loss, tensors)
         if not self.constructed and not self.leaves:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
             self.guard(self._token, "B")
         elif self.step is None or self.step.token == motif.CLOSURE:
             self.guard(self._evaluation)
+
+    def _saw_loss(self, tensors: Any) -> None:
+        """The first tensor of a backward pass. One from edges of the graph alone has none."""
+        roots = tensors if isinstance(tensors, tuple) else (tensors,)
+        loss = next((root for root in roots if isinstance(root, self.torch.Tensor)), None)
+        if loss is None:
+            return
+        if self.watchdog is not None:
+            self.watchdog.saw(self, loss)
+        if self.capture is not None or self.recording:
+            # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
+            self.losses.append(loss.detach().clone() if self.recording else loss.detach())
 
     def _evaluation(self) -> None:
         """A closure was evaluated. Where one step of the optimizer is all of the training, evaluations are the steps."""
