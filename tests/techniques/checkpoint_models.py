@@ -281,7 +281,7 @@ def engine_of(context, model, options, *optimizers):
 class Run:
     """A training of some steps: losses, gradients of every step, final state, and the engine (None without options)."""
 
-    def __init__(self, make, options=None, steps=4, rows=lambda step: 3, lr=0.003):
+    def __init__(self, make, options=None, steps=4, rows=lambda step: 3, lr=0.003, backward=torch.Tensor.backward):
         import numpy
 
         torch.manual_seed(0)
@@ -297,7 +297,7 @@ class Run:
         for step in range(steps):
             loss = self.model(torch.randn(rows(step), 7, 4)).square().mean()
             self.optimizer.zero_grad()
-            loss.backward()
+            backward(loss)
             self.losses.append(loss.item())
             self.gradients.append([p.grad.clone() for p in self.model.parameters()])
             self.optimizer.step()

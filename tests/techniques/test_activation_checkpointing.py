@@ -79,6 +79,16 @@ def test_the_same_training_bit_by_bit(name, options):
     assert not any(block.refusal for block in ours.engine.blocks)
 
 
+@pytest.mark.parametrize("backward", [
+    lambda loss: torch.autograd.backward(one for one in (loss,)),
+    lambda loss: torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones(())),
+], ids=["a generator", "an edge"])
+def test_whatever_torch_differentiates(backward):
+    plain, ours = Run(Stack), Run(Stack, ALL[0], backward=backward)
+    assert not ours.differs_from(plain)
+    assert proof(ours, ALL[0]).active
+
+
 REFUSED = {
     "in place on an argument": (lambda: Stack(InPlaceArgument), "modifies an argument in place"),
     "a counter": (lambda: Stack(Counter), "changes Counter.calls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -223,6 +224,26 @@ def test_a_backward_that_cannot_be_made_up_for_says_why(loss, reason, capfd):
             loss(model, torch.randn(8, 6)).backward()
         assert any(re.search(reason, note) for note in caught.value.__notes__), caught.value.__notes__
         assert re.search(reason, capfd.readouterr().err)
+    finally:
+        context.undo()
+
+
+@pytest.mark.parametrize("given, survives", [
+    (lambda loss: (one for one in (loss,)), True), (lambda loss: (torch.autograd.graph.get_gradient_edge(loss),), False),
+], ids=["a generator", "an edge"])
+def test_a_backward_of_whatever_torch_differentiates_runs_out(given, survives):
+    model = Net().train()
+    context = context_of(model)
+    dynamic_batch.apply(context, dynamic_batch.Options())
+    try:
+        for _ in range(3):
+            torch.autograd.backward(given(model(torch.randn(8, 6)).sum()), [torch.ones(())])
+        model.quota[0] = FailsOnce(1, at=1)
+        loss = model(torch.randn(8, 6)).sum()
+        with contextlib.nullcontext() if survives else pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.autograd.backward(given(loss), [torch.ones(())])
+        assert model.quota[0].failures
+        assert survives or any("begins at an edge of the graph" in note for note in caught.value.__notes__)
     finally:
         context.undo()
 

@@ -373,6 +373,15 @@ def test_what_looks_at_gradients_inside_of_backward_ends_the_scaling(look, capsy
     assert capsys.readouterr().err.count("saturate: fp16-autocast: the script ") == 1
 
 
+def test_a_backward_from_an_edge_of_the_graph_ends_the_scaling(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1)).train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    fp16_autocast.apply(context, fp16_autocast.Options())
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(model(torch.ones(1, 2)).sum()), torch.ones(()))
+    context.undo()
+    assert torch.equal(model[0].bias.grad, torch.ones(1)) and "edge of the graph" in capsys.readouterr().err
+
+
 def test_float16_is_given_up_with_the_scaling(capsys):
     model = Nested().train()
     context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))

@@ -109,6 +109,7 @@ class Checkpointing:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.phase != "measuring":
                 return original(tensors, *args, **kwargs)
+            tensors = _common.roots(tensors, self.torch)
             self._guarded(self._ends_pass, tensors)
             self._in_backward = True
             try:
@@ -290,7 +291,7 @@ class Checkpointing:
 
         return _common.map_tensors((args, kwargs), shield, self.torch)
 
-    def _ends_pass(self, tensors: Any) -> None:
+    def _ends_pass(self, outputs: tuple[Any, ...]) -> None:
         for block, tensor, version in self._unread:
             if tensor._version != version:
                 block.refusal = "an argument is modified in place after its forward"
@@ -301,7 +302,6 @@ class Checkpointing:
         self._arounds.clear()
         if not self._visits:
             return
-        outputs = (tensors,) if isinstance(tensors, self.torch.Tensor) else tensors
         after, leaves = _activations.saved_after(outputs, self._last_node, self._storages, self.torch)
         self._kept |= leaves
         if after - self._parameters:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from saturate.techniques import _trees
+from saturate.techniques import _common, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, devices_of
 from saturate.techniques._chunks import free, out_of_memory, without_frames
 
@@ -61,6 +61,7 @@ class Rescue:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.pending:
                 return self.original(tensors, *args, **kwargs)
+            tensors = _common.roots(tensors, torch)
             before = [(gradient := p.grad) is not None and (gradient, gradient._version) for p in self.leaves]
             try:
                 result = self.original(tensors, *args, **kwargs)
@@ -113,11 +114,10 @@ class Rescue:
 
     # -- when memory has run out -------------------------------------------------------------------------------------
 
-    def _again(self, tensors: Any, args: Any, kwargs: Any, before: list[Any], failure: Exception) -> None:
+    def _again(self, roots: tuple[Any, ...], args: Any, kwargs: Any, before: list[Any], failure: Exception) -> None:
         torch = self.torch
         raw = inspect.unwrap(self.original)
-        given = inspect.signature(raw).bind(tensors, *args, **kwargs)
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = inspect.signature(raw).bind(roots, *args, **kwargs)
         without = [id(p) for p, (gradient, version) in zip(self.leaves, (entry or (None, 0) for entry in before))
                    if p.grad is gradient and (gradient is None or gradient._version == version)]
         problem = self._problem(roots, given.arguments, set(without))
@@ -140,10 +140,12 @@ class Rescue:
         loss = roots[0].detach().requires_grad_()
         self.original(loss, torch.ones_like(loss))
 
-    def _problem(self, roots: list[Any], given: dict[str, Any], without: set[int]) -> str:
+    def _problem(self, roots: tuple[Any, ...], given: dict[str, Any], without: set[int]) -> str:
         """Why this backward cannot be made up for; empty when it can."""
         if given.get("create_graph") or given.get("retain_graph") or given.get("inputs") is not None:
             return "the script asked for more of this backward than gradients (create_graph, retain_graph or inputs)"
+        if not all(isinstance(root, self.torch.Tensor) for root in roots):
+            return "it begins at an edge of the graph, not at a loss"
         if not self.arrived:
             return "memory ran out in the loss, outside of the model"
         if len(self.arrived) > 1:

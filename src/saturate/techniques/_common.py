@@ -107,6 +107,14 @@ def shares_memory(tensor: Any, torch: Any) -> bool:
     return memory_holders(tensor, torch) > memory_holders(torch.empty(1), torch) or (tensor.device.type == "cpu" and tensor.is_shared())
 
 
+def roots(given: Any, torch: Any) -> tuple[Any, ...]:
+    """What `torch.autograd.backward` is to begin with, tensors and edges of the graph. Whoever looks at it passes this on:
+    a generator gives its losses only once."""
+    if torch.overrides.is_tensor_like(given) or isinstance(given, torch.autograd.graph.GradientEdge):
+        return (given,)
+    return tuple(given)
+
+
 def graph_nodes(output: Any, torch: Any, limit: int = 4000) -> Iterator[Any]:
     """Nodes of the autograd graph that produced `output`, breadth first."""
     pending = [tensor.grad_fn for tensor in tensors(output, torch) if tensor.grad_fn is not None]

@@ -156,13 +156,16 @@ class _Scaler:
         self, original: Any, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
         create_graph: bool = False, *rest: Any, **named: Any,
     ) -> None:
-        outputs = (tensors,) if isinstance(tensors, self.torch.Tensor) else tuple(tensors)
+        tensors = outputs = _common.roots(tensors, self.torch)
         if self._nested():      # reentrant checkpointing: what comes in is scaled already, and so must be what the inputs get
             owners, found = self._owners(), self._reached(outputs, ())[0] if self.passes else []
             trained = [tensor for tensor in found if id(tensor) in owners or isinstance(tensor, self.torch.nn.Parameter)]
             with self._holding(trained, self.passes[-1] if self.passes else 1.0):
                 return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
         if create_graph or self.stopped:        # a graph of gradients must not hold the scale
+            return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
+        if not all(isinstance(output, self.torch.Tensor) for output in outputs):
+            self._stop("a backward pass begins at an edge of the graph, not at a loss")
             return original(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
         reached, reason = self._reached(outputs, named.get("inputs", rest[1] if len(rest) > 1 else ()))
         if reason:
