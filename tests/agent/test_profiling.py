@@ -384,6 +384,48 @@ while True:
     assert by_name(seen)["Sequential"]["flops"] == 2 * 8 * 16 * 32       # head and body are called by themselves
 
 
+RECOMPUTED = """
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+weights = list(model.parameters())
+opt = torch.optim.SGD(weights, 1e-3)
+x = torch.randn(8, 16, requires_grad=True)
+def block(layer, h, reentrant=False): return checkpoint(lambda h: layer(h).sin().cos(), h, use_reentrant=reentrant)
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w):
+        ctx.save_for_backward(h, w)
+        return h @ w
+    @staticmethod
+    def backward(ctx, g):
+        h, w = ctx.saved_tensors
+        return g @ w.t(), h.t() @ g
+while True:
+    opt.zero_grad()
+    {step}
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("step", "again"), [
+    ("block(model[1], block(model[0], x, True), True).sum().backward()", 2),        # each with a backward pass of its own inside
+    ("checkpoint(lambda h: linear(linear(h, weights[0]).sin(), weights[1]).cos(), x, use_reentrant=False).sum().backward()", 2),
+    ("for w, g in zip(weights, torch.autograd.grad(block(model[1], block(model[0], x)).sum(), weights)): w.grad = g", 2),
+    ("g, = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True); g.square().sum().backward()", 0),
+    ("g, = torch.autograd.grad(block(model, x).sum(), x, create_graph=True); g.sum().backward()", 4),     # once in each pass
+    ("Own.apply(Own.apply(x, weights[0]), weights[1]).sum().backward()", 0),
+], ids=["reentrant", "no module", "autograd.grad", "penalty", "penalty with recomputation", "custom Function"])
+def test_recomputation_is_told_apart_from_gradients(start, script, step, again):
+    trial = start(str(script(RECOMPUTED.replace("{step}", step))))
+    trial.wait_ready()
+    seen, product = trial.look("modules", 1, 2), 2 * 8 * 16 * 16
+    assert seen["recomputed_flops"] == again * product < seen["flops"]
+    assert {row["flops"] for row in seen["modules"]} <= {None, product, 2 * product}
+
+
 def test_torch_func_inside_of_a_step_goes_on(start, script):
     """It refuses where hooks watch what is saved, as ours do."""
     trial = start(str(script("""

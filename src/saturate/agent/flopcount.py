@@ -8,6 +8,7 @@ formula for attention and LSTMs on a CPU, which it counts as nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from saturate.trace._arguments import Arguments, Tensor, Unknown
@@ -107,9 +108,10 @@ def _plain(torch: Any, value: Any) -> bool:
         (type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested and value.layout == torch.strided)
 
 
-def flop_counter(torch: Any) -> Any:
-    """A dispatch mode that adds up. `flops` so far; `missed`: calls of products that could not be counted; `left_out`:
-    operators that may do arithmetic and count as 0, with the reason; `unknown`: why the sum is not known, "" where it is."""
+def flop_counter(torch: Any, again: Callable[[], bool] = lambda: False) -> Any:
+    """A dispatch mode that adds up. `flops` so far; `recomputed`: of them, those of calls for which `again()` holds; `missed`: calls
+    of products that could not be counted; `left_out`: operators that may do arithmetic and count as 0, with the reason;
+    `unknown`: why the sum is not known, "" where it is."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
@@ -118,6 +120,7 @@ def flop_counter(torch: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.flops = 0
+            self.recomputed = 0
             self.missed = 0
             self.left_out: dict[str, str] = {}
 
@@ -129,7 +132,9 @@ def flop_counter(torch: Any) -> Any:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             try:
-                self.flops += flops_of(torch, function, args, kwargs)
+                flops = flops_of(torch, function, args, kwargs)
+                self.flops += flops
+                self.recomputed += flops if again() else 0
             except Exception as error:  # noqa: BLE001 - whatever a formula makes of a call, the user's step goes on
                 if torch.is_inference_mode_enabled() and _plain(torch, (args, kwargs)) and hasattr(function, "decompose"):
                     # Operators come whole here that otherwise arrive in parts, which have formulas.

@@ -62,7 +62,7 @@ class Inspection:
 
     def _watch_calls(self, modules: list[Any]) -> None:
         """By hooks of all modules: those of a module are pickled with it, and stay in its copies."""
-        in_backward = _in_backward(self.session.torch)
+        in_backward = running_backward(self.session.torch)
         watched = {id(m) for m in modules}
 
         def before(m: Any, args: Any) -> None:
@@ -225,7 +225,7 @@ class Inspection:
         return ", ".join(words)
 
 
-def _in_backward(torch: Any) -> Any:
+def running_backward(torch: Any) -> Any:
     """Tells whether a backward pass is running: what is called there is a forward that runs again."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return (lambda: task() != -1) if task is not None else (lambda: False)

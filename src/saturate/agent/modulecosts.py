@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from saturate.agent import flopcount, kinds, memorylines
+from saturate.agent.inspection import running_backward
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
@@ -29,10 +30,10 @@ class ModuleCosts(Window):
         self.flops: dict[int, int] = {}
         self.uncounted: set[int] = set()            # modules with a product that no formula counts
         self.bytes: dict[int, int] = {}
-        self.recomputed = 0
         self.saved: dict[Any, int] = {}             # storages kept for the backward pass
         self.lines: Any = memorylines.CudaLines(session.torch) if self.device == "cuda" else memorylines.KeptLines(session.torch)
-        self.in_backward = False
+        self.in_backward = running_backward(session.torch)
+        self._create_graph: list[bool] = []         # of the backward passes that run, the innermost one last
         self._timed: list[tuple[list[int], Any, Any]] = []      # chain of open modules, start, end
         self._open: list[list[Any]] = []
         self._counter: Any = None
@@ -52,7 +53,7 @@ class ModuleCosts(Window):
         if self.left != 1 - self.steps:
             return
         self._unhook()
-        self._counter = flopcount.flop_counter(self.torch)
+        self._counter = flopcount.flop_counter(self.torch, self._recomputing)
         self._counter.__enter__()
         self.on_undo(self._stop_counting)
         self._hook(self._counting_begins, self._counting_ends)
@@ -72,7 +73,7 @@ class ModuleCosts(Window):
                       "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
             flops=self._counter.flops, flops_unknown=self._counter.unknown,
-            flops_left_out=sorted(self._counter.left_out), recomputed_flops=self.recomputed, parameter_bytes=known,
+            flops_left_out=sorted(self._counter.left_out), recomputed_flops=self._counter.recomputed, parameter_bytes=known,
             saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
         )
 
@@ -95,26 +96,38 @@ class ModuleCosts(Window):
         self._counter.__exit__(None, None, None)
 
     def _watch_backward(self) -> None:
+        """What `backward` and `grad` of torch.autograd look up, whoever imported them how."""
         torch = self.torch
-        original = torch.autograd.backward
+        original = getattr(torch.autograd, "_engine_run_backward", None)
+        if original is None:
+            return
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self.in_backward = True
+        def run(outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._create_graph.append(bool(create_graph))
             try:
-                return original(*args, **kwargs)
+                return original(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
             finally:
-                self.in_backward = False
+                self._create_graph.pop()
 
-        self.replace(torch.autograd, "backward", torch._disable_dynamo(backward))
+        self.replace(torch.autograd, "_engine_run_backward", torch._disable_dynamo(run))
+
+    def _recomputing(self) -> bool:
+        """Whether an operator that runs now belongs to a forward inside a backward pass. autograd's own formulas, and the
+        backward of a custom Function, run without gradients; not so where a graph of the gradients is made (a penalty on
+        them): there only the forward of a module tells."""
+        if not self.in_backward():
+            return False
+        own = self.torch.is_grad_enabled() and not (self._create_graph and self._create_graph[-1])
+        return own or any(again for _, _, _, again, _ in self._open)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _timing_begins(self, module: Any, inputs: Any) -> None:
-        if id(module) in self.names and not self.in_backward and threading.get_ident() == self._thread:
+        if id(module) in self.names and not self.in_backward() and threading.get_ident() == self._thread:
             self._open.append([id(module), self._now()])
 
     def _timing_ends(self, module: Any, inputs: Any, output: Any) -> None:
-        if id(module) not in self.names or self.in_backward or threading.get_ident() != self._thread:
+        if id(module) not in self.names or self.in_backward() or threading.get_ident() != self._thread:
             return
         now = self._now()
         while self._open:               # an exception inside a forward leaves entries above ours
@@ -143,7 +156,7 @@ class ModuleCosts(Window):
 
     def _counting_begins(self, module: Any, inputs: Any) -> None:
         if id(module) in self.names:
-            self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward, self._counter.missed])
+            self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward(), self._counter.missed])
 
     def _counting_ends(self, module: Any, inputs: Any, output: Any) -> None:
         if id(module) not in self.names:
@@ -156,8 +169,6 @@ class ModuleCosts(Window):
             if not again:
                 self.flops[identity] = self.flops.get(identity, 0) + added
                 self.bytes[identity] = self.bytes.get(identity, 0) + self._allocated() - allocated
-            elif not any(entry[3] for entry in self._open):     # the outermost one of a recomputation
-                self.recomputed += added
             if identity == id(module):
                 return
 
