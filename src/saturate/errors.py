@@ -27,6 +27,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+# Text of a workload, or from a file, ends up in a terminal and in a page. Control characters could drive the terminal, NUL is
+# illegal in HTML, lone surrogates (from file names that are not UTF-8) cannot be encoded, and bidi overrides reorder a line.
+_UNSAFE = {
+    **{code: "\ufffd" for code in range(0x20)},
+    **{code: "\ufffd" for code in range(0x7F, 0xA0)},
+    **{code: "\ufffd" for code in range(0xD800, 0xE000)},
+    **{code: "\ufffd" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF)},
+    **{code: "\ufffd" for code in (0x061C, 0x200E, 0x200F)},  # marks of direction
+    ord("\t"): "\t",
+    ord("\n"): "\n",
+}
+
+
+def clean(text: str) -> str:
+    """`text` without characters that a terminal or a browser could act on."""
+    return text.translate(_UNSAFE)
+
 
 class SaturateError(Exception):
     """Something went wrong that the user can act on."""
@@ -42,13 +59,13 @@ class SaturateError(Exception):
         self.remedy = remedy
 
     def card(self) -> str:
-        """The error as the terminal shows it, plain text, one labelled line each."""
+        """The error as the terminal shows it, plain text, one labelled line each. Its texts may come from files."""
         lines = [f"error[{self.code}] {self.message}"]
         for label, text in (("cause", self.cause), ("evidence", self.evidence), ("help", self.remedy)):
             if text:
                 lines.append(f"{label}: {text}")
         lines.append(f"more: saturate explain {self.code}")
-        return "\n".join(lines)
+        return clean("\n".join(lines))
 
 
 class UsageError(SaturateError):

@@ -114,6 +114,18 @@ def test_an_error_becomes_a_card_and_its_exit_code(toy, capsys):
         "error[E300] the folder is read-only\ncause: mount option ro\nhelp: move\nmore: saturate explain E300\n")
 
 
+@pytest.mark.parametrize("error", [
+    EnvironmentProblem("a\x1b[31m", cause="b\x9b2J", evidence="c\x07", remedy="d\u202e"), ValueError("\x1b]0;title\x07")])
+def test_texts_of_files_do_not_drive_the_terminal(toy, capsys, error):
+    def fail(arguments):
+        raise error
+
+    toy.module.execute = fail
+    main.main(["toy"])
+    said = capsys.readouterr().err
+    assert "\ufffd" in said and not set(said) & set("\x1b\x07\x9b\u202e")
+
+
 def test_an_interrupt_is_one_line(toy, capsys):
     def execute(arguments):
         raise KeyboardInterrupt

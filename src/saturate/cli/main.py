@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import saturate
-from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, UsageError
+from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, UsageError, clean
 
 #: name, module, one line for `saturate --help`
 VERBS = (
@@ -248,7 +248,7 @@ def _fail(error: SaturateError) -> int:
     if isinstance(error, SaturateFailed) and error.__cause__ is not None:
         import traceback
 
-        traceback.print_exception(error.__cause__)
+        print(clean("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
     print(_card(error), file=sys.stderr)
     return error.exit_code
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from saturate.errors import clean as clean
 from saturate.records import sizes
 from saturate.records.result import StudyRecord, TechniqueOutcome
 
@@ -28,23 +29,6 @@ FATES = {
 _WRONG = ("rejected_numerics", "failed", "not_applied")
 
 UNMEASURED = "not measured"
-
-# Text of a workload ends up in a terminal and in a page. Control characters could drive the terminal, NUL is illegal
-# in HTML, lone surrogates (from file names that are not UTF-8) cannot be encoded, and bidi overrides reorder a line.
-_UNSAFE = {
-    **{code: "\ufffd" for code in range(0x20)},
-    **{code: "\ufffd" for code in range(0x7F, 0xA0)},
-    **{code: "\ufffd" for code in range(0xD800, 0xE000)},
-    **{code: "\ufffd" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF)},
-    **{code: "\ufffd" for code in (0x061C, 0x200E, 0x200F)},  # marks of direction
-    ord("\t"): "\t",
-    ord("\n"): "\n",
-}
-
-
-def clean(text: str) -> str:
-    """`text` without characters that a terminal or a browser could act on."""
-    return text.translate(_UNSAFE)
 
 
 def one_line(text: str) -> str:
