@@ -63,6 +63,24 @@ def test_a_file_deep_below_a_folder(tmp_path):
     assert digest(tmp_path) != before
 
 
+def test_a_file_behind_a_link_to_a_folder(tmp_path):
+    real, other, data = tmp_path / "disk" / "real", tmp_path / "disk" / "other", tmp_path / "data"
+    for folder in (real / "deep", other, data):
+        folder.mkdir(parents=True)
+    (real / "deep" / "x").write_bytes(b"1")
+    (data / "images").symlink_to(real)
+    (real / "deep" / "others").symlink_to(other)
+    (other / "up").symlink_to(tmp_path / "data")        # round and round
+    (other / "itself").symlink_to("itself")
+    keys = [digest(data)]
+    os.utime(real / "deep" / "x", ns=(1, 1))
+    keys.append(digest(data))
+    (other / "y").write_bytes(b"1")
+    os.utime(other, ns=(1, 1))
+    keys.append(digest(data))
+    assert len(set(keys)) == 3 and digest(data) == keys[-1]
+
+
 def test_attributes(root):
     keys = {digest(cases.Files(root, scale)) for scale in (1.0, 2.0, None, "a", b"a", (1,), [1], {1: 2}, numpy.zeros(2), numpy.ones(2),
                                                           numpy.zeros(2, "f4"), torch.zeros(2), torch.ones(2), {3, 4}, print,

@@ -3,7 +3,8 @@
     code        the bytecode of its class, and of the user's functions, classes and constants that this code names;
                 libraries by the file that they come from, its size and time
     attributes  values, arrays by their bytes; functions with what they close over
-    files       every attribute that names a file, by size and time; a folder with everything below it
+    files       every attribute that names a file, by size and time; a folder with everything below it, and below folders that
+                links in it lead to
 
 What cannot be told (open files, locks, a model that trains, gigabytes of arrays) is `Unknowable`: no key, no cache.
 """
@@ -205,6 +206,11 @@ class _Walk:
                     seen = entry.stat()
                 except OSError:
                     self.add("dangling", entry.name)
+                    continue
+                if stat.S_ISDIR(seen.st_mode):          # a link to a folder: what lies there is read as well
+                    real = os.path.realpath(entry.path)
+                    self.add("link", entry.path[len(path):], real)
+                    self.folder(real)
                     continue
                 self.add("entry", entry.path[len(path):], seen.st_size, seen.st_mtime_ns)
 
