@@ -181,6 +181,24 @@ def test_parameters_that_are_frozen_and_unfrozen():
     assert alike(ours, run(False)) and ours.proof().active
 
 
+def test_a_group_that_leaves_the_optimizer():
+    """What is left keeps the settings of its own group; what has gone rests, and its gradient is the script's."""
+    def run(on):
+        training = Training("SGD", on)
+        training.optimizer.param_groups[0]["lr"] = 0.5
+        training.steps(4)
+        del training.optimizer.param_groups[0]
+        for _ in range(3):
+            training.model.zero_grad()
+            training.loss().backward()
+            training.optimizer.step()
+        return training
+
+    ours, plain = run(True), run(False)
+    assert alike(ours, plain) and ours.proof().active
+    assert torch.equal(ours.model.hidden.weight.grad, plain.model.hidden.weight.grad)
+
+
 def test_step_with_a_closure():
     def run(on):
         training = Training(on=on)

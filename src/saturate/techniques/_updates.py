@@ -69,11 +69,10 @@ def _alone(torch: Any) -> tuple[int, int]:
 
 
 class _Owned:
-    """A parameter: its optimizer, the number of its group (groups are replaced when a checkpoint is loaded), and what has
-    happened to its gradient since the optimizer's last step."""
+    """A parameter: its optimizer, and what has happened to its gradient since the optimizer's last step."""
 
-    def __init__(self, parameter: Any, optimizer: Any, group: int):
-        self.parameter, self.optimizer, self.group = parameter, optimizer, group
+    def __init__(self, parameter: Any, optimizer: Any):
+        self.parameter, self.optimizer = parameter, optimizer
         self.fired = self.updated = False
         self.status = ""                # "": whatever `.grad` says is true
         self.arriving: Any = None       # the gradient before it is added to what was there
@@ -91,6 +90,7 @@ class Updates:
         self.steps = {id(optimizer): 0 for optimizer in context.optimizers}
         self.stepping: set[int] = set()
         self.settings: dict[tuple[int, int], list[Any]] = {}    # by optimizer and group, when its first gradient arrived
+        self.groups: dict[int, dict[int, int]] = {}             # by optimizer: the number of each parameter's group, until it steps
         self.problem = self.used = ""
         self.in_step: set[int] = set()      # ids of optimizers
         self.reported = self.warned = False
@@ -103,13 +103,12 @@ class Updates:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
         step's whatever becomes of them: nobody has watched what the script does with their gradients."""
         for optimizer in self.context.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    if not parameter.requires_grad:
-                        continue
-                    if id(parameter) in self.owned:
-                        self.problem = "a parameter belongs to two optimizers"
-                    self.owned[id(parameter)] = _Owned(parameter, optimizer, number)
+            for parameter in _parameters(optimizer):
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) in self.owned:
+                    self.problem = "a parameter belongs to two optimizers"
+                self.owned[id(parameter)] = _Owned(parameter, optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _parameters(o))))
@@ -207,7 +206,7 @@ class Updates:
         elif arriving is None or not bool(((gradient == arriving) | (gradient != gradient)).all()):
             self._object("gradients are added to those of earlier steps")
         owned.fired = True
-        self._note_settings(owned)
+        self._note_settings(owned, self._group(owned))
         owned.watched = gradient, gradient._version
 
     def _update(self, owned: _Owned) -> None:
@@ -215,8 +214,11 @@ class Updates:
             raise RuntimeError(_message("a second gradient arrived before optimizer.step() was called, behind step "
                                         f"{self.steps[id(owned.optimizer)]}"))
         torch, parameter, optimizer = self.torch, owned.parameter, owned.optimizer
+        group = self._group(owned)
+        if group is None:
+            return      # it has left the optimizer, whose step would not look at this gradient
         first, owned.fired = not owned.fired, True
-        self._note_settings(owned)
+        self._note_settings(owned, group)
         # What autograd saved to get this gradient is released by now. If anything still holds the weight or its memory, the rest of
         # this backward pass may read it (`.detach()`, `.data`, a use while it was frozen): the script's own step takes the gradient.
         if not first or _holders(parameter, torch) != _alone(torch):
@@ -229,7 +231,7 @@ class Updates:
         kind = type(optimizer)
         alone = kind.__new__(kind)
         vars(alone).update(vars(optimizer))
-        alone.param_groups = [{**optimizer.param_groups[owned.group], "params": [parameter]}]
+        alone.param_groups = [{**optimizer.param_groups[group], "params": [parameter]}]
         step = kind.step
         if getattr(step, "hooked", False):
             step = step.__wrapped__     # hooks and labels belong to the script's own call
@@ -237,15 +239,23 @@ class Updates:
         self._grad.__set__(parameter, None)
         owned.status, owned.updated = _FREED, True
 
-    def _note_settings(self, owned: _Owned) -> None:
-        key = id(owned.optimizer), owned.group
-        if key not in self.settings:
-            self.settings[key] = _values(owned.optimizer.param_groups[owned.group])
+    def _group(self, owned: _Owned) -> int | None:
+        """The number of the group that holds the parameter by now: scripts take groups away, and a checkpoint replaces them."""
+        optimizer = owned.optimizer
+        if id(optimizer) not in self.groups:
+            self.groups[id(optimizer)] = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        return self.groups[id(optimizer)].get(id(owned.parameter))
+
+    def _note_settings(self, owned: _Owned, group: int | None) -> None:
+        key = id(owned.optimizer), group
+        if group is not None and key not in self.settings:
+            self.settings[key] = _values(owned.optimizer.param_groups[group])
 
     def _settings_changed(self, optimizer: Any) -> bool:
         """Whether a setting is not what it was when gradients arrived since the optimizer's last step."""
         mine = [key for key in self.settings if key[0] == id(optimizer)]
-        return any([self.settings.pop(key) != _values(optimizer.param_groups[key[1]]) for key in mine])
+        now = dict(enumerate(optimizer.param_groups))
+        return any([self.settings.pop(key) != _values(now.get(key[1], {})) for key in mine])
 
     # -- the script steps --------------------------------------------------------------------------------------------
 
@@ -264,6 +274,7 @@ class Updates:
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.in_step.discard(id(optimizer))
+        self.groups.pop(id(optimizer), None)
         if self.phase == "off":
             return
         mine = [owned for owned in self.owned.values() if owned.optimizer is optimizer]
