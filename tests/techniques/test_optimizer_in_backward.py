@@ -389,7 +389,7 @@ def test_loops_that_need_their_gradients_are_left_alone(loop):
     assert not ours.proof().active and re.search(LOOPS[loop], ours.proof().evidence), ours.proof()
 
 
-@pytest.mark.parametrize("loop", [clipping, accumulating, late_rate, logging_after_the_step, noisy], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [clipping, accumulating, never_zeroed, late_rate, logging_after_the_step, noisy], ids=lambda loop: loop.__name__)
 def test_a_loop_that_changes_its_mind_gets_an_error(loop):
     ours = Training().steps(4)
     with pytest.raises(RuntimeError, match="optimizer-in-backward"):
@@ -432,6 +432,21 @@ def test_reading_zeros_after_zero_grad():
     assert all(p.grad is not None and not p.grad.any() for p in (ours.model.embedding.weight, ours.model.hidden.weight))
     ours.optimizer.zero_grad()
     assert ours.model.hidden.weight.grad is None
+
+
+@pytest.mark.parametrize("clear", [lambda p: delattr(p, "grad"), lambda p: setattr(p, "grad", None)], ids=["deleted", "set to None"])
+def test_a_script_may_drop_gradients_itself(clear):
+    def run(on):
+        training = Training(on=on)
+        for _ in range(5):
+            for p in training.model.parameters():
+                clear(p)
+            training.loss().backward()
+            training.optimizer.step()
+        return training
+
+    ours = run(True)
+    assert alike(ours, run(False)) and ours.proof().active
 
 
 def test_optimizers_that_are_refused():

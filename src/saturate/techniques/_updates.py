@@ -115,7 +115,7 @@ class Updates:
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
             self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
-        guard = property(self._read, self._write, self._grad.__delete__)
+        guard = property(self._read, self._write, lambda parameter: self._write(parameter, None))
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
         self._look_at_uses()
         self.context.on_undo(self._remove)
@@ -217,6 +217,9 @@ class Updates:
         group = self._group(owned)
         if group is None:
             return      # it has left the optimizer, whose step would not look at this gradient
+        if owned.status == _FREED:
+            self._object("a gradient arrived that would be added to the one of the last step, which was used and freed (zero_grad() "
+                         "was not called between them)")
         first, owned.fired = not owned.fired, True
         self._note_settings(owned, group)
         # What autograd saved to get this gradient is released by now. If anything still holds the weight or its memory, the rest of
