@@ -68,15 +68,23 @@ def _alone(torch: Any) -> tuple[int, int]:
     return found
 
 
-class _Owned:
-    """A parameter: its optimizer, and what has happened to its gradient since the optimizer's last step."""
+def _bits(parameter: Any, torch: Any) -> Any:
+    """The sum of a parameter's bits, without a copy of it: versions do not tell what is written through `.data`."""
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.view(kind).sum(dtype=kind)
 
-    def __init__(self, parameter: Any, optimizer: Any):
-        self.parameter, self.optimizer = parameter, optimizer
+
+class _Owned:
+    """A parameter: its optimizer, its number among all, and what has happened to its gradient since the optimizer's last step."""
+
+    def __init__(self, parameter: Any, optimizer: Any, number: int):
+        self.parameter, self.optimizer, self.number = parameter, optimizer, number
         self.fired = self.updated = False
         self.status = ""                # "": whatever `.grad` says is true
         self.arriving: Any = None       # the gradient before it is added to what was there
         self.watched: Any = None        # (gradient, version) when it was complete
+        self.weights: Any = None        # (version, address, its bits or None) then, or after it was updated
 
 
 class Updates:
@@ -108,7 +116,7 @@ class Updates:
                     continue
                 if id(parameter) in self.owned:
                     self.problem = "a parameter belongs to two optimizers"
-                self.owned[id(parameter)] = _Owned(parameter, optimizer)
+                self.owned[id(parameter)] = _Owned(parameter, optimizer, len(self.owned))
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _parameters(o))))
@@ -208,6 +216,7 @@ class Updates:
         owned.fired = True
         self._note_settings(owned, self._group(owned))
         owned.watched = gradient, gradient._version
+        self._note_weights(owned, True)
 
     def _update(self, owned: _Owned) -> None:
         if owned.updated:
@@ -241,6 +250,20 @@ class Updates:
         step(alone)
         self._grad.__set__(parameter, None)
         owned.status, owned.updated = _FREED, True
+        # To read all weights once more would take time: another one is looked at in each step.
+        self._note_weights(owned, owned.number == self.steps[id(optimizer)] % len(self.owned))
+
+    def _note_weights(self, owned: _Owned, bits: bool) -> None:
+        parameter = owned.parameter
+        owned.weights = parameter._version, parameter.data_ptr(), _bits(parameter, self.torch) if bits else None
+
+    def _written(self, owned: _Owned) -> bool:
+        """Whether somebody has written to the parameter since its gradient arrived."""
+        if owned.weights is None:
+            return False
+        parameter, (version, address, bits) = owned.parameter, owned.weights
+        return ((parameter._version, parameter.data_ptr()) != (version, address)
+                or bits is not None and not bool(bits == _bits(parameter, self.torch)))
 
     def _group(self, owned: _Owned) -> int | None:
         """The number of the group that holds the parameter by now: scripts take groups away, and a checkpoint replaces them."""
@@ -268,6 +291,8 @@ class Updates:
         self.in_step.add(id(optimizer))
         closure = len(args) > 1 or kwargs.get("closure") is not None        # `args` begin with the optimizer
         self._in_closure = self._in_closure or closure
+        if self.phase != "off" and any([self._written(owned) for owned in self.owned.values() if owned.optimizer is optimizer]):
+            self._object("parameters are written between backward and step")
         if self.phase == "updating":
             for owned in self.owned.values():
                 if owned.optimizer is optimizer and owned.status == _ZEROED:
@@ -292,7 +317,7 @@ class Updates:
         if self.phase == "updating" and fired and not self.reported:
             self._tell([owned for owned in fired if owned.updated], [owned for owned in fired if not owned.updated])
         for owned in mine:
-            owned.fired, owned.updated, owned.watched = False, False, None
+            owned.fired, owned.updated, owned.watched, owned.weights = False, False, None, None
         self.steps[id(optimizer)] += 1
         if self.phase == "watching":
             self._decide()
