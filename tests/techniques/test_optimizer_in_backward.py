@@ -364,6 +364,23 @@ def peeking(training):
     training.optimizer.step()
 
 
+def evaluating_first(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.model.eval()
+    with torch.no_grad():
+        training.loss()
+    training.model.train()
+    training.optimizer.step()
+
+
+def one_part_first(training):
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.model.hidden(torch.ones(8))
+    training.optimizer.step()
+
+
 def saving_first(training):
     training.optimizer.zero_grad()
     training.loss().backward()
@@ -393,7 +410,9 @@ def real_weights(training):
 
 
 LOOPS = {decaying: "parameters are written", real_weights: "parameters are written",
-         peeking: "used in a forward between", saving_first: "saved between", clipping: "reads gradients", accumulating: "added up", never_zeroed: "added to those of earlier", late_rate: "setting",
+         peeking: "used in a forward between", evaluating_first: "used in a forward between", one_part_first: "used in a forward between",
+         saving_first: "saved between", clipping: "reads gradients", accumulating: "added up",
+         never_zeroed: "added to those of earlier", late_rate: "setting",
          logging_after_the_step: "reads gradients", noisy: "sets gradients|are changed", adversarial: "added up|earlier"}
 
 
@@ -420,7 +439,9 @@ def test_a_loop_that_changes_its_mind_gets_an_error(loop):
 
 
 USES = {"saved": lambda training: training.model.state_dict(), "saved ": lambda training: training.optimizer.state_dict(),
-        "used in a forward": lambda training: training.loss(), "left at the end": lambda training: training.context.undo()}
+        "used in a forward": lambda training: training.loss(),
+        "used in a forward ": lambda training: training.model.eval()(torch.zeros(1, 1, dtype=torch.long)),
+        "left at the end": lambda training: training.context.undo()}
 
 
 @pytest.mark.parametrize("how", USES)

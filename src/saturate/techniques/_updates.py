@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from saturate.techniques import _common
-from saturate.techniques._api import NotApplied
 
 #: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
 KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
@@ -106,6 +105,8 @@ class Updates:
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
         self._keeps_zeros = self._in_closure = False
+        self._forwards: Any = None          # the handle of a hook
+        self._lock = threading.Lock()
 
     def install(self) -> int:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
@@ -132,6 +133,7 @@ class Updates:
     def _remove(self) -> None:
         self._ends()
         atexit.unregister(self._ends)
+        self._look_away()
         for handle in (*self._watchers, *self._handles):
             handle.remove()
         self._watchers, self._handles = [], []
@@ -140,9 +142,6 @@ class Updates:
 
     def _look_at_uses(self) -> None:
         atexit.register(self._ends)
-        for module in self.context.modules:
-            with contextlib.suppress(NotApplied):       # TorchScript, whose forward nobody can wrap
-                self.context.wrap_forward(module, _common.OBSERVER_ORDER, self._around, around=True)
         kind = self.torch.nn.Module
         original = kind.state_dict
 
@@ -154,15 +153,23 @@ class Updates:
 
         self.context.set_attribute(kind, "state_dict", state_dict)
 
-    def _around(self, inner: Any) -> Any:
+    def _look_at_forwards(self) -> None:
+        """From the first gradient to the step: of every module, in evaluation too. In between there is none, usually, and forwards
+        elsewhere do not pay for it."""
         compiling = self.torch.compiler.is_compiling
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def before(module: Any, args: Any) -> None:
             if not compiling():
                 self._used("used in a forward", module.parameters())
-            return inner(module, *args, **kwargs)
 
-        return forward
+        with self._lock:        # gradients of several devices arrive in several threads
+            if self._forwards is None:
+                self._forwards = self.torch.nn.modules.module.register_module_forward_pre_hook(before)
+
+    def _look_away(self) -> None:
+        if self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
 
     def _used(self, how: str, parameters: Iterable[Any]) -> None:
         """What the script uses between backward and step is not what it expects if it has been updated."""
@@ -200,6 +207,8 @@ class Updates:
 
     def _arrived(self, parameter: Any) -> None:
         owned = self.owned[id(parameter)]
+        if self._forwards is None and self.phase != "off":
+            self._look_at_forwards()
         if self.phase == "watching":
             self._watch(owned)
         elif self.phase == "updating" and id(owned.optimizer) in self.stepping:
@@ -319,6 +328,8 @@ class Updates:
         for owned in mine:
             owned.fired, owned.updated, owned.watched, owned.weights = False, False, None, None
         self.steps[id(optimizer)] += 1
+        if not any(owned.fired for owned in self.owned.values()):
+            self._look_away()
         if self.phase == "watching":
             self._decide()
 
