@@ -23,6 +23,7 @@ A candidate
     process         the same from outside, with limits of time and memory
     checking        the user's check on it, and controls of the check itself
     guards          does it behave as the model does?
+    here            does it answer in the user's process as in one of its own?
     samples         names for samples, to find those that the check scores among others
     users_code      the user's functions in this process: what they raise, what they fork
 

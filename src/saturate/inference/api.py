@@ -24,7 +24,7 @@ import msgspec
 
 from saturate import __version__
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, guards, identity, plan, samples, users_code
+from saturate.inference import checking, confirm, guards, here, identity, plan, samples, users_code
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -105,6 +105,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 notes = [*source.notes, *observe_baseline(lab, worker, threads)]
                 worker, unknown = lab.probe(worker)
                 notes += unknown
+            notes += here.compare(torch, model, lab)
             if check is not None:
                 notes += control(lab, worker, source, trainer, say)
             assert lab.facts is not None

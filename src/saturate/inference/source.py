@@ -170,6 +170,11 @@ class _Called:
         found = getattr(module, self.method)
         return functools.partial(found, *self.arguments, **self.named) if self.arguments or self.named else found
 
+    def call(self, module: Any, *inputs: Any) -> Any:
+        """What the user's callable answers, with the hooks of the module where it is called itself."""
+        target = module if self.method == "forward" else getattr(module, self.method)
+        return target(*self.arguments, *inputs, **self.named)
+
     def words(self) -> tuple[Any, ...]:
         """What it is known by beside its module."""
         return self.method, self.arguments, sorted(self.named.items())
@@ -189,9 +194,7 @@ class _Called:
                 self.training = called.module.training      # not train(): parts may be in another mode on purpose
 
             def forward(self, *inputs: Any) -> Any:
-                if called.method == "forward":
-                    return self.module(*called.arguments, *inputs, **called.named)
-                return getattr(self.module, called.method)(*called.arguments, *inputs, **called.named)
+                return called.call(self.module, *inputs)
 
         return Method()
 
@@ -242,6 +245,13 @@ def signature_of(model: Any) -> inspect.Signature | None:
 
     called, _ = _called(torch, model)
     return batches.signature_of(called.function(called.module)) if called else None
+
+
+def callable_of(torch: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+    """The module in what the user gave as a model, and what is called of it."""
+    called, _ = _called(torch, model)
+    assert called is not None
+    return called.module, functools.partial(called.call, called.module)
 
 
 def _unwrapped(torch: Any, model: Any) -> tuple[Any, list[str]]:
