@@ -12,7 +12,7 @@ import pytest
 
 import saturate
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import api, samples
+from saturate.inference import api, folders, samples
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
@@ -43,6 +43,35 @@ def test_a_pick_takes_its_time_as_a_search_does(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("saturate.inference.result.Source.open", lambda *given: None)
     monkeypatch.setattr(saturate.Result, "_picked", lambda self, drop, seconds: seconds)
     assert saturate.Result(None, None, lab).pick(0.1, "20m") == 1200.0      # type: ignore[arg-type,comparison-overlap]
+
+
+@pytest.mark.parametrize("files", [{"program/main.c": "years of work"}, {"lock": "my lock"}, {"lock": "1234", "result.json": "{}"},
+                                   {"lock": "1234", "source/model.py": "a package"}])
+def test_a_folder_that_no_search_has_left_is_not_written_in(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for search in (lambda: saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], workdir=tmp_path, time="5s"),
+                   lambda: saturate.generation.optimize(torch.nn.Embedding(4, 4), [[1], [2]], max_new_tokens=1, workdir=tmp_path)):
+        with pytest.raises(UsageError, match="is not empty, and no search has worked in it"):
+            search()
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == files
+
+
+def test_the_folder_of_an_earlier_search_is_one_to_go_on_in(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert folders.workplace(folder) == folder and not folder.exists()
+    folder.mkdir()
+    assert folders.workplace(folder) == folder
+    (folder / "lock").write_text("4711")            # killed before it wrote anything else
+    assert folders.workplace(folder) == folder
+    (folder / "source").mkdir(mode=0o700)
+    (folder / "my notes").write_text("")
+    assert folders.workplace(folder) == folder
+    (folder / "source").rmdir()
+    (folder / "candidates.jsonl").write_text("")    # of a search for a way to generate, in this process
+    assert folders.workplace(folder) == folder
 
 
 def test_a_builder_that_returns_nothing_is_named(tmp_path: Any) -> None:

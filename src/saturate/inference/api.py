@@ -24,7 +24,7 @@ import msgspec
 
 from saturate import __version__
 from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, guards, here, identity, plan, samples, users_code
+from saturate.inference import checking, confirm, folders, guards, here, identity, plan, samples, users_code
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -75,7 +75,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     least 30 seconds, and the best is stored, loaded and scored in any case: a short time for a large model may be overrun,
     and the last lines say what it took. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware
     training and distillation. threads: CPU threads that a candidate may use (default: torch's). workdir: where the search
-    keeps what it found; the same call goes on there after an interruption.
+    keeps what it found (a folder that is new, empty, or of an earlier search); the same call goes on there after an interruption.
 
     Raises UsageError for bad arguments, WorkloadFailed where the model does not run on its inputs, CheckUnusable where
     the check cannot judge. A candidate that fails costs a row in the table, never the search.
@@ -89,7 +89,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                          remedy="return the torch.nn.Module")
     budget = checked(check, budget, objective, limits)
     trainer = Train(*train) if isinstance(train, tuple) else train
-    folder = Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4)
+    folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4))
     say = progress or _to_stderr
     with FolderLock(folder, "workdir (--workdir DIR)"):
         source = Source.write(folder / "source", model, inputs, calibration, trainer)

@@ -21,10 +21,37 @@ from pathlib import Path, PurePosixPath
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
+from saturate.inference import journal
 from saturate.records.artifact import StoredFile
 
 #: Between the temporary name of a folder that is being replaced, and its own name.
 _OF = "-of-"
+
+
+def workplace(folder: Path) -> Path:
+    """A folder to search in: new, empty, or that of an earlier search. Raises UsageError for any other: a search writes over files
+    by their names, and removes some."""
+    folder = Path(folder)
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError:             # it is not there, or no folder: who takes its lock will say so
+        return folder
+    if names and not _searched(folder, names):
+        raise UsageError(f"the workdir {folder} is not empty, and no search has worked in it", cause="a search writes over what has the names of its own files",
+                         remedy="name a folder that is new, empty, or that of an earlier search: workdir (--workdir DIR)")
+    return folder
+
+
+def _searched(folder: Path, names: set[str]) -> bool:
+    """Whether a search has left this: its lock, which holds the number of a process, and beside it the copy of the model, which
+    nobody else can reach, or the journal, unless it ended before that."""
+    try:
+        lock = folder / "lock"
+        ours = stat.S_ISREG(lock.lstat().st_mode) and not lock.read_bytes().strip(b"0123456789")
+        mode = (folder / "source").lstat().st_mode if "source" in names else 0
+    except OSError:
+        return False
+    return ours and (names == {"lock"} or journal.NAME in names or (stat.S_ISDIR(mode) and not mode & 0o077))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
+from saturate.inference import folders
 from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, tune
@@ -254,8 +255,9 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
     """Where processes and what was found live, for this call alone; None: nowhere. Raises EnvironmentProblem where another
     search works there."""
     if workdir is not None:
-        with FolderLock(Path(workdir), "workdir"):
-            yield Path(workdir)
+        folder = folders.workplace(Path(workdir))
+        with FolderLock(folder, "workdir"):
+            yield folder
     elif isolate:
         with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
             yield Path(folder)
