@@ -38,6 +38,10 @@ def forks_and_leaves():
 def loader(): return [(1,), (2,)]
 def score(run): return [1.0, 0.0]
 def train(): return [(1, 2)], max
+def moves():
+    import os
+    os.chdir("mypkg")
+    return Model()
 def wrong_train(): return 7
 def gpu(): raise RuntimeError("Found no NVIDIA driver on your system.")
 def leaves(): sys.exit(3)
@@ -115,14 +119,14 @@ def test_it_asks_the_search(capfd, user, api):
     assert budget.score_range == (-1.0, 2.5)
     assert asked["limits"] == {"p99_ms": 15, "peak_memory_gb": 4} and asked["time"] == 1200 and asked["objective"] == "throughput"
     assert asked["train"].loader == [(1, 2)] and asked["train"].loss is max
-    assert (asked["threads"], set(asked["only"]), set(asked["skip"]), str(asked["workdir"])) == (2, {"threads", "compile"}, {"tf32"}, "runs/r18")
+    assert (asked["threads"], set(asked["only"]), set(asked["skip"]), asked["workdir"]) == (2, {"threads", "compile"}, {"tf32"}, Path("runs/r18").absolute())
     assert out.splitlines()[-1].startswith("next") and "6.82x faster" in out and "a step" in err
 
 
 def test_without_a_check_there_is_no_budget(capfd, user, api):
     assert call(capfd, *WORDS)[0] == 0
     assert api.asked["budget"] is None is api.asked["check"] is api.asked["train"]
-    assert str(api.asked["workdir"]) == ".saturate/optimize", "where `saturate report` finds it, and a study of training does not lie"
+    assert api.asked["workdir"] == Path(".saturate/optimize").absolute(), "where `saturate report` finds it, and a study of training does not lie"
 
 
 @pytest.mark.parametrize("text, points", [("1%", 0.01), ("0.01", 0.01), ("0", 0.0), ("0.5%", 0.005), ("2.5", 2.5)])

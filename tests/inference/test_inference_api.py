@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,19 @@ def test_the_folder_of_an_earlier_search_is_one_to_go_on_in(tmp_path: Path) -> N
     (folder / "source").rmdir()
     (folder / "candidates.jsonl").write_text("")    # of a search for a way to generate, in this process
     assert folders.workplace(folder) == folder
+
+
+def test_a_folder_stays_where_it_is_when_the_user_s_code_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def loader() -> Any:
+        os.chdir(tmp_path / "data")
+        yield (torch.zeros(8, 4),)
+
+    saturate.optimize(torch.nn.Linear(4, 2), loader(), workdir="runs", time="3s", only=["tf32-products"], threads=1, progress=lambda text: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "runs"] and not list((tmp_path / "data").iterdir())
+    assert (tmp_path / "runs" / "source" / "model.pt").exists()
 
 
 def test_a_builder_that_returns_nothing_is_named(tmp_path: Any) -> None:

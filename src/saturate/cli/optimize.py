@@ -162,6 +162,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         "--check": arguments.check,
         "--train": arguments.train,
     }
+    workdir = arguments.workdir.absolute()  # before the user's code changes the directory
     # All names before any is called: a typo must not cost a minute of building.
     found = {option: resolve(text, option) for option, text in named.items() if text is not None}
 
@@ -190,7 +191,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         limits=limits,
         time=arguments.budget,
         train=train,
-        workdir=arguments.workdir,
+        workdir=workdir,
         threads=arguments.threads,
         only=arguments.only,
         skip=arguments.skip,

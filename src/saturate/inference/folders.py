@@ -29,9 +29,10 @@ _OF = "-of-"
 
 
 def workplace(folder: Path) -> Path:
-    """A folder to search in: new, empty, or that of an earlier search. Raises UsageError for any other: a search writes over files
+    """The absolute path of a folder to search in: new, empty, or that of an earlier search. It stays the same wherever the user's
+    code changes to. Raises UsageError for any other: a search writes over files
     by their names, and removes some."""
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     try:
         names = {path.name for path in folder.iterdir()}
     except OSError:             # it is not there, or no folder: who takes its lock will say so
