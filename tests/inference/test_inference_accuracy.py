@@ -121,6 +121,14 @@ def test_what_is_no_score_is_named(returned, says):
         read(returned)
 
 
+def test_a_score_too_large_to_be_computed_with_is_named_and_any_other_is_judged():
+    for returned in ([1.0, 1e200], [1e308] * 10, -1e76, {"perplexity": 1e200}):
+        with pytest.raises(UnusableScores, match=r"the check returned -?1e\+"):
+            read(returned)
+    for relative in (False, True):
+        assert compare(scores(3, 1, 2), read([3, 1e75, 2]), Budget(0.1, higher_is_better=False, relative=relative)).verdict != "pass"
+
+
 def test_the_metric_of_the_budget_must_be_there():
     for returned in (0.5, {"f1": 1.0}):
         with pytest.raises(UnusableScores):

@@ -39,6 +39,9 @@ SPENT = 2 / 3
 #: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
 FEWEST_TO_SPLIT = 20
 
+#: A score beyond this has no square whose square is a number: nothing could be computed of it, nor would it be an answer.
+MOST_SCORE = 1e75
+
 #: Scores may lie outside of their range by rounding, as a cosine of 1.0000001 does; a share of the range.
 _BEYOND = 1e-5
 
@@ -213,6 +216,8 @@ def _number(value: Any, label: str) -> float:
         raise UnusableScores(f"{label}the check returned {_named(value)}, which is no number ({error})") from error
     if not isfinite(number):
         raise UnusableScores(f"{label}the check returned {number}", "a score must be a finite number for every sample")
+    if abs(number) > MOST_SCORE:
+        raise UnusableScores(f"{label}the check returned {number:.3g}", f"a score lies within {MOST_SCORE:g} of 0: the logarithm of a perplexity does")
     return number
 
 
