@@ -28,9 +28,13 @@ class Scaled(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.drop = torch.nn.Linear(6, 4), torch.nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
 
     def forward(self, x: Any) -> Any:
         type(self).calls += 1
+        self.seen += 1
+        self.last = x.sum()
         x.add_(0)                   # what it writes to is no tensor of the user's
         return self.drop(self.layer(x)) * type(self).scale
 
@@ -49,6 +53,7 @@ def test_the_same_answers_are_no_news_and_leave_everything_as_it_was() -> None:
     states = torch.get_rng_state(), random.getstate()
     assert here.compare(torch, model, lab(model)) == []
     assert model.training and model.layer.training and not model.drop.training
+    assert model.seen == 0 and model.last == 0
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 

@@ -61,10 +61,12 @@ def _difference(torch: Any, lab: Lab, own: list[Any]) -> str | None:
 
 @contextmanager
 def _as_there(torch: Any, module: Any, lab: Lab) -> Iterator[None]:
-    """Evaluation mode, no gradients and no autocast, as a candidate's process has it; the modes of all parts, and random numbers,
-    are as they were behind it."""
+    """Evaluation mode, no gradients and no autocast, as a candidate's process has it; the modes and buffers of all parts, and random
+    numbers, are as they were behind it."""
     assert lab.facts is not None
     modes = [(part, part.training) for part in module.modules()]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
     states = random.getstate(), (sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None)
     device = lab.source.device
     # Not inference mode: what a model keeps of such a call could not be trained with.
@@ -78,6 +80,11 @@ def _as_there(torch: Any, module: Any, lab: Lab) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+        for part, held in buffers:
+            part._buffers.update(held)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
         random.setstate(states[0])
         if states[1] is not None:
             sys.modules["numpy"].random.set_state(states[1])

@@ -11,6 +11,10 @@ from typing import Any
 
 from saturate.techniques import _common
 
+#: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
+#: of so many.
+DEVICE_LOOKS = 64
+
 #: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
 KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
 
@@ -157,9 +161,10 @@ class Updates:
         """From the first gradient to the step: of every module, in evaluation too. In between there is none, usually, and forwards
         elsewhere do not pay for it."""
         compiling = self.torch.compiler.is_compiling
+        task = getattr(self.torch._C, "_current_graph_task_id", lambda: -1)     # of the backward pass that runs: it may recompute
 
         def before(module: Any, args: Any) -> None:
-            if not compiling():
+            if not compiling() and task() == -1:
                 self._used("used in a forward", module.parameters())
 
         with self._lock:        # gradients of several devices arrive in several threads
@@ -259,8 +264,8 @@ class Updates:
         step(alone)
         self._grad.__set__(parameter, None)
         owned.status, owned.updated = _FREED, True
-        # To read all weights once more would take time: another one is looked at in each step.
-        self._note_weights(owned, owned.number == self.steps[id(optimizer)] % len(self.owned))
+        turn, rest = divmod(self.steps[id(optimizer)], 1 if parameter.device.type == "cpu" else DEVICE_LOOKS)
+        self._note_weights(owned, rest == 0 and owned.number == turn % len(self.owned))
 
     def _note_weights(self, owned: _Owned, bits: bool) -> None:
         parameter = owned.parameter

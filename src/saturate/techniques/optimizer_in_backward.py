@@ -31,10 +31,10 @@ else it does: hooks, schedulers, counters. Parameters that are frozen when it be
 left to that step, also once they are trained. Two steps are watched first, and nothing is applied where the script reads or
 changes gradients, adds them up, or changes a learning rate, writes to weights, runs the model or saves it between backward and
 step. If it does any of that to gradients, settings or weights later, it gets an error that says so: a gradient that is gone would
-be wrong in silence (what is written through `.data` is looked for in another weight at each step). A backward pass whose step
-never comes (a loop that is left in between) has updated all the same: that is said on stderr when the weights are saved, run, or
-left at the end, and the next backward pass is an error. A script that only reads weights by hand between backward and step (an
-average that it keeps of them) is not noticed: it reads those after the step.
+be wrong in silence (what is written through `.data` is looked for in another weight at each step, on a GPU in every 64th). A backward
+pass whose step never comes (a loop that is left in between) has updated all the same: that is said on stderr when the weights are
+saved, run, or left at the end, and the next backward pass is an error. A script that only reads weights by hand between backward and
+step (an average that it keeps of them) is not noticed: it reads those after the step.
 
 References
 ----------
