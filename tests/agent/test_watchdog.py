@@ -147,3 +147,23 @@ def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, tmp_path):
     assert (done.returncode, done.stdout) == (5, said), done.stderr
     assert f"the loss became nan at step {bad}\n" in done.stderr
     assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
+
+
+@pytest.mark.parametrize("variables, said", [({"RANK": "16"}, ""), ({"RANK": "r"}, ""), ({"RANK": "1", "WORLD_SIZE": "4"}, " (rank 1)")])
+def test_the_rank_of_what_diverges(variables, said, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Training().train(60, 41, float("nan"))
+    assert f"the loss became nan at step 41{said}\n" in capsys.readouterr().err
+
+
+def test_a_failure_that_cannot_be_reported_is_the_users_as_little(monkeypatch):
+    from saturate.agent import application
+    from saturate.agent.session import Session
+
+    def broken(session, text):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(application, "report_failure", broken)
+    session = Session(torch, {"mode": "run", "techniques": []})
+    assert session.guard(lambda: 1 / 0) is None and session.dead

@@ -55,6 +55,23 @@ def test_waiting_for_a_core_is_not_blamed_on_the_workloads_clock(script, start, 
     assert wall > inside > 0 and without < 0 < inside_again
 
 
+@pytest.mark.parametrize("variables", [{"RANK": "16"}, {"RANK": "high"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}])
+def test_variables_of_launchers_that_mean_something_else(variables, script, start, clean_environment) -> None:
+    """A rank of LoRA; a script that is not distributed, in a pod of a job that is."""
+    clean_environment.update(variables)
+    trial = start(str(script(TRAIN)), step=STEP, timeout_s=20.0)
+    hello = trial.wait_ready()
+    assert (hello["rank"], hello["world_size"]) == (0, 1) and trial.run_block(1, 5).moved
+
+
+def test_ranks_that_a_launcher_starts_need_no_process_group(script, start) -> None:
+    """They may speak through another library than torch.distributed."""
+    both = "import os, subprocess, sys\nif 'RANK' not in os.environ:\n    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, " \
+           "'RANK': str(rank), 'WORLD_SIZE': '2'}) for rank in range(2)]\n    sys.exit(max(rank.wait() for rank in ranks))\n"
+    trial = start(str(script(both + TRAIN)), step=STEP)
+    assert trial.wait_ready()["world_size"] == 2 and len(trial.gates) == 2
+
+
 def test_parameters_that_stand_still_are_seen(script, start) -> None:
     trial = start(str(script(TRAIN.replace("lr=1e-2", "lr=0.0"))), step=STEP)
     trial.wait_ready()

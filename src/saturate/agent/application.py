@@ -33,7 +33,7 @@ def on_wake(session: Any) -> None:
     if capture and session.capture is None:
         from saturate.agent.capture import Capture
 
-        session.capture = Capture(capture, rank=observe.rank())
+        session.capture = Capture(capture)
         session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
     if session.plan["mode"] == "run":
         from saturate.agent.watchdog import Watchdog
@@ -168,10 +168,7 @@ def report_failure(session: Any, text: str) -> None:
     from saturate.agent.gate import Gate
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
-    try:
-        Gate(session.plan, hello, session.clock, session.drain, lambda order: None).tell({"at": "agent_failed", "error": text})
-    except OSError:
-        pass                # the controller is gone: nobody is left to tell
+    Gate(session.plan, hello, session.clock, session.drain, lambda order: None).tell({"at": "agent_failed", "error": text})
 
 
 def standing(session: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
     and `token`, `capture`, `drill`, `fit` (see `agent.batching`), `redirect`, `on_divergence`, `strict`, `doubts` (see `agent.versions`).
     `early` (true: techniques that must act before memory is taken do so in a verification run, too) and `early_facts` (a path:
     what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`; `ended` (the
-    beginning of a path: what was seen by a process that trained and ended before the gate is written there).
+    beginning of a path: what was seen by a process that trained and ended before the gate is written there); `inherited` (see
+    `agent.observe`).
     """
     callbacks: dict[str, Callable[[Any], None]] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
@@ -38,9 +39,10 @@ def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
 
 
 def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
-    from saturate.agent import seams
+    from saturate.agent import observe, seams
     from saturate.agent.session import Session
 
+    observe.inherited.update(plan.get("inherited", {}))
     if plan.get("doubts"):
         from saturate.agent import versions
 

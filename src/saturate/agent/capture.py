@@ -21,9 +21,9 @@ _DIGEST_ENTRIES = 4096
 class Capture:
     """`plan` keys: `folder`, `updates`, `seed`, `aligned`, `perturb` ({"relative": 2**-9, "seed": 1} or null)."""
 
-    def __init__(self, plan: dict[str, Any], rank: int):
+    def __init__(self, plan: dict[str, Any]):
         self.plan = plan
-        self.rank = rank
+        self.rank = 0       # known when the first update ends: a process group may be made later than a loader
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
@@ -47,6 +47,7 @@ class Capture:
     def record(self, session: Any) -> None:
         """One update has ended; gradients are still those it used."""
         if self.updates == 0:
+            self.rank = observe.rank()
             self._begin(session)
         elif len(session.roles) != self._roles:
             self._follow(session)

@@ -12,18 +12,28 @@ from dataclasses import asdict
 from typing import Any
 
 from saturate.agent.context import forward_overridden, is_ours
+from saturate.data import ranks
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
+
+#: The launchers' variables as a trial's command was given them: whoever set them did not start the ranks of this trial.
+inherited: dict[str, str] = {}
 
 
 def rank() -> int:
     """This process's rank: what torch.distributed says, else the launcher's variable, else 0."""
     group = _group()
-    return group.get_rank() if group is not None else int(os.environ.get("RANK") or 0)
+    return group.get_rank() if group is not None else _declared()[0]
 
 
 def world_size() -> int:
     group = _group()
-    return group.get_world_size() if group is not None else int(os.environ.get("WORLD_SIZE") or 1)
+    return group.get_world_size() if group is not None else _declared()[1]
+
+
+def _declared() -> tuple[int, int]:
+    """What the variables say where no process group exists: not yet, or because ranks speak through another library."""
+    present = {name: os.environ[name] for name in ranks.VARIABLES if name in os.environ}
+    return (0, 1) if present == inherited else ranks.declared()
 
 
 def _group() -> Any:

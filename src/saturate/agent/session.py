@@ -122,11 +122,14 @@ class Session:
                 undo()
             except Exception as nested:  # noqa: BLE001 - go on taking back the rest
                 text += f"\nand while undoing: {nested!r}"
+        try:
+            self._tell_failure(text)
+        except Exception:  # noqa: BLE001, S110 - the controller is gone, or what failed fails here as well: nobody is left to tell
+            pass
+
+    def _tell_failure(self, text: str) -> None:
         if self.gate is not None:
-            try:
-                self.gate.tell({"at": "agent_failed", "error": text})
-            except OSError:
-                pass                # the controller is gone: nobody is left to tell
+            self.gate.tell({"at": "agent_failed", "error": text})
         else:
             from saturate.agent import application
 

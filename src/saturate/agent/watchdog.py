@@ -16,6 +16,8 @@ import stat
 import sys
 from typing import Any
 
+from saturate.agent import observe
+
 EVERY = 10              # steps between looks
 MOST = 512              # losses that wait for a look: before a step is recognised there are no steps to count
 HISTORY = 50            # steps that "usual" is judged by
@@ -83,10 +85,10 @@ class Watchdog:
             return
         self.over = True
         step, text = problem
-        rank = os.environ.get("RANK")
+        rank = observe.rank() if observe.world_size() > 1 else None
         where = f"at step {step}" if session.step else f"at backward pass {step}"
         sys.stderr.write(
-            f"saturate: {text} {where}{f' (rank {rank})' if rank else ''}\n"
+            f"saturate: {text} {where}{'' if rank is None else f' (rank {rank})'}\n"
             "help: run the command without the recipe from the last checkpoint; if it is stable there, tune again\n"
         )
         if self.action != "stop":

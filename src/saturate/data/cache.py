@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saturate.data import cache_key, cache_probe, cache_store
+from saturate.data import cache_key, cache_probe, cache_store, ranks
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 from saturate.data.cache_reader import CachedDataset, Reader, attributes, same, say
 
@@ -149,7 +149,7 @@ class Caches:
         if told in self._told:
             return
         self._told.append(told)
-        if told.refusal and os.environ.get("RANK", "0") == "0":
+        if told.refusal and ranks.declared()[0] == 0:
             say(f"not cached: {told.name}: {told.refusal}")
 
     def _free_share(self) -> int:

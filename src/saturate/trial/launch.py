@@ -62,6 +62,11 @@ def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> di
     return environment
 
 
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher sets for its ranks, or somebody else for another purpose, before a trial has started anything."""
+    return {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+
+
 def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen]) -> list[str]:
     """The command to start, given an environment from `injected`: what a leading `env` would take out of it is put in again.
 

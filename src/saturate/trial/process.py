@@ -200,7 +200,7 @@ class Trial:
         plan.write_text(launch.plan_text(
             "verify" if spec.capture else "trial", spec.techniques,
             socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
-            ended=str(spec.folder / "ended"), **spec.plan,
+            ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **spec.plan,
         ), encoding="utf-8")
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
         supervisor = spec.folder / SUPERVISE
