@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ class Chosen:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
+
+#: The name of an interpreter, as `machine.fingerprint` knows it.
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 
 #: Modules that may go online, see `agent.trackers`.
 _TRACKERS = ("wandb", "mlflow", "comet_ml", "neptune", "clearml", "swanlab")
@@ -110,23 +114,25 @@ def defeated_by(argv: list[str]) -> str | None:
 
     >>> defeated_by(["python", "-I", "train.py"])
     '-I'
-    >>> defeated_by(["python", "train.py", "-I"]) is None
+    >>> defeated_by(["python", "train.py", "--data", "corpora/python", "-I"]) is None
     True
     """
     takes_value = {"-W", "-X", "--check-hash-based-pycs"}
     for position, word in enumerate(argv):
-        if not Path(word).name.startswith("python"):
+        if not _PYTHON.fullmatch(Path(word).name):
             continue
         rest = iter(argv[position + 1:])
         for option in rest:
             if not option.startswith("-") or option in ("-c", "-m", "-"):
-                break
+                return None         # what follows is the program's own
             if option in takes_value:
                 next(rest, None)
             elif not option.startswith("--"):
                 for letter in option[1:]:
                     if letter in "IES":
                         return f"-{letter}"
-                    if letter in "cmWX":
+                    if letter in "cm":
+                        return None
+                    if letter in "WX":
                         break
     return None
