@@ -72,6 +72,30 @@ def test_ranks_that_a_launcher_starts_need_no_process_group(script, start) -> No
     assert trial.wait_ready()["world_size"] == 2 and len(trial.gates) == 2
 
 
+@pytest.mark.parametrize("code, kind", [(255, "exited"), (129, "killed_by_signal"), (143, "killed_by_signal"), (200, "exited"), (128, "exited")])
+def test_an_exit_code_that_is_no_signal(code, kind) -> None:
+    ended = outcome.classify({"ended": "exit", "code": code}, "no data there\n", 0, False, None)
+    assert ended.kind == kind and "signal 1" not in ended.reason
+
+
+_FULL = "OSError: [Errno 28] No space left on device\n"
+_RAISED = "Traceback (most recent call last):\n  File \"t.py\", line 2, in <module>\n    work()\n"
+
+
+@pytest.mark.parametrize("log, kind", [
+    (f"warning: File too large, skipped a.png\n{_RAISED}ValueError: other numbers\n", "crashed"),
+    (f"{_RAISED}{_FULL}going on\n{_RAISED}KeyError: 'label'\n", "crashed"),
+    (f"{_RAISED}{_FULL}\nDuring handling of the above exception, another exception occurred:\n\n{_RAISED}ValueError: what\n", "disk_full"),
+    (f"{_RAISED}RuntimeError: Caught OSError in DataLoader worker process 0.\nOriginal {_RAISED}{_FULL}", "disk_full"),
+    (f"{_RAISED}ValueError: logged\nterminate called after throwing an instance of 'std::bad_alloc'\n", "out_of_memory_host"),
+    (f"what():  std::bad_alloc\n{_RAISED}torch.distributed.elastic.ChildFailedError: t.py FAILED\n", "out_of_memory_host"),
+    (f"[rank0]: {_FULL}[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: peer lost\n", "disk_full"),
+    ("File too large\n", "disk_full"),
+])
+def test_what_was_survived_is_not_the_cause(log, kind) -> None:
+    assert outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None).kind == kind
+
+
 def test_parameters_that_stand_still_are_seen(script, start) -> None:
     trial = start(str(script(TRAIN.replace("lr=1e-2", "lr=0.0"))), step=STEP)
     trial.wait_ready()

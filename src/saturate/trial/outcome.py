@@ -67,6 +67,9 @@ NO_ROOM = ("disk_full", "shared_memory_full")
 #: Signals that a program brings upon itself; any other one was sent from outside.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS)
 
+#: A shell adds 128 to the number of one; what else is above that is a code of the program's own, as of `sys.exit(-1)`.
+_SIGNALS = range(1, signal.NSIG)
+
 # Messages of the libraries themselves, most specific first. OOM is a class of failures, not one string.
 _PATTERNS: tuple[tuple[str, str], ...] = (
     ("shared_memory_full", r"killed by signal: Bus error"
@@ -86,6 +89,9 @@ PIPED_INPUT = ("what waits on standard input is a pipe's, which can be read only
                "in `saturate tune -- COMMAND < FILE`")
 
 _TRACEBACK = "Traceback (most recent call last)"
+#: Between the exceptions of one chain.
+_CHAINS = ("During handling of the above exception, another exception occurred:",
+           "The above exception was the direct cause of the following exception:")
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 #: What a launcher raises because a process of its own failed; why it failed was printed before.
@@ -119,14 +125,15 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return _ended_well(steps, greeted, injectable, last)
     if code is None:
         return Outcome("hung", "it stopped training without ending", "see what it does after its last step")
+    told = _decisive(log)
     for kind, pattern in _PATTERNS:
-        match = re.search(pattern, log, re.MULTILINE)
+        match = re.search(pattern, told, re.MULTILINE)
         if match:
-            return Outcome(kind, _line_of(log, match.start()), _REMEDIES.get(kind, ""))
+            return Outcome(kind, _line_of(told, match.start()), _REMEDIES.get(kind, ""))
     if report.get("log_problem"):
         return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
-    if code < 0 or code > 128:
-        number = -code if code < 0 else code - 128
+    number = -code if code < 0 else code - 128
+    if number in _SIGNALS:
         if number == signal.SIGKILL:
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
                            _REMEDIES["out_of_memory_host"])
@@ -193,11 +200,26 @@ def _last_line(log: str) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def _below_launchers(log: str) -> str | None:
-    """Where the last exception is a launcher's: the one below it. Of several ranks' the first, since the others may only have
-    lost their peer. None where it is not a launcher's, or nothing else was printed."""
+def _decisive(log: str) -> str:
+    """What tells why a process ended: its last exception, those that led to it, and what follows. A message before them was
+    survived. All of the log where there is no traceback, or several processes wrote it."""
+    lines = log.splitlines(keepends=True)
+    found = _exceptions(log)
+    if not found or found[-1][1] in _LAUNCHERS or any(rank for rank, _, _ in found):
+        return log
+    start, chained = 0, False
+    for index, line in enumerate(lines):
+        if _TRACEBACK in line:
+            start, chained = start if chained else index, False
+        elif line.strip() in _CHAINS:
+            chained = True
+    return "".join(lines[start:])
+
+
+def _exceptions(log: str) -> list[tuple[str, str, str]]:
+    """(rank, class, line) of the exception below each traceback."""
     inside: dict[str, bool] = {}
-    found: list[tuple[str, str, str]] = []      # rank, class, line
+    found: list[tuple[str, str, str]] = []
     for line in log.splitlines():
         mark = _RANK.match(line)
         rank = mark.group() if mark else ""
@@ -208,6 +230,13 @@ def _below_launchers(log: str) -> str | None:
         elif inside.get(rank) and exception:
             inside[rank] = False
             found.append((rank, exception.group(1).rpartition(".")[2], text.strip()[:300]))
+    return found
+
+
+def _below_launchers(log: str) -> str | None:
+    """Where the last exception is a launcher's: the one below it. Of several ranks' the first, since the others may only have
+    lost their peer. None where it is not a launcher's, or nothing else was printed."""
+    found = _exceptions(log)
     if not found or found[-1][1] not in _LAUNCHERS:
         return None
     causes = [(rank, text) for rank, kind, text in found if kind not in _LAUNCHERS]
