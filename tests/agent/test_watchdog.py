@@ -167,3 +167,13 @@ def test_a_failure_that_cannot_be_reported_is_the_users_as_little(monkeypatch):
     monkeypatch.setattr(application, "report_failure", broken)
     session = Session(torch, {"mode": "run", "techniques": []})
     assert session.guard(lambda: 1 / 0) is None and session.dead
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_what_only_float64_can_hold_is_no_divergence(shape, capsys):
+    training = Training()
+    for number in range(40):
+        training.session.backwards += 1
+        training.watchdog.saw(training.session, torch.full(shape, 1e50, dtype=torch.float64) if number % 2 else torch.tensor(1.0))
+    training.watchdog.finish(training.session)
+    assert "inf" not in capsys.readouterr().err

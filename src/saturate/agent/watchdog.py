@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from saturate.agent import observe
@@ -122,7 +123,7 @@ def _scalar(session: Any, loss: Any) -> Any:
     if loss.is_complex():
         loss = loss.abs()
     if loss.numel() != 1:
-        loss = loss.sum(dtype=session.torch.float32)
+        loss = loss.sum(dtype=_precise(session.torch, [loss]))
     scaler = session.scaler() if session.scaler is not None else None
     scale = getattr(scaler, "_scale", None)
     if scale is not None and scale.device == loss.device:
@@ -132,12 +133,18 @@ def _scalar(session: Any, loss: Any) -> Any:
 
 def _to_host(torch: Any, losses: tuple[Any, ...]) -> tuple[Any, Any]:
     """All `losses` in one tensor on the host, and the event to wait for before it is read (None: it is there)."""
-    device = losses[0].device
-    stacked = torch.stack([loss.to(device, torch.float32) for loss in losses])
+    dtype = _precise(torch, losses)
+    device = next((loss.device for loss in losses if loss.dtype == dtype), losses[0].device)     # not every device knows float64
+    stacked = torch.stack([loss.to(device, dtype) for loss in losses])
     if device.type != "cuda":
         return stacked.to("cpu"), None
     host = stacked.to("cpu", non_blocking=True)
     return host, torch.cuda.current_stream(device).record_event()
+
+
+def _precise(torch: Any, losses: Sequence[Any]) -> Any:
+    """The dtype that holds these losses: what is finite for the script must be for us."""
+    return torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
 
 
 def _step_of(session: Any, moment: Moment) -> int:
