@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from isolation_kit import snapshot
 
-from saturate.agent import redirect
+from saturate.agent import redirect, shadow
 
 OPERATIONS = ("write", "append", "read", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "listdir", "stat",
               "rmtree", "makedirs", "exclusive", "update", "truncate", "copytree", "move")
@@ -126,6 +126,28 @@ def test_a_link_to_a_folder_made_in_the_trial(installed):
     Path("latest/w.pt").write_text("w")
     assert os.listdir("ckpt-10") == ["w.pt"]
     assert os.path.realpath("latest") == str(installed / "user" / "ckpt-10")
+
+
+@pytest.mark.parametrize("name, locked", [("base.db", True), ("file:base.db?mode=ro", True), ("file:base.db?immutable=1", False)])
+def test_a_database_that_can_only_be_read(name, locked, installed, monkeypatch):
+    """On a file system that is mounted so, or of somebody else."""
+    import sqlite3
+
+    connect = sqlite3.connect
+    with connect(str(installed / "user" / "base.db")) as base:
+        base.execute("create table t (x)")
+    base.close()
+    os.chdir(installed / "user")
+    if locked:
+        refuses = lambda path, mode, **_: not mode & os.W_OK or not str(path).endswith("base.db")      # noqa: E731 - root may write anywhere
+        monkeypatch.setitem(redirect.ORIGINAL, "access", refuses)
+        monkeypatch.setattr(shadow, "_access", refuses)
+    redirect.on_sqlite3(sqlite3)
+    try:
+        assert sqlite3.connect(name, uri=name.startswith("file:")).execute("select count(*) from t").fetchone() == (0,)
+    finally:
+        sqlite3.connect = sqlite3.dbapi2.connect = connect
+    assert redirect.for_reading("base.db") == str(installed / "user" / "base.db")       # there is no copy
 
 
 def test_sqlite_uri_and_safetensors(installed):

@@ -137,7 +137,7 @@ def _database(database: Any, uri: bool) -> Any:
     if not isinstance(database, (str, bytes, os.PathLike)):
         return database
     path = os.fsdecode(database)
-    before, after = "", ""
+    before, after, query = "", "", ""
     if uri and path.startswith("file:"):
         from urllib.parse import quote, unquote
 
@@ -148,6 +148,9 @@ def _database(database: Any, uri: bool) -> Any:
         before, after = "file:", question + query
     if path in ("", ":memory:"):
         return database
+    found = for_reading(path)
+    if "immutable=1" in query or (os.path.exists(path) and not ORIGINAL["access"](found, os.W_OK)):
+        return before + quote(os.fspath(found)) + after if before else found        # SQLite opens it for reading, too
     for suffix in ("-wal", "-journal"):     # part of the database: committed pages may be only there
         if os.path.exists(path + suffix):
             for_writing(path + suffix, copy=True)
