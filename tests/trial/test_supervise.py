@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
 import uuid
 from pathlib import Path
 
 import pytest
 
-from saturate.trial import process, tree
+from saturate.trial import process, supervise, tree
 from saturate.trial.process import TrialEnded
 
 TRAINING = """
@@ -64,6 +65,19 @@ def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch)
     monkeypatch.setattr(process, "standard_input", lambda: ("/no/such/input", 0))
     with pytest.raises(TrialEnded, match="/no/such/input"):
         start("-c", "print(1)").wait_ready()
+
+
+def test_output_that_exceeds_the_log_is_a_sign_of_life(tmp_path):
+    trial = types.SimpleNamespace(log=tmp_path / "output.log")
+    assert process.Trial._printed(trial) == (0, 0)
+    log = supervise.Log(trial.log)
+    seen = set()
+    for _ in range(12):
+        log.write(100 * 1024 * b"x")
+        seen.add(process.Trial._printed(trial))
+        time.sleep(0.02)            # a file's time moves with the kernel's clock tick
+    log.close()
+    assert len(seen) == 12
 
 
 def test_the_environment_that_it_was_told_lies_nowhere(start, clean_environment, tmp_path):

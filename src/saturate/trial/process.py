@@ -284,7 +284,7 @@ class Trial:
 
         def wait() -> list[dict[str, Any]]:
             try:
-                return self.server.wait_gates(silence, self._alive, self._printed_bytes, longest)
+                return self.server.wait_gates(silence, self._alive, self._printed, longest)
             except GateTimeout:
                 if time.monotonic() - began < patience_s:
                     raise
@@ -317,7 +317,7 @@ class Trial:
         try:
             return action()
         except GateTimeout:
-            raise self.end(stalled(self.workload.timeout_s, self.server.hello() is not None, self._printed_bytes() > 0,
+            raise self.end(stalled(self.workload.timeout_s, self.server.hello() is not None, self._printed()[0] > 0,
                                    launch.defeated_by(self.workload.argv))) from None
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
@@ -329,11 +329,13 @@ class Trial:
         except GateClosed as error:
             raise self._collect(str(error)) from None
 
-    def _printed_bytes(self) -> int:
+    def _printed(self) -> tuple[int, int]:
+        """The size of the log, and when something came: what exceeds a log shows in the time alone."""
         try:
-            return os.stat(self.log).st_size
+            seen = os.stat(self.log)
         except FileNotFoundError:
-            return 0                # nothing was started yet
+            return 0, 0             # nothing was started yet
+        return seen.st_size, seen.st_mtime_ns
 
     def _alive(self) -> bool:
         return self.supervisor.poll() is None

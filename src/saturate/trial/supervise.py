@@ -38,6 +38,8 @@ class Log:
             rest = data[self.head_left:]
             self.head_left = max(0, self.head_left - len(data))
             data = rest
+        if data:
+            self._touch()
         self.tail += data
         if len(self.tail) > 2 * _TAIL_BYTES:
             self.dropped += len(self.tail) - _TAIL_BYTES
@@ -48,6 +50,13 @@ class Log:
             self._put(b"\n[saturate: %d bytes left out]\n" % self.dropped)
         self._put(self.tail)
         self.file.close()
+
+    def _touch(self):
+        """The file does not grow any more: its time tells the controller that something came."""
+        try:
+            os.utime(self.file.fileno())
+        except OSError:
+            pass        # as on a file system that went away: what is printed is kept all the same
 
     def _put(self, data):
         try:
