@@ -38,6 +38,23 @@ def toy(monkeypatch):
     return types.SimpleNamespace(seen=seen, module=module)
 
 
+@pytest.mark.parametrize("verb", ["tune", "profile", "fit", "drill"])
+def test_a_working_directory_that_was_removed(verb, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code = main.main([verb, "--", sys.executable, "train.py"])
+    monkeypatch.chdir(tmp_path)
+    said = capsys.readouterr().err
+    assert code == 3 and "the working directory was removed" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("step", ["backward:0", "backward:00", "backward:\u0663"])
+def test_a_step_that_none_can_be(step, capsys):
+    assert main.main(["tune", "--step", step, "--", sys.executable, "train.py"]) == 2
+    assert "neither backward:N" in capsys.readouterr().err
+
+
 def test_help_is_cheap():
     def cpu_seconds():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

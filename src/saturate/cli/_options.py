@@ -66,6 +66,6 @@ def ids(text: str) -> frozenset[str]:
 
 
 def step(text: str) -> str:
-    if not re.fullmatch(r"(backward|optimizer):\d+", text):
+    if not re.fullmatch(r"backward:0*[1-9]\d*|optimizer:\d+", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is neither backward:N (N backward passes a step) nor optimizer:N (the N-th, from 0)")
     return text

@@ -106,9 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _stdout_to_nowhere()
         return _BROKEN_PIPE
     except OSError as error:
+        if _folder_is_gone():
+            return _fail(EnvironmentProblem("the working directory was removed", cause=str(error), remedy="change to a folder that exists"))
         return _fail(_bug(error) if error.filename is not None or _stdout_works() else _no_output(error))
     except Exception as bug:  # noqa: BLE001 - the last resort: shown with its traceback
         return _fail(_bug(bug))
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _stdout_works() -> bool:
