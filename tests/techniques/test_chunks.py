@@ -409,6 +409,81 @@ def test_dropout_that_runs_out_in_the_forward_goes_on():
     assert quota.failures and losses[-1] < losses[0]
 
 
+class Tempered(torch.nn.Module):
+    """Reads its mode, and a temperature that lies in several places."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = torch.nn.Linear(6, 6), torch.nn.Dropout(0.4)
+        self.value, self.listed, self.config = 1.0, [1.0], types.SimpleNamespace(value=1.0)
+        self.register_buffer("replaced", torch.tensor(1.0))
+        self.register_buffer("written", torch.tensor(1.0))
+
+    def forward(self, x):
+        y = self.dropout(self.linear(x).exp()) / (self.value * self.listed[0] * self.config.value * self.replaced * TEMPERATURE[()])
+        return y / self.written.clone()
+
+
+TEMPERATURE = {(): 1.0}
+
+BETWEEN = {
+    "mode": lambda model: model.eval(),
+    "attribute": lambda model: setattr(model, "value", 2.0),
+    "list": lambda model: model.listed.__setitem__(0, 2.0),
+    "object": lambda model: setattr(model.config, "value", 2.0),
+    "new buffer": lambda model: setattr(model, "replaced", torch.tensor(2.0)),
+    "written buffer": lambda model: model.written.mul_(2.0),
+    "part": lambda model: setattr(model, "dropout", torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_a_script_changes_before_the_backward_is_not_seen_by_it(what):
+    """The gradients are those of the function whose outputs the loss saw; afterwards the model is what the script made of it."""
+    tuned = Tempered().train()
+    micro_batch.apply(context_of(tuned), micro_batch.Options())
+    x = torch.randn(8, 6)
+    tuned(x)
+    output = tuned(x)
+    assert "ChunkedForward" in output.grad_fn.name()
+    BETWEEN[what](tuned)
+    state, values = tuned.state_dict(), (tuned.training, tuned.value, tuned.listed[0], tuned.config.value, tuned.dropout)
+    output.sum().backward()
+    assert torch.allclose(tuned.linear.bias.grad, output.detach().sum(0), rtol=1e-5)      # exp is its own derivative
+    assert (tuned.training, tuned.value, tuned.listed[0], tuned.config.value, tuned.dropout) == values
+    assert list(state) == list(tuned.state_dict()) and all(value is not None for value in state.values())
+    assert all(torch.equal(value, tuned.state_dict()[name]) for name, value in state.items())
+
+
+def test_what_is_changed_out_of_reach_before_the_backward_ends_the_run(monkeypatch):
+    model = Tempered().train()
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    x = torch.randn(8, 6)
+    model(x)
+    output = model(x)
+    monkeypatch.setattr(__name__ + ".TEMPERATURE", {(): 1.01})
+    with pytest.raises(_chunk_plan.NotSplittable, match="was changed in between"):
+        output.sum().backward()
+    assert model.linear.weight.grad is None
+
+
+def test_a_backward_is_not_made_up_for_by_another_function(capfd):
+    model = Net().train()
+    context = context_of(model)
+    dynamic_batch.apply(context, dynamic_batch.Options())
+    try:
+        for _ in range(3):
+            model(torch.randn(8, 6)).sum().backward()
+        model.quota[0] = FailsOnce(1, at=1)
+        output = model(torch.randn(8, 6))
+        model.norm = torch.nn.Identity()
+        with pytest.raises(torch.OutOfMemoryError):
+            output.sum().backward()
+        assert "something else now than in its forward" in capfd.readouterr().err
+    finally:
+        context.undo()
+
+
 class Out:
     """Of sight: a look at the model does not go into slots."""
 

@@ -1,8 +1,10 @@
-"""What surrounds the forward of one chunk: random numbers that can be drawn again, autocast, and eyes on its reductions."""
+"""What surrounds the forward of one chunk: random numbers that can be drawn again, autocast, what its module holds, and eyes on
+its reductions."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import random
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from saturate.techniques._chunk_plan import NotSplittable
+from saturate.techniques._surroundings import _CLOSED, _CONTAINERS, MOST_BYTES, _fill, _same
 
 
 class Randomness:
@@ -82,6 +85,78 @@ class Autocast:
             for kind, enabled, dtype in self.settings:
                 stack.enter_context(self.torch.autocast(kind, dtype=dtype, enabled=enabled and on, cache_enabled=False))
             yield
+
+
+class Held:
+    """What a module and those inside it hold at construction, to be read once more: modes, values, parts, buffers, and the members
+    of containers and of objects that lie on their attributes. One level deep, as it is taken in every step that is cut."""
+
+    def __init__(self, module: Any, torch: Any):
+        own = vars(torch.nn.Module())
+        closed = (*_CLOSED, torch.nn.Module, torch.Tensor)
+        self._parts = [(part, dict(vars(part).items())) for part in module.modules()]
+        self._things: list[tuple[Any, Any]] = []
+        self._buffers: list[tuple[dict[str, Any], list[tuple[str, Any, int, Any]]]] = []
+        for part, held in self._parts:
+            values = [value for name, value in held.items() if name not in own and not isinstance(value, closed)]
+            things = [value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None) for value in values]
+            self._things += [(thing, copy.copy(thing)) for thing in (part._modules, *things) if isinstance(thing, _CONTAINERS)]
+            self._buffers.append((part._buffers, [(name, buffer, *_kept(buffer, torch)) for name, buffer in part._buffers.items()]))
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Inside, they hold what they held; afterwards what they hold now."""
+        buffers = [(now, {name: buffer if copied is None or buffer._version == version else copied
+                          for name, buffer, version, copied in kept}) for now, kept in self._buffers]
+        things = [*((vars(part), held) for part, held in self._parts), *self._things, *buffers]
+        changed = [(thing, held, dict(thing.items()) if isinstance(thing, dict) else copy.copy(thing))
+                   for thing, held in things if not _same(thing, held)]
+        for thing, held, _ in changed:
+            _put(thing, held)
+        try:
+            yield
+        finally:
+            for thing, _, now in changed:
+                _put(thing, now)
+
+
+def _put(thing: Any, members: Any) -> None:
+    """Give a container these members. A mapping keeps what is the same: the attributes of a module are never all gone."""
+    if not isinstance(thing, dict):
+        return _fill(thing, members)
+    for name, value in list(thing.items()):
+        if name not in members:
+            del thing[name]
+        elif value is not members[name]:
+            thing[name] = members[name]
+    for name in members:
+        if name not in thing:
+            thing[name] = members[name]
+
+
+def _kept(buffer: Any, torch: Any) -> tuple[int, Any]:
+    """Its version, and a copy where it is small."""
+    if buffer is None:
+        return 0, None
+    small = buffer.layout is torch.strided and buffer.device.type != "meta" and buffer.nbytes <= MOST_BYTES
+    return buffer._version, buffer.detach().clone() if small else None
+
+
+def glimpse(tensor: Any) -> Any:
+    """Some entries of a tensor, spread over it, as a copy."""
+    return tensor.detach()[tuple(slice(None, None, max(1, size // 4)) for size in tensor.shape)].clone()
+
+
+def agrees(ours: Any, theirs: Any, allowed: float) -> bool:
+    """Whether two glimpses differ by no more than `allowed` of the largest entry. Whole numbers are not compared: rounding may flip
+    what was the largest."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if not ours.is_floating_point() or not ours.numel():
+        return True
+    ours, theirs = ours.double(), theirs.double()
+    scale = float(theirs.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    return bool(ours.isclose(theirs, rtol=0.0, atol=allowed * scale, equal_nan=True).all())
 
 
 @contextlib.contextmanager

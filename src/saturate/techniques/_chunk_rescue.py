@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from saturate.techniques import _common, _trees
-from saturate.techniques._chunk_modes import Autocast, Randomness, devices_of
+from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
 from saturate.techniques._chunks import free, out_of_memory, without_frames
+
+#: How far outputs in chunks may be from those of the whole, relative to the largest entry; where numbers may be narrow.
+_APART, _APART_NARROW = 2e-4, 8e-2
 
 
 class Batch:
@@ -30,6 +33,7 @@ class Batch:
         self.say = say
         self.gradients: dict[int, Any] = {}
         self.nodes: dict[tuple[int, str], int] = {}     # output by the number and name of the node that computed it: holds none
+        self.seen: dict[int, Any] = {}                  # some entries of each output
         self.autocast = Autocast(rescue.torch, rescue.device)
 
     def arrived(self, position: int, gradient: Any) -> None:
@@ -39,7 +43,14 @@ class Batch:
 
     def forget(self) -> None:
         """It lives as long as the script's graph; what it holds need not."""
-        self.again, self.tensors, self.gradients = None, [], {}
+        self.again, self.tensors, self.gradients, self.seen = None, [], {}, {}
+
+    def gave(self, outputs: list[Any]) -> bool:
+        """Whether these are its outputs, computed in other shapes."""
+        narrow = any(enabled for _, enabled, _ in self.autocast.settings)
+        return all(agrees(glimpse(outputs[position]), seen,
+                          _APART if not narrow and seen.device.type == "cpu" and seen.dtype.itemsize > 2 else _APART_NARROW)
+                   for position, seen in self.seen.items())
 
 
 class Rescue:
@@ -110,6 +121,7 @@ class Rescue:
     def _mark(self, tensor: Any, batch: Batch, position: int) -> None:
         if tensor.grad_fn is not None:
             batch.nodes[_identity(tensor.grad_fn)] = position
+            batch.seen[position] = glimpse(tensor)
             tensor.register_hook(functools.partial(batch.arrived, position))
 
     # -- when memory has run out -------------------------------------------------------------------------------------
@@ -132,6 +144,8 @@ class Rescue:
         if state.was_drawn_from():
             state.restore()
             _refuse([batch], "it draws random numbers, so its samples cannot be run again by parts", failure)
+        if not batch.gave(outputs):
+            _refuse([batch], "it gives something else now than in its forward: what it reads was changed in between", failure)
         pairs = [(outputs[position], gradient) for position, gradient in batch.gradients.items() if outputs[position].requires_grad]
         wanted = [p for p in batch.module.parameters() if p.requires_grad and id(p) in set(without)]
         if wanted and pairs:

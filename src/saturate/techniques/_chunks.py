@@ -18,15 +18,18 @@ import gc
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saturate.techniques import _trees
 from saturate.techniques._chunk_modes import (
     Autocast,
+    Held,
     Randomness,
+    agrees,
     devices_of,
     drawing_again,
+    glimpse,
     hooks_set_aside,
     reductions,
 )
@@ -37,6 +40,9 @@ _OUT_OF_MEMORY = (
     "out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED",
 )
+
+#: How far a chunk that runs again may be from its forward, relative to its largest entry: on a GPU sums may add up in any order.
+_APART, _APART_GPU, _APART_NARROW = 1e-4, 1e-2, 8e-2
 
 
 def out_of_memory(error: BaseException, torch: Any) -> bool:
@@ -69,6 +75,7 @@ class Piece:
     state: Randomness
     drew: bool = False
     offload: bool = False           # keep what the backward needs in host memory
+    seen: list[Any] | None = None   # some entries of its outputs
 
 
 @dataclass
@@ -97,6 +104,7 @@ class Call:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.devices = devices_of(module, torch)
         self.autocast = Autocast(torch, self.devices[0].type if self.devices else "cpu")
+        self.held = Held(module, torch)
         self.pieces: list[Piece] = []
         self.graph: tuple[list[Any], list[Any], list[Any]] | None = None   # one chunk: outputs, inputs, reductions
         self.output: Any = None             # skeleton of what the module returned
@@ -137,6 +145,7 @@ class Call:
             piece = Piece(start, stop, Randomness(self.torch, self.devices))
             output, outputs, found = self._call(self.plan.cut(inputs, start, stop))
             piece.drew = piece.state.was_drawn_from()
+            piece.seen = [glimpse(tensor) for tensor in outputs]
             self.pieces.append(piece)
             joined.add(outputs, start, stop, found)
             self.output = self._same_structure(output)
@@ -149,6 +158,14 @@ class Call:
         if len(outputs) != len(layouts) or any(
                 output.requires_grad and not layout.differentiable for output, layout in zip(outputs, layouts)):
             raise NotSplittable("the model gives other outputs than when it was looked at")
+
+    def _as_before(self, piece: Piece, outputs: list[Any]) -> None:
+        """Raise NotSplittable where a chunk that runs again gives something else: its gradient would be of another function."""
+        for tensor, seen in zip(outputs, piece.seen or ()):
+            allowed = _APART if tensor.device.type == "cpu" else _APART_NARROW if tensor.dtype.itemsize <= 2 else _APART_GPU
+            if not agrees(glimpse(tensor), seen, allowed):
+                raise NotSplittable("a chunk gave something else in its backward than in its forward: what the model reads was changed "
+                                    "in between. Change it after the backward, or leave this technique out")
 
     def _call(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The output's skeleton and tensors, and the reductions that were seen (where any matters)."""
@@ -177,7 +194,8 @@ class Call:
             return self._differentiable(saved(), gradients)
         found = self._from_graph(gradients) if self.graph is not None else None
         if found is None:
-            found = self._from_chunks(saved(), gradients)
+            with self.held.as_it_was():
+                found = self._from_chunks(saved(), gradients)
         self.listener.done()
         return found
 
@@ -229,7 +247,7 @@ class Call:
             return [Piece(piece.start + start, piece.start + stop, piece.state) for start, stop in bounds(samples, 2)]
         if self.devices and not piece.offload:
             self.listener.smaller(samples, -(-samples // 2), failure)
-            return [Piece(piece.start, piece.stop, piece.state, piece.drew, offload=True)]
+            return [replace(piece, offload=True)]
         failure.add_note(f"saturate: a backward pass over {samples} sample(s) did not fit, and "
                          + ("it drew random numbers, so its samples cannot be run one by one" if samples > 1
                             else "there is nothing smaller to try"))
@@ -248,6 +266,7 @@ class Call:
             with self.autocast.entered():       # not around the backward: its products would be cast as well
                 _, outputs, found = self._call(live)
             self._as_proved(outputs)
+            self._as_before(piece, outputs)
             wanted = [self._gradient_of(position, output, gradients[position], piece, found)
                       for position, output in enumerate(outputs)]
             return _gradients(torch, outputs, wanted, [*live, *self.parameters])
@@ -270,7 +289,7 @@ class Call:
         self.graph = None
         if len(self.pieces) > 1 and any(piece.drew for piece in self.pieces):
             raise NotSplittable("gradients of gradients (create_graph=True) of chunks that drew random numbers")
-        with hooks_set_aside(self.parameters), drawing_again(self.pieces[0].state):
+        with hooks_set_aside(self.parameters), drawing_again(self.pieces[0].state), self.held.as_it_was():
             with self.autocast.entered():
                 _, outputs, _ = self._call(inputs)
             return _gradients(self.torch, outputs, gradients, [*inputs, *self.parameters], create_graph=True)

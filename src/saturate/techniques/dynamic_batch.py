@@ -37,7 +37,9 @@ Around the forward of the outermost trained modules, from the first training for
 first call of each structure of arguments is watched, then eight of its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
 batch is cut, and after 1, 2, 4, 8... that were, as many samples as have run at once are compared in the same way: a mixture
 of experts with room for a share of the batch drops nothing of a small one. What only larger batches do, nobody sees. Python's,
-NumPy's and torch's random numbers are drawn again where a chunk is run again. Each change is one line on stderr. Wrapped in
+NumPy's and torch's random numbers are drawn again where a chunk is run again, and modes, attributes and buffers are those of its
+forward; where it gives something else all the same, because the script has changed what the model reads elsewhere, the backward
+raises an error. Each change is one line on stderr. Wrapped in
 DistributedDataParallel, each rank decides for itself, and its hooks see each gradient once. `limit_bytes` forecasts for
 less memory than there is. Module hooks and `torch.compile` outside of the model see nothing of it; a model that the script
 compiles is left alone.
