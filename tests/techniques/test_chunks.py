@@ -20,7 +20,7 @@ from torch.nn import functional  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts  # noqa: E402
-from saturate.techniques import _chunk_plan, _chunk_proof, _chunks, _trees, dynamic_batch, micro_batch  # noqa: E402
+from saturate.techniques import _chunk_modes, _chunk_plan, _chunk_proof, _chunks, _trees, dynamic_batch, micro_batch  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
 
@@ -845,6 +845,41 @@ def test_a_loss_inside_the_model_is_weighted_by_what_it_is_the_mean_of(padded):
     assert plain(tokens, targets)[1].item() == pytest.approx(tuned(tokens, targets)[1].item(), rel=1e-12)
     assert all(torch.allclose(a.grad, b.grad, atol=1e-14) for a, b in zip(plain.parameters(), tuned.parameters()))
     assert "micro-batch" in context.notes
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "huber_loss"])
+def test_a_weighted_loss_inside_the_model_is_weighted_by_what_torch_divides_by(loss):
+    """Some divide by the sum of the weights. They are all alike when it is looked at."""
+    plain, tuned = twins(lambda: Weighted(loss))
+    context = context_of(tuned)
+    micro_batch.apply(context, micro_batch.Options(3))
+    x, y, weight = torch.randn(8, 6), torch.randn(8, 6), torch.ones(8, 6)
+    plain.train(), tuned.train()(x, y, weight)
+    weight[:3] *= 10
+    for model in (plain, tuned):
+        value = model(x, y, weight)
+        value.backward()
+    assert "micro-batch" in context.notes
+    assert value.item() == pytest.approx(plain(x, y, weight).item(), rel=1e-6)
+    assert torch.allclose(plain.linear.weight.grad, tuned.linear.weight.grad, rtol=1e-5)
+
+
+class Weighted(torch.nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.linear, self.loss = torch.nn.Linear(6, 6), loss
+
+    def forward(self, x, y, weight):
+        return getattr(functional, self.loss)(self.linear(x), y, weight=weight)
+
+
+def test_an_argument_of_a_loss_that_is_not_known_makes_its_weight_unknown():
+    def mse_loss(input, target, reduction="mean", margin=None):     # as a later torch may have it
+        return (input - target).square().mean()
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    counted = [_chunk_modes._reduction("mse_loss", mse_loss, (x, y), given, None, torch).weight for given in ({}, {"margin": 0.1})]
+    assert counted == [6, None]
 
 
 def half_and_half(logits, targets):

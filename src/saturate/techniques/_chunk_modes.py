@@ -174,12 +174,19 @@ def hooks_set_aside(parameters: list[Any]) -> Iterator[None]:
 
 # -- reductions ------------------------------------------------------------------------------------------------------
 
-#: Losses of torch.nn.functional whose mean is over all entries of their input.
+#: Losses of torch.nn.functional whose mean is over all entries of their input, unless they divide by given weights.
 _ELEMENTWISE = frozenset({
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "poisson_nll_loss", "soft_margin_loss", "kl_div",
 })
 _BY_TARGET = frozenset({"cross_entropy", "nll_loss"})
+_BY_WEIGHTS = frozenset({"mse_loss", "l1_loss"})
+
+#: Their arguments whose part in the mean is known; a later torch may have others.
+_ARGUMENTS = frozenset({
+    "input", "target", "size_average", "reduce", "reduction", "weight", "ignore_index", "label_smoothing", "pos_weight", "beta", "delta",
+    "log_input", "full", "eps", "log_target",
+})
 
 
 class Reduction:
@@ -205,16 +212,27 @@ def _reductions_class(torch: Any) -> type:
             self.found: list[Reduction] = []
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
+            kwargs = dict(kwargs or {})
             name = getattr(func, "__name__", "")
             if name == "register_hook":
                 raise NotSplittable("its forward registers a hook on a tensor, which would be called for each chunk")
+            if name == "l1_loss":
+                kwargs = {**_hidden_weight(func), **kwargs}
             result = func(*args, **kwargs)
             if name in _ELEMENTWISE or name in _BY_TARGET:
                 self.found.append(_reduction(name, func, args, kwargs, result, torch))
             return result
 
     return Reductions
+
+
+def _hidden_weight(function: Any) -> dict[str, Any]:
+    """The `weight` of the call of `l1_loss` that is under way: torch tells a mode all arguments but this one (2.13)."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not getattr(function, "__code__", None):
+        frame = frame.f_back
+    weight = frame.f_locals.get("weight") if frame is not None else None
+    return {} if weight is None else {"weight": weight}
 
 
 def reductions(torch: Any) -> Any:
@@ -229,9 +247,13 @@ def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch:
     reduction = given.get("reduction", "mean")
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return Reduction(result, None, False)       # a spelling that torch gave up years ago
+    if any(value is not None for argument, value in given.items() if argument not in _ARGUMENTS):
+        return Reduction(result, None, False)
     if reduction != "mean":
         return Reduction(result, None, reduction == "sum")
     target = given["target"]
+    if name in _BY_WEIGHTS and given.get("weight") is not None:
+        return Reduction(result, given["weight"].detach().double().sum(), False)
     if name in _ELEMENTWISE:
         shape = torch.broadcast_shapes(given["input"].shape, target.shape)
         return Reduction(result, torch.tensor(float(shape.numel()), dtype=torch.float64), False)
