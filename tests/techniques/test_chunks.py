@@ -377,6 +377,15 @@ def test_dropout_draws_the_same_numbers_again():
         assert (above - below) / 2e-6 == pytest.approx(float(weight.grad[index]), rel=1e-4)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7])
+def test_no_dropout_has_an_effect_on_the_proof(share):
+    """torch leaves out an argument that has its default, as the probability of one half has."""
+    x = torch.randn(7, 6, requires_grad=True)
+    with _chunk_modes.steady(torch):
+        assert torch.equal(functional.dropout(x, share), x)
+        assert torch.equal(torch.full((7,), 9.0).bernoulli_(), torch.full((7,), 0.5))
+
+
 def value_of(model, value):
     with torch.enable_grad():
         return float(value().detach())

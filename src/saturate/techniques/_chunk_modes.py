@@ -308,7 +308,9 @@ def _steady(func: Any, args: list[Any], kwargs: dict[str, Any], torch: Any) -> A
             return func(*args, **kwargs)
     if name.startswith("bernoulli"):
         # The keep mask of a dropout is divided by the same probability: nothing is dropped or scaled.
-        probability = next((value for value in [*args[1:], *kwargs.values()] if isinstance(value, (float, torch.Tensor))), None)
+        # What has its default is left out of the arguments.
+        defaults = [argument.default_value for argument in schema.arguments]
+        probability = next((value for value in [*args[1:], *kwargs.values(), *defaults] if isinstance(value, (float, torch.Tensor))), None)
         kept = args[0] if name.endswith("_") else args[0].clone()
         if probability is None:
             return kept         # each entry is its own probability
