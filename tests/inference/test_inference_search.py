@@ -223,6 +223,56 @@ def test_what_does_not_work_costs_one_row(what: dict[str, Any], fate: str) -> No
     assert fates(search)["run"] == fate and search.best().candidate.label() == "other"      # type: ignore[union-attr]
 
 
+class Mortal(FakeWorker):
+    """The model's own process, which ends after some blocks."""
+
+    left = 0
+
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+        self.left -= 1
+        if self.left < 0:
+            raise WorkerFailed("failed", "signal 9")
+        return super().block(count, cpu=cpu)
+
+
+class Ends(World):
+    """The model's own processes live for so many blocks each, the last one forever."""
+
+    def lives(self, *blocks: int) -> Ends:
+        self.blocks, self.baselines = list(blocks), []
+        return self
+
+    def baseline(self) -> FakeWorker:
+        worker = Mortal(1.0, Candidate())
+        worker.left = self.blocks.pop(0) if self.blocks else 10**6
+        self.baselines.append(worker)
+        return worker
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 3, 5])
+def test_the_end_of_the_model_s_own_process_is_not_held_against_a_candidate(blocks: int) -> None:
+    """Neither before the first one, nor beside it."""
+    world = Ends({"run": 0.5, "other": 0.8}).lives(blocks)
+    search = walk(world, RUN, OTHER)
+    assert fates(search) == {"run": "dominated", "other": "dominated"} and search.baseline is not None
+    assert len(world.baselines) == 2 and search.tried[search.best().candidate].speedup == pytest.approx(2, rel=0.01)   # type: ignore[union-attr]
+    assert world.baselines[1].closed and all(worker.closed for worker in world.workers)
+
+
+def test_who_is_beside_the_model_s_process_when_it_ends_twice_may_be_the_answer() -> None:
+    search = walk(Ends({"run": 0.5, "other": 0.8}).lives(5, 5), RUN, OTHER)
+    first = next(iter(search.tried.values()))
+    assert first.fate == "failed" and first.outside and not first.lasting and "twice the model's own process ended" in first.reason
+    assert [found.fate for found in search.tried.values()][1:] == ["dominated"]
+
+
+def test_a_model_that_does_not_live_ends_the_search_by_name() -> None:
+    world = Ends({"run": 0.5}).lives(5, 0)
+    with pytest.raises(EnvironmentProblem, match="another one does not live either"):
+        walk(world, RUN)
+    assert all(worker.closed for worker in world.baselines[1:])
+
+
 def test_other_options_of_what_took_too_long_are_not_tried() -> None:
     world = World({"run": 0.5, "other": 0.8})
 

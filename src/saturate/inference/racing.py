@@ -49,11 +49,13 @@ class Racer(Protocol):
 
 @dataclass
 class Lane:
-    """One process in a race, frozen unless it runs. `calls` per block follow from its first calls."""
+    """One process in a race, frozen unless it runs. `calls` per block follow from its first calls. `broken`: a block of it failed:
+    of two in a race, it was this one."""
 
     worker: Any
     calls: int
     times_ns: list[int] = field(default_factory=list)
+    broken: bool = False
 
     @staticmethod
     def of(worker: Racer) -> Lane:
@@ -65,13 +67,21 @@ class Lane:
 
     def run(self, cpu: int | None = None) -> float:
         """One block, begun on `cpu`: the median call, ns. A first call is thrown away: caches are cold after the other's block."""
+        self.broken = True
         self.worker.thaw()
         try:
             times = self.worker.block(self.calls + 1, cpu=cpu)[1:]
         finally:
             self.worker.freeze()
+        self.broken = False
         self.times_ns += times
         return median(times)
+
+    def renew(self, start: Callable[[], Racer]) -> None:
+        """Another process in the place of one that ended."""
+        self.worker.close()
+        self.worker = start()
+        self.calls, self.broken = Lane.of(self.worker).calls, False
 
 
 @dataclass(frozen=True)
@@ -158,11 +168,12 @@ def pair(start_a: Callable[[], Racer], start_b: Callable[[], Racer]) -> Iterator
 @contextmanager
 def lane(start: Callable[[], Racer]) -> Iterator[Lane]:
     """A fresh process, ready and frozen; closed at the end."""
-    worker = start()
+    found = Lane(start(), 0)
     try:
-        yield Lane.of(worker)
+        found.calls = Lane.of(found.worker).calls
+        yield found
     finally:
-        worker.close()
+        found.worker.close()        # another one, perhaps
 
 
 def timing(times_ns: list[int]) -> Timing | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from saturate.errors import EnvironmentProblem
 from saturate.inference import order, plan, racing
 from saturate.inference.candidates import Candidate
 from saturate.inference.techniques._api import COMPRESSED_BYTES
@@ -88,11 +89,23 @@ class Search:
     # -- the walk --------------------------------------------------------------------------------------------------
 
     def run(self, baseline_worker: Any) -> None:
-        """Walk all stages, as far as time allows. `baseline_worker` lives on, and is left frozen."""
-        self._lane = racing.Lane.of(baseline_worker)
-        self._lane.run()
+        """Walk all stages, as far as time allows. `baseline_worker` is left frozen; where it ends, another one takes its place. Raises
+        EnvironmentProblem where none lives."""
+        self._lane = racing.Lane(baseline_worker, 0)
+        try:
+            self._run()
+        finally:
+            if self._lane.worker is not baseline_worker:
+                self._lane.worker.close()
+
+    def _run(self) -> None:
+        try:
+            self._lane = racing.Lane.of(self._lane.worker)
+            self._lane.run()
+        except self.failed:
+            self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
-                              peak_memory_bytes=baseline_worker.memory_bytes())
+                              peak_memory_bytes=self._lane.worker.memory_bytes())
         self._walk(lambda: plan.alone(self.pool, self.tried))
         self._walk(lambda: plan.lossless_together(self.pool, self.speeds()))
         bases = [found.candidate for found in self.ranked()]
@@ -177,6 +190,18 @@ class Search:
         known = self._from_journal(candidate)
         if known is not None:
             return known
+        found = self._trial(candidate)
+        if self._lane.broken:               # whatever ended the model's own process, the candidate has not shown anything
+            self.progress(f"{candidate.label()}: once more, for the model's own process ended: {found.reason}")
+            self._renew()
+            found = self._trial(candidate)
+        if self._lane.broken:
+            found.outside, found.reason = True, f"twice the model's own process ended beside it: {found.reason}"
+            self._renew()
+        return self._settle(found)
+
+    def _trial(self, candidate: Candidate) -> Tried:
+        """A process of its own for the candidate, and what it shows. Where `_lane` is broken behind it, it was not the candidate's."""
         began = time.monotonic()
         found = Tried(candidate, "failed", "")
         try:
@@ -191,7 +216,17 @@ class Search:
             finally:
                 worker.close()
         found.seconds = time.monotonic() - began
-        return self._settle(found)
+        return found
+
+    def _renew(self) -> None:
+        """A fresh process with the model itself, to measure candidates against."""
+        try:
+            self._lane.renew(self.lab.baseline)
+            self._lane.run()
+        except self.failed as error:
+            raise EnvironmentProblem("the model's own process ended, and another one does not live either", cause=str(error),
+                                     remedy="look for what ends processes here (memory, other users), and give the same command again: it "
+                                            "goes on from here") from error
 
     def _measure(self, worker: Any, found: Tried) -> None:
         """Fill in what a living process shows."""
