@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from saturate.inference.serving import Setting, climb
+from saturate.errors import EnvironmentProblem
+from saturate.inference import racing
+from saturate.inference.ending import Ending
+from saturate.inference.process import WorkerFailed
+from saturate.inference.serving import Fleet, Serving, Setting, climb
 
 
 def rates(curve: dict[Setting, float | None], cores: int = 4) -> dict[Setting, float]:
@@ -30,3 +38,43 @@ def test_time_ends_the_climb() -> None:
 def test_no_more_processes_than_cores(cores: int) -> None:
     found = dict(climb(lambda setting: 10.0 * setting.processes, 8, cores, lambda: True))
     assert max(setting.processes for setting in found) == cores
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, *ends: str) -> tuple[Any, list[str]]:
+    """A search for batch sizes in whose races a process ends, once for each reason."""
+    told = list(ends)
+
+    def race(*starts: Any, **more: Any) -> racing.Race:
+        if told:
+            raise WorkerFailed("failed", told.pop(0), outside=True)
+        return racing.Race("faster", None, None, None, "")
+
+    monkeypatch.setattr(racing, "race", race)
+    found = object.__new__(Serving)
+    found.batch, found.cores = 8, 1
+    found.rate = lambda what, setting: 100.0    # type: ignore[method-assign]
+    return found, told
+
+
+@pytest.mark.parametrize(("ends", "verdict"), [(("signal 9",), "faster"), (("signal 9", "signal 9"), "inconclusive")])
+def test_a_process_that_ends_in_the_race_of_the_best_costs_no_result(monkeypatch: pytest.MonkeyPatch, ends: Any, verdict: str) -> None:
+    rows, race = serving(monkeypatch, *ends)[0].search(Path("artifact"), lambda text: None, 0.0)
+    assert {row.of for row in rows} == {"baseline", "best"} and race is not None and race.verdict == verdict
+    assert ("signal 9" in race.reason) is (verdict == "inconclusive")
+
+
+def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "baseline-8").mkdir()
+    (tmp_path / "baseline-8" / "model.pt").write_bytes(b"weights")
+    closed: list[int] = []
+    Fleet([SimpleNamespace(close=lambda: closed.append(1))], 8, SimpleNamespace(folder=tmp_path / "baseline-8")).close()   # type: ignore[list-item, arg-type]
+    assert closed and not list(tmp_path.iterdir())
+
+
+def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(SimpleNamespace(baseline=None), None, [], 0.0)      # type: ignore[arg-type]
+    attached: list[Any] = []
+    monkeypatch.setattr(ending, "_attach", lambda error, note: attached.append((error, note)))
+    with pytest.raises(EnvironmentProblem, match="has ended") as caught, ending.told():
+        raise WorkerFailed("failed", "signal 9", outside=True)
+    assert attached == [(caught.value, f"{caught.value.message}: signal 9")]

@@ -11,6 +11,7 @@ import msgspec
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference.confirm import Confirmed, contenders
+from saturate.inference.process import WorkerFailed
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, record_of
 from saturate.records.inference import OptimizeRecord, Unconfirmed
@@ -50,6 +51,11 @@ class Ending:
         except EnvironmentProblem as problem:
             self._attach(problem, f"{problem.message}: {problem.cause}")
             raise
+        except WorkerFailed as failure:
+            problem = EnvironmentProblem("a process that the search cannot do without has ended", cause=failure.reason,
+                                         remedy="look for what ends processes here, and give the same command again: it goes on from here")
+            self._attach(problem, f"{problem.message}: {problem.cause}")
+            raise problem from failure
 
     def _attach(self, error: Any, note: str) -> None:
         if self.search.baseline is None:

@@ -7,6 +7,7 @@ can do, not with the batch that it happened to come with.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,10 +72,10 @@ def _doubled(start: Setting, step: Callable[[Setting], Setting], allowed: Callab
 class Fleet:
     """Some processes of one program that answer at the same time. A `Racer`: a block's times are nanoseconds per sample."""
 
-    def __init__(self, workers: list[Worker], batch: int):
-        self.workers, self.batch = workers, batch
+    def __init__(self, workers: list[Worker], batch: int, source: Source):
+        self.workers, self.batch, self.source = workers, batch, source
         self.cpu: int | None = None         # several: wherever they are
-        self._pool = ThreadPoolExecutor(len(workers))
+        self._pool = ThreadPoolExecutor(max(1, len(workers)))
 
     def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         """Each process answers `count` batches; the time from the first start to the last end, shared by all samples."""
@@ -95,6 +96,7 @@ class Fleet:
         self._pool.shutdown(wait=True)
         for worker in self.workers:
             worker.close()
+        shutil.rmtree(self.source.folder, ignore_errors=True)       # a copy of the model
 
 
 class Serving:
@@ -122,10 +124,9 @@ class Serving:
             for _ in range(setting.processes):
                 workers.append(lab.serve(source, artifact, max(1, lab.threads // setting.processes)))
         except BaseException:
-            for worker in workers:
-                worker.close()
+            Fleet(workers, setting.batch, source).close()
             raise
-        return Fleet(workers, setting.batch)
+        return Fleet(workers, setting.batch, source)
 
     def rate(self, artifact: Path | None, setting: Setting) -> float | None:
         """Samples per second, the median of some rounds; None where the setting does not run."""
@@ -159,5 +160,15 @@ class Serving:
                     best[who], most = setting, rate
         if len(best) < 2:
             return rows, None
-        race = racing.race(lambda: self.fleet(None, best["baseline"]), lambda: self.fleet(artifact, best["best"]), deadline_s=deadline_s)
+        race = self._race(best["baseline"], artifact, best["best"], deadline_s)
         return rows, race
+
+    def _race(self, own: Setting, artifact: Path, best: Setting, deadline_s: float) -> Race:
+        """Of the two at their best; once more where a process ends, which nobody else is to blame for. Then nobody knows."""
+        reason = ""
+        for _ in range(2):
+            try:
+                return racing.race(lambda: self.fleet(None, own), lambda: self.fleet(artifact, best), deadline_s=deadline_s)
+            except WorkerFailed as error:
+                reason = f"a process ended in the race: {error.reason}"
+        return Race("inconclusive", None, None, None, reason)
