@@ -227,6 +227,54 @@ def test_what_was_ended_from_outside_may_be_the_answer() -> None:
     assert not result.cut_short(SimpleNamespace(fate="failed", outside=False, reason="failed: no such kernel"))      # type: ignore[arg-type]
 
 
+def ending(world: World, times: int, how: str, *, outside: bool = True) -> None:
+    """The process that serves an artifact ends so often: when it is loaded, when it is scored or in the final race."""
+    left = [times]
+
+    def ends(then: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                return then(*given, **named)
+            error = WorkerFailed("failed", "ended by signal 9")
+            error.outside = outside         # type: ignore[attr-defined]
+            raise error
+        return call
+
+    def load(candidate: Candidate) -> FakeWorker:
+        worker = world.start(candidate)
+        if how == "race":
+            worker.block = ends(worker.block)           # type: ignore[method-assign]
+        return worker
+
+    world.load = ends(world.start) if how == "load" else load       # type: ignore[method-assign]
+    if how == "score":
+        world.score = ends(world.score)                 # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["load", "score", "race"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_of_the_artifact_that_is_ended_from_outside_is_tried_once_more(how: str, times: int) -> None:
+    world = World({"run": 0.5}, budget=0.01)
+    search = walk(world, RUN)
+    ending(world, times, how)
+    won, final = champion(search, world)
+    found = next(iter(search.tried.values()))
+    if times == 1:
+        assert won is not None and final is not None and not found.outside and found.fate == "kept"
+    else:
+        assert won is None and found.outside and "signal 9" in found.reason and result.open_ones(search) == [found]
+    assert all(worker.closed for worker in world.workers)
+
+
+def test_an_artifact_that_ends_its_process_itself_is_not_tried_again() -> None:
+    world = World({"run": 0.5})
+    search = walk(world, RUN)
+    ending(world, 1, "load", outside=False)
+    assert champion(search, world) == (None, None)
+    assert fates(search) == {"run": "not_deployable"} and not result.open_ones(search)
+
+
 def test_the_sizes_and_the_words_of_techniques_are_in_the_record() -> None:
     world = World({"run": 0.5})
     start = world.start

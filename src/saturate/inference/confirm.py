@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from saturate.inference import racing
 from saturate.inference.candidates import Candidate
@@ -31,6 +31,8 @@ CLOSE = 1.06
 
 FINAL = Limits(max_pairs=4, min_rounds=6, max_rounds=16)
 DUEL = Limits(max_pairs=2, min_rounds=6, max_rounds=12)
+
+T = TypeVar("T")
 
 
 class Yard(Protocol):
@@ -98,9 +100,10 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
         if won is None:
             break
         try:
-            final = against(yard, won.artifact, None, deadline_s)
+            final = _once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
         except failed as error:
             won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
+            won.found.outside = _outside(error)
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
         over, verdict = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits), outcome(final, search.objective)
@@ -186,11 +189,32 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
         progress(f"{found.candidate.label()}: cannot be stored, {error}")
         return None
     try:
-        worker = yard.load(artifact)
+        confirmed = _once_more(lambda: _served(found, artifact, yard, check_failed), failed)
     except failed as error:
-        found.fate, found.reason = "not_deployable", f"stored, it does not load in a fresh process: {error}"
+        found.fate, found.reason = "not_deployable", f"its artifact does not serve in a fresh process: {error}"
+        if error.kind == "timeout":             # type: ignore[attr-defined]
+            found.fate, found.reason = "failed", f"timeout: {found.reason}"
+        found.outside = _outside(error)
         progress(f"{found.candidate.label()}: {found.reason}")
         return None
+    if confirmed is None:
+        return None
+    if confirmed.scores is None:
+        return confirmed
+    confirmed.judgement = yard.confirmed(confirmed.scores, found.candidate)
+    verdict = confirmed.judgement.verdict
+    if verdict == "pass" or (verdict == "undecided" and found.candidate.lossless):
+        return confirmed
+    found.fate = "undecided" if verdict == "undecided" else "rejected_accuracy"
+    found.judgement = confirmed.judgement
+    found.reason = f"{found.speedup:.2f}x; on samples that the selection did not see: {confirmed.judgement.reason}"
+    progress(f"{found.candidate.label()}: {found.reason}")
+    return None
+
+
+def _served(found: Tried, artifact: Path, yard: Yard, check_failed: type[Exception]) -> Confirmed | None:
+    """Load, guard, score, without a judgement. None where guards or the check refuse; raises where the process does not live."""
+    worker = yard.load(artifact)
     try:
         problem = yard.problem(worker, found.candidate)
         confirmed = Confirmed(found, artifact, memory_bytes=worker.memory_bytes())      # before larger batches take more
@@ -203,22 +227,9 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
         except check_failed as error:
             found.fate, found.reason = "rejected_behaviour", f"the check fails on its artifact: {error}"
             return None
-    except failed as error:
-        found.fate, found.reason = "not_deployable", f"loaded from its artifact: {error}"
-        return None
     finally:
         worker.close()
-    if confirmed.scores is None:
-        return confirmed
-    confirmed.judgement = yard.confirmed(confirmed.scores, found.candidate)
-    verdict = confirmed.judgement.verdict
-    if verdict == "pass" or (verdict == "undecided" and found.candidate.lossless):
-        return confirmed
-    found.fate = "undecided" if verdict == "undecided" else "rejected_accuracy"
-    found.judgement = confirmed.judgement
-    found.reason = f"{found.speedup:.2f}x; on samples that the selection did not see: {confirmed.judgement.reason}"
-    progress(f"{found.candidate.label()}: {found.reason}")
-    return None
+    return confirmed
 
 
 def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Confirmed:
@@ -241,6 +252,20 @@ def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Con
         loser.found.reason = f"{ratio:.2f}x slower than {name} in a race"
         search.progress(f"{name} beats {loser.found.candidate.label()}, {ratio:.2f}x")
     return best
+
+
+def _once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
+    """What it gives; tried again where it was no fault of the candidate's that a process ended."""
+    try:
+        return trial()
+    except failed as error:
+        if not _outside(error):
+            raise
+    return trial()
+
+
+def _outside(error: Exception) -> bool:
+    return getattr(error, "outside", False)
 
 
 def against(yard: Yard, artifact: Path, other: Path | None, deadline_s: float) -> Race:
