@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -11,7 +14,9 @@ import pytest
 
 from saturate.cli import main
 from saturate.cli._callables import resolve
+from saturate.cli._running import one_signal_interrupts
 from saturate.errors import EnvironmentProblem, TooNoisy, UsageError, WorkloadFailed
+from saturate.inference import users_code
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "inference"))
 import optimizations
@@ -280,6 +285,34 @@ def test_an_interruption_hands_over_what_was_found(capfd, user, api, record, ver
     assert code == 130 and found["verdict"] == verdict and (found["best"] or {}).get("speedup") == speedup
     assert found["notes"][0].startswith("interrupted") and len(found["candidates"]) == (len(record.candidates) if record else 0)
     assert ("goes on from here" in err) is (record is not None)
+
+
+def swallowed(times, end=None):
+    """The user's code takes so many signals for errors of its own, and goes on."""
+    for _ in range(times):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("a signal in the user's code is always raised")
+    if end is not None:
+        raise end
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("end", [None, ValueError("no such key")])
+def test_a_signal_that_the_users_code_swallows_ends_it_all_the_same(times, end):
+    with one_signal_interrupts():
+        with pytest.raises(KeyboardInterrupt), users_code.forks_end():
+            swallowed(times, end)
+        os.kill(os.getpid(), signal.SIGINT)         # we clean up by now
+        with users_code.forks_end():
+            pass                                    # what is past does not end other code
+
+
+def test_later_signals_do_not_end_the_cleaning_up():
+    with one_signal_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_machine_that_gives_out_hands_over_what_was_found(capfd, user, api):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import os
 import random
@@ -112,6 +113,19 @@ def test_ctrl_c_is_no_problem_of_the_check():
 
     with pytest.raises(KeyboardInterrupt):
         scored(interrupted, run)
+
+
+def test_ctrl_c_in_the_model_ends_the_check_also_where_the_check_swallows_it():
+    def interrupted(x):
+        raise KeyboardInterrupt
+
+    def bare(run):
+        with contextlib.suppress(BaseException):
+            run(torch.zeros(1, 3))
+        return [1.0, 0.0]
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(bare, interrupted)
 
 
 def test_what_a_check_prints_is_kept_and_shown_but_not_on_stdout(capsys):

@@ -30,7 +30,8 @@ class Progress:
 
 class one_signal_interrupts:
     """The first Ctrl-C, SIGTERM or SIGHUP ends a study: trials are killed and the best so far is written. Later ones
-    change nothing, so that they cannot end the cleaning up. A signal that was ignored stays ignored (nohup)."""
+    change nothing, so that they cannot end the cleaning up; but for the user's own code, which may swallow the first. A signal
+    that was ignored stays ignored (nohup)."""
 
     def __enter__(self) -> None:
         import signal
@@ -39,7 +40,8 @@ class one_signal_interrupts:
 
         def interrupt(number: int, frame: object) -> None:
             nonlocal pending
-            if pending:
+            users = sys.modules.get("saturate.inference.users_code")  # not there: none of it runs
+            if (users is not None and users.interrupted()) or pending:
                 pending = False
                 raise KeyboardInterrupt
 

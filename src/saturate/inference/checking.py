@@ -118,6 +118,8 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
             scores = read(returned, metric)
         except UnusableScores as error:
             problem = Problem("unusable", str(error), error.remedy)
+    if recorder.interruption is not None:   # the check has swallowed it
+        raise recorder.interruption
     if recorder.failure is not None:        # also where the check caught it: such scores are of something else
         scores = None
         problem = Problem("run", f"the model failed on what the check gave it: {_last_line(recorder.failure)}",
@@ -235,6 +237,7 @@ class _Recorder:
         self.samples = Seen()
         self.asked, self.answers = samples.Digest(), samples.Digest()
         self.failure: Exception | None = None
+        self.interruption: KeyboardInterrupt | None = None
         self.fractions = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -244,6 +247,9 @@ class _Recorder:
         self.asked.feed(given)
         try:
             answer = self.run(*inputs, **named)
+        except KeyboardInterrupt as error:
+            self.interruption = error
+            raise
         except Exception as error:
             self.failure = self.failure or error
             raise

@@ -18,6 +18,9 @@ RAISED = (Exception, SystemExit, GeneratorExit)
 
 _LAST_LINES = 12  # of a traceback
 
+#: For each piece of their code that runs, one within the other: whether it was interrupted.
+_running: list[bool] = []
+
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
@@ -36,16 +39,31 @@ def running(what: str) -> Iterator[None]:
 @contextmanager
 def forks_end() -> Iterator[None]:
     """A process that is forked in here ends when it leaves, as its own program would: it has neither our cleaning up to do
-    nor an answer to print."""
+    nor an answer to print. Raises KeyboardInterrupt where their code has swallowed one that `interrupt` raised."""
     process = os.getpid()
+    _running.append(False)
     try:
         yield
     except BaseException as error:
         if os.getpid() != process:
             _end(error)
+        if _running[-1] and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         raise
-    if os.getpid() != process:
-        os._exit(0)
+    else:
+        if os.getpid() != process:
+            os._exit(0)
+        if _running[-1]:
+            raise KeyboardInterrupt
+    finally:
+        _running.pop()
+
+
+def interrupted() -> bool:
+    """For a handler of signals that raises KeyboardInterrupt: whether it is the user's code that runs, which may swallow that. It is
+    raised again where their code ends, if it does not end by it."""
+    _running[:] = [True] * len(_running)
+    return bool(_running)
 
 
 def items(given: Iterable[Any], what: str) -> Iterator[Any]:
