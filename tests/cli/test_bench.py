@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from saturate.cli import bench, main
+from saturate.errors import EnvironmentProblem
 from saturate.records.bench import BatchRow, BenchRecord, Measured
 from saturate.records.inference import CandidateRecord, ModelFacts, Timing
 
@@ -115,6 +116,25 @@ def test_a_size_that_it_cannot_take_is_a_row_with_a_reason(capsys, stored, acted
     assert "this program was made for" in call(capsys, stored / "fixed", "--batch", "1,4")[1]
     code, out, err = call(capsys, stored / "fixed", "--batch", "1,2", "--json")
     assert code == 3 and len(json.loads(out)["rows"]) == 2 and "at none of these batch sizes" in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory:\n you tried"), MemoryError("no room"),
+                                   EnvironmentProblem("inputs cannot be written", cause="No space left on device")])
+def test_a_size_that_the_machine_does_not_hold_is_a_row_with_a_reason(capsys, stored, acted, monkeypatch, error):
+    from saturate.inference import examples
+
+    made = examples.of_size
+
+    def of_size(torch, batch, size):
+        if size > 1000:
+            raise error
+        return made(torch, batch, size)
+
+    monkeypatch.setattr(examples, "of_size", of_size)
+    assert main.main(["bench", str(stored / "open"), "--batch", "8,9999999", "--json"]) == 0
+    small, large = json.loads(capsys.readouterr().out)["rows"]
+    assert small["artifact"]["latency_ms"]["p50"] > 0 and large["artifact"]["latency_ms"] is None
+    assert (getattr(error, "cause", "") or str(error).split()[0]) in large["artifact"]["reason"]
 
 
 def test_against_another(capsys, stored, acted):

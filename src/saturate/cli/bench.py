@@ -138,14 +138,18 @@ def _row(
 
     torch = artifact.require_torch()
     stored, _ = artifact.examples_of(torch, folder)[0]
-    inputs = stored if size is None else examples.of_size(torch, stored, size)
-    if inputs is None:
+    try:
+        inputs = stored if size is None else examples.of_size(torch, stored, size)
+        start = _starter(work, inputs, threads, device) if inputs is not None else None
+    except (RuntimeError, MemoryError, EnvironmentProblem) as error:  # RuntimeError: what torch says where memory ends
+        why = error.cause if isinstance(error, EnvironmentProblem) else " ".join(str(error).split())[:200]
+        return BatchRow(batch=size, artifact=Measured(reason=f"a batch of this size cannot be made here: {why}"))
+    if inputs is None or start is None:
         return BatchRow(
             batch=size,
             artifact=Measured(reason="its inputs do not share a first dimension, so there is no other batch size"),
         )
     size = size or samples(torch, stored)
-    start = _starter(work, inputs, threads, device)
     words = f"batch {size}" if size else "as stored"
     progress(f"{words}: {folder}")
     ours = _measured(lambda: start(folder), size)
