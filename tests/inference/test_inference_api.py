@@ -12,8 +12,9 @@ import optimizations
 import pytest
 
 import saturate
-from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
+from saturate.errors import CheckUnusable, EnvironmentProblem, SaturateError, UsageError, WorkloadFailed
 from saturate.inference import api, folders, samples
+from saturate.inference.process import WorkerFailed
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
@@ -139,6 +140,16 @@ def test_what_cannot_be_compared_is_said() -> None:
     lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
     notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=ModelFacts())), None)
     assert "12.5 % of what the model answers with is NaN" in notes[0]
+
+
+@pytest.mark.parametrize(("kind", "outside", "error", "words"), [
+    ("disk_full", True, EnvironmentProblem, "the model's process cannot work"), ("out_of_memory", True, EnvironmentProblem, "ended from outside"),
+    ("failed", True, EnvironmentProblem, "ended from outside"), ("failed", False, WorkloadFailed, "does not run on its inputs"),
+    ("out_of_memory", False, WorkloadFailed, "does not run on its inputs"), ("timeout", False, WorkloadFailed, "takes too long")])
+def test_what_ends_the_model_from_outside_is_not_its_own_fault(kind: Any, outside: bool, error: type[Exception], words: str) -> None:
+    with pytest.raises(SaturateError, match=words) as caught, api.running_model():
+        raise WorkerFailed(kind, "it says why", outside=outside)
+    assert type(caught.value) is error and caught.value.cause == "it says why" and caught.value.remedy
 
 
 VALIDATION = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 
 from saturate import __version__
-from saturate.errors import CheckUnusable, UsageError, WorkloadFailed
+from saturate.errors import CheckUnusable, EnvironmentProblem, UsageError, WorkloadFailed
 from saturate.inference import checking, confirm, folders, guards, here, identity, plan, samples, users_code
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
 from saturate.inference.ending import Ending
 from saturate.inference.journal import Journal
-from saturate.inference.lab import Lab
+from saturate.inference.lab import Lab, of_the_machine
 from saturate.inference.process import WorkerFailed
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, seconds_of
@@ -135,10 +135,17 @@ def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]
 
 @contextmanager
 def running_model() -> Iterator[None]:
-    """What fails in here is the user's own model."""
+    """What fails in here is the user's own model (WorkloadFailed), unless a full disk or another program has ended it (EnvironmentProblem)."""
     try:
         yield
     except WorkerFailed as error:
+        if error.kind == "disk_full":
+            with of_the_machine("the model's process cannot work"):
+                raise
+        if error.outside:
+            raise EnvironmentProblem("the model's process was ended from outside", cause=error.reason, evidence=error.log,
+                                     remedy="look for what ends processes here (memory that runs out, other users), and give the same "
+                                            "command again: it goes on from here") from error
         if error.kind == "timeout":
             raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
                                  remedy="give the search more time, or fewer and smaller inputs") from error
