@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from test_inference_search import (
     walk,
 )
 
+from saturate.errors import EnvironmentProblem
 from saturate.inference import confirm, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
@@ -273,6 +276,18 @@ def test_an_artifact_that_ends_its_process_itself_is_not_tried_again() -> None:
     ending(world, 1, "load", outside=False)
     assert champion(search, world) == (None, None)
     assert fates(search) == {"run": "not_deployable"} and not result.open_ones(search)
+
+
+def test_a_disk_that_fills_up_leaves_the_report_of_the_search_before(tmp_path: Path) -> None:
+    report = result._written(tmp_path / "run" / "report.html", b"of the search before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(EnvironmentProblem, match="cannot be written"):
+            result._written(report, b"*" * 4000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert report.read_bytes() == b"of the search before" and list(report.parent.iterdir()) == [report]
 
 
 def test_the_sizes_and_the_words_of_techniques_are_in_the_record() -> None:

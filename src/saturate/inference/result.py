@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, NothingFaster, UsageError
 from saturate.inference import artifact, confirm, lines
 from saturate.inference.artifact import Artifact
@@ -170,7 +171,7 @@ def _closest(search: Search) -> str:
 def _written(path: Path, content: bytes) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        durable.replace(path, lambda stream: stream.write(content))     # a full disk leaves those of the search before
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be written", cause=str(error), remedy="free some space, or choose another folder") from error
     return path
