@@ -384,6 +384,34 @@ while True:
     assert by_name(seen)["Sequential"]["flops"] == 2 * 8 * 16 * 32       # head and body are called by themselves
 
 
+EVALUATING = MODEL + """
+step = 0
+while True:
+    opt.zero_grad(); loss_of().backward(); opt.step()
+    step += 1
+    if step % {every} == 0:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(4000): model(x)
+        model.train()
+"""
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_evaluation_is_no_part_of_a_step(start, script, every):
+    trial = start(str(script(EVALUATING.replace("{every}", str(every)))))
+    trial.wait_ready()
+    both = [trial.look("modules", 1, steps) for steps in (4, 5)]
+    assert sorted(seen["evaluated"] for seen in both) == [every == 1, True]
+    for seen in both:
+        rows = by_name(seen)
+        if seen["evaluated"]:
+            assert "evaluation" in seen["flops_unknown"] and {row["flops"] for row in rows.values()} == {None}
+        else:
+            assert not seen["flops_unknown"] and rows["Net"]["flops"] == 2 * 8 * 16 * 32 + 2 * 8 * 32 * 4
+        assert every == 1 or rows["Net"]["forward_ms"] < 25         # with an evaluation among the timed ones it is twice that
+
+
 RECOMPUTED = """
 import torch
 from torch import nn

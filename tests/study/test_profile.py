@@ -289,6 +289,21 @@ def run(folder: Folder, *options: str, script: str = "train.py") -> subprocess.C
                           cwd=folder.path, env=folder.environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.parametrize("step_ms", [10.0, 2000.0])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 20])
+def test_a_step_without_an_evaluation_is_counted_wherever_there_is_one(every, step_ms):
+    for first in range(every):
+        passed = [first]
+
+        def look(kind, skip, steps, passed=passed):
+            counted = passed[-1] + skip + steps
+            passed.append(counted + 1)
+            return {"evaluated": counted % every == 0}
+
+        found = study_profile._modules(SimpleNamespace(look=look), step_ms)
+        assert found["evaluated"] == (every == 1) and len(passed) <= 4
+
+
 def test_a_profile_from_beginning_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = Folder(tmp_path)

@@ -2,6 +2,8 @@
 
 Time is the host's on a CPU and the device's (between two events on the current stream) elsewhere. A forward that runs
 inside the backward pass is recomputation: its operations are counted apart, because a model's own need leaves them out.
+A step with an evaluation in it says nothing about a training step: it is not timed where there is another, and where the
+counted one was such a step, the result is `evaluated` and has no operations.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from saturate.agent.inspection import running_backward
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
+
+_EVALUATED = "each step that was counted held an evaluation (a call of eval()), whose operations are not the training's"
 
 
 class ModuleCosts(Window):
@@ -34,7 +38,8 @@ class ModuleCosts(Window):
         self.lines: Any = memorylines.CudaLines(session.torch) if self.device == "cuda" else memorylines.KeptLines(session.torch)
         self.in_backward = running_backward(session.torch)
         self._create_graph: list[bool] = []         # of the backward passes that run, the innermost one last
-        self._timed: list[tuple[list[int], Any, Any]] = []      # chain of open modules, start, end
+        self._timed: list[tuple[list[int], Any, Any]] = []      # in this step: chain of open modules, start, end
+        self._before: list[tuple[bool, list[tuple[list[int], Any, Any]]]] = []   # timed before: with an evaluation? what
         self._open: list[list[Any]] = []
         self._counter: Any = None
         self._held: list[Any] = []
@@ -50,6 +55,8 @@ class ModuleCosts(Window):
             self.turn()
 
     def turn(self) -> None:
+        self._before.append((self.session.evaluated, self._timed))
+        self._timed = []
         if self.left != 1 - self.steps:
             return
         self._unhook()
@@ -63,16 +70,16 @@ class ModuleCosts(Window):
             self.lines.start()
 
     def finish(self) -> None:
-        self._add_up()
-        steps = max(1, self.steps - 1)
+        steps = self._add_up()
+        evaluated = self.session.evaluated
         known = kinds.bytes_of([p for m in self.session.context.modules for p in m.parameters()])
         self.result.update(
             modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
                       "self_ms": (self.total[identity] - self.inside.get(identity, 0.0)) / steps,
-                      "flops": None if identity in self.uncounted else self.flops.get(identity),
+                      "flops": None if evaluated or identity in self.uncounted else self.flops.get(identity),
                       "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
-            flops=self._counter.flops, flops_unknown=self._counter.unknown,
+            flops=self._counter.flops, flops_unknown=self._counter.unknown or (_EVALUATED if evaluated else ""), evaluated=evaluated,
             flops_left_out=sorted(self._counter.left_out), recomputed_flops=self._counter.recomputed, parameter_bytes=known,
             saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
         )
@@ -144,13 +151,15 @@ class ModuleCosts(Window):
         event.record()
         return event
 
-    def _add_up(self) -> None:
-        """The device has been drained: every event has its time."""
-        for chain, began, ended in self._timed:
+    def _add_up(self) -> int:
+        """Of how many steps the times are. The device has been drained: every event has its time."""
+        plain = [timed for evaluated, timed in self._before if not evaluated] or [timed for _, timed in self._before]
+        for chain, began, ended in (one for timed in plain for one in timed):
             took = began.elapsed_time(ended) if self.device == "cuda" else (ended - began) / 1e6
             self.total[chain[-1]] = self.total.get(chain[-1], 0.0) + took
             if len(chain) > 1:
                 self.inside[chain[-2]] = self.inside.get(chain[-2], 0.0) + took
+        return max(1, len(plain))
 
     # -- operations and memory -------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -38,7 +39,7 @@ from saturate.study.seen import Seen
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.techniques import _registry
-from saturate.trial.process import TrialEnded, Workload
+from saturate.trial.process import Trial, TrialEnded, Workload
 
 #: Recorded steps, unless the user wants another number: at least five, more where they are so short that what else runs
 #: on the machine would show; and the longest recording.
@@ -252,7 +253,19 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
     if any(module.compiled for module in facts.modules):
         seen.notes["modules"] = "the script compiles its model, and hooks on modules would compile it again"
     else:
-        seen.modules = trial.look("modules", 1, 2 if live.step_ms > _LONG_STEP_MS else 3)
+        seen.modules = _modules(trial, live.step_ms)
+
+
+def _modules(trial: Trial, step_ms: float) -> dict[str, Any]:
+    """What each module costs. The counted step may hold an evaluation: windows of two lengths in turn meet a training step at
+    the third at the latest, unless every step evaluates."""
+    few, other = (2, 3) if step_ms > _LONG_STEP_MS else (3, 2)
+    found: dict[str, Any] = {}
+    for steps in (few, other, few):
+        found = trial.look("modules", 1, steps)
+        if not found["evaluated"]:
+            break
+    return found
 
 
 def _without_loader(study: Study, live: Live, seen: Seen) -> None:
