@@ -412,6 +412,30 @@ def test_an_evaluation_is_no_part_of_a_step(start, script, every):
         assert every == 1 or rows["Net"]["forward_ms"] < 25         # with an evaluation among the timed ones it is twice that
 
 
+def test_operations_in_other_threads_are_missed_and_said_so(start, script):
+    """A helper thread that runs modules of its own is no part of the step."""
+    source = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+from torch import nn
+pool = ThreadPoolExecutor(1)
+class Two(nn.Module):
+    def __init__(self): super().__init__(); self.near, self.far = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(self, x): return self.near(x) + pool.submit({far}, x).result()
+other = nn.Linear(16, 16)
+model = Two(); opt = torch.optim.SGD(model.parameters(), 0.01); x = torch.randn(8, 16)
+while True:
+    opt.zero_grad(); model(x).sum().backward(); opt.step()
+"""
+    for far, told in (("self.far", True), ("other", False)):
+        trial = start(str(script(source.replace("{far}", far))))
+        trial.wait_ready()
+        seen = trial.look("modules", 1, 2)
+        rows = {row["name"]: row["flops"] for row in seen["modules"]}
+        assert ("another thread" in seen["flops_unknown"]) == told and rows["near"] == 2 * 8 * 16 * 16
+        assert rows["Two"] == (None if told else 2 * 8 * 16 * 16)
+
+
 RECOMPUTED = """
 import torch
 from torch import nn

@@ -20,6 +20,7 @@ from saturate.agent.window import Window
 
 MOST_MODULES = 256
 
+_ELSEWHERE = "modules of the model ran in another thread, whose operations are not seen"
 _EVALUATED = "each step that was counted held an evaluation (a call of eval()), whose operations are not the training's"
 
 
@@ -32,7 +33,8 @@ class ModuleCosts(Window):
         self.total: dict[int, float] = {}           # milliseconds, all calls
         self.inside: dict[int, float] = {}          # of them, in named modules below
         self.flops: dict[int, int] = {}
-        self.uncounted: set[int] = set()            # modules with a product that no formula counts
+        self.uncounted: set[int] = set()            # modules with a product that no formula counts, or in another thread
+        self.elsewhere = False
         self.bytes: dict[int, int] = {}
         self.saved: dict[Any, int] = {}             # storages kept for the backward pass
         self.lines: Any = memorylines.CudaLines(session.torch) if self.device == "cuda" else memorylines.KeptLines(session.torch)
@@ -60,6 +62,10 @@ class ModuleCosts(Window):
         if self.left != 1 - self.steps:
             return
         self._unhook()
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        self._modes = _get_current_dispatch_mode_stack
+        self._parts = {id(part) for module in self.session.context.modules for part in module.modules()}
         self._counter = flopcount.flop_counter(self.torch, self._recomputing)
         self._counter.__enter__()
         self.on_undo(self._stop_counting)
@@ -72,6 +78,7 @@ class ModuleCosts(Window):
     def finish(self) -> None:
         steps = self._add_up()
         evaluated = self.session.evaluated
+        unknown = self._counter.unknown or _ELSEWHERE * self.elsewhere or _EVALUATED * evaluated
         known = kinds.bytes_of([p for m in self.session.context.modules for p in m.parameters()])
         self.result.update(
             modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
@@ -79,7 +86,7 @@ class ModuleCosts(Window):
                       "flops": None if evaluated or identity in self.uncounted else self.flops.get(identity),
                       "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
-            flops=self._counter.flops, flops_unknown=self._counter.unknown or (_EVALUATED if evaluated else ""), evaluated=evaluated,
+            flops=self._counter.flops, flops_unknown=unknown, evaluated=evaluated,
             flops_left_out=sorted(self._counter.left_out), recomputed_flops=self._counter.recomputed, parameter_bytes=known,
             saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
         )
@@ -164,11 +171,16 @@ class ModuleCosts(Window):
     # -- operations and memory -------------------------------------------------------------------------------------
 
     def _counting_begins(self, module: Any, inputs: Any) -> None:
-        if id(module) in self.names:
+        if self._unseen():
+            if id(module) in self._parts or getattr(module, "_is_replica", False):      # DataParallel's copies
+                self.elsewhere = True
+                self._counter.missed += 1           # so that modules around it have no count either
+                self.uncounted.add(id(module))
+        elif id(module) in self.names:
             self._open.append([id(module), self._counter.flops, self._allocated(), self.in_backward(), self._counter.missed])
 
     def _counting_ends(self, module: Any, inputs: Any, output: Any) -> None:
-        if id(module) not in self.names:
+        if id(module) not in self.names or self._unseen():
             return
         while self._open:
             identity, flops, allocated, again, missed = self._open.pop()
@@ -180,6 +192,10 @@ class ModuleCosts(Window):
                 self.bytes[identity] = self.bytes.get(identity, 0) + self._allocated() - allocated
             if identity == id(module):
                 return
+
+    def _unseen(self) -> bool:
+        """Whether this is a thread that the counter does not see: a mode belongs to one. autograd hands it on to its own."""
+        return threading.get_ident() != self._thread and self._counter not in self._modes()
 
     def _allocated(self) -> int:
         """Bytes that live tensors take, or on a CPU, whose allocator keeps no count, what is kept for the backward pass."""
