@@ -113,7 +113,22 @@ def test_what_the_script_does_to_a_batch_is_undone():
     first["odd"].pop("a")
     second = kept.again()
     assert second["x"].tolist() == [1, 1] and second["rest"][0].tolist() == [0, 0] and second["odd"]["a"].tolist() == [1]
-    assert type(second["odd"]) is Encoding and second["x"] is batch["x"]        # no copy where nothing was written
+    assert type(second["odd"]) is Encoding and second["x"].data_ptr() == batch["x"].data_ptr()   # no copy where nothing was written
+
+
+def test_each_batch_has_leaves_of_its_own():
+    """Scripts normalise a batch in place, ask it for gradients and take it apart, the first one as well as all others."""
+    batch = {"x": torch.full((2, 3), 255.0), "y": torch.arange(2), "wanted": torch.ones(1, requires_grad=True)}
+    kept = Kept(torch, batch)
+    for turn in range(4):
+        given = kept.again() if turn else batch
+        x, wanted = given.pop("x"), given["wanted"]
+        assert x.tolist() == [[255.0] * 3] * 2 and not x.requires_grad and x.is_leaf and wanted.requires_grad
+        assert x.grad is None and wanted.grad is None
+        x.div_(255.0).unsqueeze_(0).requires_grad_(True)
+        (x.square().sum() * wanted).sum().backward()
+        assert x.grad.sum() == 12 and wanted.grad == 6
+        given["y"].unsqueeze_(1)
 
 
 def test_cost_of_a_loader():

@@ -86,25 +86,26 @@ class Kept:
 
     def __init__(self, torch: Any, batch: Any):
         self._torch = torch
-        self._batch = batch
-        self._pristine: dict[int, tuple[Any, Any, int]] = {}    # by id: the tensor, a copy of it, its version
-        self._fresh(batch, self._remember)
+        #: By the tensor's id: another one over its storage, a copy, its version, whether it required gradients.
+        self._pristine: dict[int, tuple[Any, Any, int, bool]] = {}
+        self._batch = self._fresh(batch, self._remember)
 
     def again(self) -> Any:
-        """The same batch: containers are made anew, tensors written to since are written back."""
+        """The same batch: containers and tensors are made anew, over storages that are written back if they were written to."""
         return self._fresh(self._batch, self._restored)
 
     def _remember(self, tensor: Any) -> Any:
-        self._pristine[id(tensor)] = tensor, tensor.detach().clone(), tensor._version
+        kept = tensor.detach()          # shares the version: every write to the storage counts
+        self._pristine[id(tensor)] = kept, kept.clone(), kept._version, tensor.requires_grad
         return tensor
 
     def _restored(self, tensor: Any) -> Any:
-        kept, pristine, version = self._pristine[id(tensor)]
+        """A new leaf: the script may have asked the one before for gradients."""
+        kept, pristine, version, requires_grad = self._pristine[id(tensor)]
         if kept._version != version:
-            with self._torch.no_grad():
-                kept.copy_(pristine)
-            self._pristine[id(tensor)] = kept, pristine, kept._version
-        return kept
+            kept.copy_(pristine)
+            self._pristine[id(tensor)] = kept, pristine, kept._version, requires_grad
+        return kept.detach().requires_grad_(requires_grad)
 
     def _fresh(self, value: Any, change: Any) -> Any:
         if isinstance(value, self._torch.Tensor):
