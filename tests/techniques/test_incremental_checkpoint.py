@@ -96,6 +96,14 @@ def test_a_script_that_renames_what_it_saved(place):
     assert place("compare.py", "ckpt_5.pt", "true_5.bin").returncode == 0
 
 
+def test_a_script_that_took_copyfile_by_name(place):
+    script = TRAIN.replace("import io, os", "from shutil import copyfile\nimport io, os").replace("shutil.copyfile(", "copyfile(")
+    (place.folder / "copies.py").write_text(script)
+    done = place.run("copies.py", "6")
+    assert done.returncode == 0, done.stderr
+    assert place.named() == ["ckpt_2.pt", "ckpt_3.pt", "ckpt_4.pt"] and place("compare.py", "best.pt", "true_3.bin").returncode == 0
+
+
 def test_a_run_its_files_its_resume_and_its_export(place):
     done = place.run("train.py", "6")
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr

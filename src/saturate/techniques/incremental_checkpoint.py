@@ -122,10 +122,10 @@ def apply(context: Any, options: Options) -> str:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "_atomic_save"):
             context.set_attribute(module, "_atomic_save", _lightning(module._atomic_save, keeping, original))
-    context.set_attribute(shutil, "copyfile", pointer.copying(shutil.copyfile))
-    following = {id(move): keeping.following(move, keeps=move is os.link) for move in (os.rename, os.replace, os.link)}
-    for module, name, move in holders(following):
-        context.set_attribute(module, name, following[id(move)])
+    standing = {id(move): keeping.following(move, keeps=move is os.link) for move in (os.rename, os.replace, os.link)}
+    standing[id(shutil.copyfile)] = pointer.copying(shutil.copyfile)
+    for module, name, found in holders(standing):
+        context.set_attribute(module, name, standing[id(found)])
     atexit.register(keeping.close)
     context.on_undo(lambda: (keeping.close(), atexit.unregister(keeping.close)))
     return f"torch.save keeps what changed in {options.store}, once a comparison shows that this saves bytes"
