@@ -97,6 +97,18 @@ def test_at_the_end_the_newest_of_each_series_is_plain(job):
     assert "saves wrote" in job.lines[-1]
 
 
+def test_a_save_after_the_end_is_plain(job):
+    """A handler of the script's own may run at exit after ours."""
+    for step in range(4):
+        job.save(f"ckpt_{step}.pt")
+    job.keeper.close()
+    said = len(job.lines)
+    state = job.save("ckpt_4.pt")
+    overwritten = job.save("ckpt_2.pt")         # a pointer stood there
+    assert equal(torch.load(job.folder / "ckpt_4.pt"), state) and equal(torch.load(job.folder / "ckpt_2.pt"), overwritten)
+    assert len(job.lines) == said and job.keeper.store is None
+
+
 def test_at_the_end_the_newest_is_plain_under_every_name_that_it_was_given(job, monkeypatch):
     for move in ("rename", "replace", "link"):
         monkeypatch.setattr(os, move, job.keeper.following(getattr(os, move), keeps=move == "link"))

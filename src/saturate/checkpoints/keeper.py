@@ -108,6 +108,7 @@ class Keeper:
             if self.store is not None:
                 self.store.close()
                 self.store = None
+            self.problem = self.problem or "the program has ended"      # handlers of the script may save after this one
 
     def following(self, original: Callable[..., None], keeps: bool) -> Callable[..., None]:
         """`os.rename` and its like, which give files that name checkpoints, or folders of them, other names. `keeps`: the
