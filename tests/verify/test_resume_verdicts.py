@@ -281,6 +281,13 @@ def test_the_batch_that_was_used_is_found_among_those_that_were_fetched() -> Non
     assert updates(changed, Step("S0"))[0].indices == (0,), "changed on its way to the model: what was fetched for it"
 
 
+def test_a_loader_that_is_built_anew_for_every_epoch_feeds_the_model_too() -> None:
+    """Over a `Subset` of what is left of the epoch, say; and the script changes batches on their way to the model."""
+    epochs = [event("S0", inputs=[["z"]], batches=[batch("x", loader=k // 2, first=k % 2 == 0, indices=(k,))]) for k in range(4)]
+    found = updates(epochs, Step("S0"))
+    assert [(one.indices, one.begins) for one in found] == [((0,), True), ((1,), False), ((2,), True), ((3,), False)]
+
+
 def test_a_growing_file_and_its_saves() -> None:
     lines = [{"at": "start", "rank": 1, "world_size": 2}, event("S0"), {"at": "step", "token": "S0", "count": 1}, event("S0"),
              {"at": "save", "path": "/a"}, {"at": "save", "path": "/b"}, event("S0"), {"at": "save", "path": "/a"}, {"at": "held"}]

@@ -147,7 +147,8 @@ _POOL = 64
 
 def _used(given: list[list[str]], pool: list[dict[str, Any]], fetched: list[dict[str, Any]], training: set[int]) -> list[dict[str, Any]]:
     """The batches that an update was made from: those that the model was given, where that can be told by their tensors,
-    else those that were fetched for it from a loader that is known to feed the model."""
+    else those that were fetched for it from a loader that is known to feed the model; else, as a script may build its dataset
+    anew for every epoch, all that were fetched."""
     found = []
     for forward in given:
         tensors = set(forward)
@@ -156,7 +157,7 @@ def _used(given: list[list[str]], pool: list[dict[str, Any]], fetched: list[dict
             found.append(match)
     if found:
         return found
-    return [batch for batch in fetched if not training or batch["loader"] in training]
+    return [batch for batch in fetched if batch["loader"] in training] or fetched
 
 
 def merged(ranks: Sequence[Sequence[Update]]) -> list[Update]:
