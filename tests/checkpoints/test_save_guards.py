@@ -16,7 +16,7 @@ import time
 
 import pytest
 import torch
-from saving_kit import Disk, applied, same, state
+from saving_kit import Disk, applied, as_another, same, state
 
 ROOM = OSError(errno.ENOSPC, "No space left on device")
 
@@ -126,9 +126,7 @@ def test_the_rest_passes(name, pending, disk):
 
 def test_the_previous_file_stands_until_then(pending, disk):
     """Seen past the guards, as another process sees it."""
-    from saturate.checkpoints.writer import quiet
-
-    with quiet():
+    with as_another():
         assert same(torch.load(pending), state(1))
         assert len(os.listdir(pending.parent)) == 2
     disk.go()
@@ -217,9 +215,7 @@ def test_another_thread_is_not_told(pending, disk):
 
 
 def test_a_failing_rename_is_a_failure(pending, disk):
-    from saturate.checkpoints.writer import quiet
-
-    with quiet():
+    with as_another():
         shutil.rmtree(pending.parent)       # as somebody else would
     disk.go()
     os.path.exists(pending)
@@ -254,6 +250,29 @@ def test_deadly_signals_are_held_while_something_is_pending(pending, disk, tmp_p
     assert "Current thread" in (tmp_path / "trace").read_text()
 
 
+def test_a_handler_that_saves_and_renames_while_the_training_waits(pending, disk, tmp_path):
+    import signal
+
+    def handler(number, frame):
+        torch.save(state(3), tmp_path / "new")
+        threading.Timer(0.1, disk.go).start()
+        os.replace(tmp_path / "new", tmp_path / "preempted.pt")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        os.replace(pending, pending.with_name("last.pt"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert same(torch.load(tmp_path / "preempted.pt"), state(3)) and same(torch.load(pending.with_name("last.pt")), state(2))
+
+
+def test_our_own_code_does_not_wait_for_what_others_wrapped_in_turn(pending, monkeypatch):
+    looks = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda *args, **kwargs: looks(*args, **kwargs))
+    assert os.listdir(pending.parents[2] / "elsewhere") == []       # its path is made canonical by `os.lstat`
+
+
 # -- other processes -------------------------------------------------------------------------------------------------
 
 
@@ -286,9 +305,7 @@ def test_a_forked_child_saves_by_itself(tmp_path, disk):
         child.start()
         child.join(20)
         assert child.exitcode == 0
-        from saturate.checkpoints.writer import quiet
-
-        with quiet():
+        with as_another():
             assert same(torch.load(tmp_path / "b.pt"), state(9)) and not os.path.exists(tmp_path / "a.pt")
         disk.go()
     assert same(torch.load(tmp_path / "a.pt"), state(1))
@@ -439,10 +456,9 @@ def test_litter_of_the_killed_is_removed(tmp_path):
 def test_litter_in_use_is_nobody_elses(tmp_path, pending):
     """A second process that saves into the same folder leaves the first one's file alone."""
     from saturate.checkpoints import target
-    from saturate.checkpoints.writer import quiet
 
     code = f"from saturate.checkpoints import target; target.remove_litter({str(pending.parent)!r})"
-    with quiet():
+    with as_another():
         (pending.parent / f"{target.LITTER}0").touch()
         subprocess.run([sys.executable, "-c", code], check=True)
         assert sorted(name[:6] for name in os.listdir(pending.parent)) == [".satur", "model."]

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from saturate.checkpoints import persist, staging
@@ -38,20 +39,36 @@ _DISK_MARGIN_BYTES = 1 << 20
 
 _inside = threading.local()
 
+#: Modules between our own code and the functions of `os` that it means.
+_BETWEEN = ("posixpath", "genericpath", "saturate.agent")
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What this thread does to files in here is our own: nothing waits for it, or makes it wait."""
-    before = inside()
-    _inside.yes = True
+    """What our code does to files in here, on this thread, is its own: nothing waits for it, or makes it wait. A handler of
+    the script for a signal may run in here too: that is no code of ours."""
+    before = getattr(_inside, "depth", 0)
+    _inside.depth = before + 1
     try:
         yield
     finally:
-        _inside.yes = before
+        _inside.depth = before
 
 
 def inside() -> bool:
-    return getattr(_inside, "yes", False)
+    """Whether the function that asks was called by our own code. Within two of them nobody looks at callers: somebody may
+    have wrapped what our code calls, and must not be asked about without end."""
+    depth = getattr(_inside, "depth", 0)
+    if depth != 1:
+        return depth > 1
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
+        frame = frame.f_back
+    return _module(frame).startswith("saturate.checkpoints")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 @dataclass
@@ -218,7 +235,7 @@ class Writer:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _inside.yes = True
+        _inside.depth = 2           # whatever runs here, our own code has called
         while True:
             with self._condition:
                 while not self._queue:
