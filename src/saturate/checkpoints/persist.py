@@ -3,11 +3,12 @@
     saturate.checkpoints.persist.main(descriptor)       what the helper runs
 
 The helper is a fresh interpreter without torch and without `site`, started once: no fork of a process that holds a
-GPU, no interpreter lock to share, and a low priority that slows down nobody. It gets descriptors, never paths, so that
+GPU, no interpreter lock to share, and a low priority that slows down nobody. It is nobody's child, so that a script which
+waits for all its children does not wait for it. It gets descriptors, never paths, so that
 wherever the training process may write, it may. It ends when its socket closes. Standard library only.
 
 Request: 8 bytes, the length of a JSON text, with the descriptors of the arena and the file; then the text. Answer: 4
-bytes, an errno, 0 for success. Native byte order.
+bytes, an errno, 0 for success; and once before all others, the number of its process. Native byte order.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _NICENESS = 10
 
 #: How long a helper may take to import the standard library and answer.
 _START_S = 30.0
+#: How long its end is waited for.
+_END_S = 5.0
 
 
 def write(descriptor: int, buffers: Iterable[Any]) -> int:
@@ -90,7 +93,7 @@ class Helper:
             self._start()
         except OSError as error:
             raise HelperGone from error
-        self._answer()
+        self.pid = self._answer()
         self._socket.settimeout(None)
 
     def _start(self) -> None:
@@ -99,17 +102,13 @@ class Helper:
         self._socket = ours
         with theirs:
             root = Path(__file__).resolve().parents[2]
-            code = f"import sys; sys.path.insert(0, {str(root)!r}); from saturate.checkpoints import persist; " \
-                   f"persist.main({theirs.fileno()})"
+            code = f"import os, sys; os.fork() and os._exit(0); sys.path.insert(0, {str(root)!r}); " \
+                   f"from saturate.checkpoints import persist; persist.main({theirs.fileno()})"
             environment = {name: value for name, value in os.environ.items()
                            if not name.startswith(("PYTHON", "SATURATE"))}
-            self._process = subprocess.Popen(
+            subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", code], pass_fds=[theirs.fileno()], env=environment, cwd="/",
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait()
 
     def write(self, descriptor: int, arena: int, request: dict[str, Any]) -> None:
         """Write an archive from the arena, and sync. Raises the helper's OSError, or `HelperGone`."""
@@ -135,16 +134,14 @@ class Helper:
         return struct.unpack("=i", answer)[0]
 
     def close(self) -> None:
-        """It ends by itself when its socket closes, after what it is writing. A process that was forked since may hold the
-        socket too."""
+        """It ends by itself when its socket closes, after what it is writing; for a moment that is waited for. A process that
+        was forked since may hold the socket too."""
         with contextlib.suppress(OSError):      # it has gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(_END_S)
+            while self._socket.recv(4):
+                pass
         self._socket.close()
-        try:
-            self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def leave(self) -> None:
         """In a forked child: it is the parent's."""
@@ -157,7 +154,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)       # meant for the training, which flushes first
     os.nice(_NICENESS)
     with socket.socket(fileno=descriptor) as connection:
-        connection.sendall(struct.pack("=i", 0))
+        connection.sendall(struct.pack("=i", os.getpid()))
         while True:
             try:
                 header, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
