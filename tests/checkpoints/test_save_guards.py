@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import pathlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -381,6 +382,14 @@ def test_names_that_a_module_took_wait_too(tmp_path, disk, monkeypatch):
         disk.waits(lambda: taken.replace(tmp_path / "a.tmp", tmp_path / "a.pt"))
         assert same(torch.load(tmp_path / "a.pt"), state(1))
     assert vars(taken) == before
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "remove"), (os, "listdir"), (os, "_exit"), (io, "open")])
+def test_another_process_can_be_sent_a_function(module, name):
+    """By its name, as `Pool.map(os.remove, files)` does."""
+    with applied("thread"):
+        sent = pickle.dumps(getattr(module, name))
+    assert pickle.loads(sent) is getattr(module, name)
 
 
 def test_undo_leaves_nothing(tmp_path, monkeypatch):

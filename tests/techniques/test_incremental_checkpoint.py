@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -177,5 +179,6 @@ def test_undo_gives_torch_and_shutil_back(tmp_path, monkeypatch):
     assert torch.save is torch.serialization.save is not before[0]
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert torch.load(tmp_path / "old.pt") == {"a": 1}
+    sent = pickle.dumps((os.replace, shutil.copyfile))         # by name, to another process
     context.undo()
-    assert (torch.save, torch.serialization.save, shutil.copyfile) == before
+    assert (torch.save, torch.serialization.save, shutil.copyfile) == before and pickle.loads(sent) == (os.replace, shutil.copyfile)

@@ -48,6 +48,9 @@ _EXIT_CODE = 120
 #: of our own took a name wants what it was then.
 _LEFT_ALONE = ("posix", "_io", "saturate")
 
+#: Modules of Python's own that pass on what one of those makes.
+_PUBLIC = {"posix": "os", "_io": "io"}
+
 #: Signals whose default is to end the process at once.
 _DEADLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -97,7 +100,7 @@ class Guards:
         pending = self.writer.pending
         failures = self.writer.failures
 
-        @functools.wraps(original)
+        @standing_for(original)
         def function(*args: Any, **kwargs: Any) -> Any:
             if (pending or failures) and not inside():
                 with quiet():
@@ -173,7 +176,7 @@ class Guards:
         self._kill(-group, number)
 
     def _exiting(self, original: Any) -> Any:
-        @functools.wraps(original)
+        @standing_for(original)
         def _exit(status: int) -> None:
             with quiet():
                 self.writer.flush()
@@ -256,6 +259,17 @@ class _Failing:
     def flush(self) -> None:
         self._stream.flush()
         raise self._error
+
+
+def standing_for(original: Any) -> Callable[[Any], Any]:
+    """As `functools.wraps`, for a function that takes the place of one of Python's own, also where another process is sent it
+    by name: what `os.remove` calls its module is one that keeps the original."""
+    def wrap(function: Any) -> Any:
+        function = functools.wraps(original)(function)
+        function.__module__ = _PUBLIC.get(function.__module__, function.__module__)
+        return function
+
+    return wrap
 
 
 def holders(ids: Iterable[int]) -> list[tuple[ModuleType, str, Any]]:

@@ -10,7 +10,6 @@ renamed it to.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import stat
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 
 from saturate.checkpoints import durable, forecast, manifests, pointer
 from saturate.checkpoints.chunks import Store
+from saturate.checkpoints.guards import standing_for
 from saturate.checkpoints.manifests import Manifest
 from saturate.checkpoints.recorder import Recorder
 
@@ -114,7 +114,7 @@ class Keeper:
         """`os.rename` and its like, which give files that name checkpoints, or folders of them, other names. `keeps`: the
         old ones too.
         """
-        @functools.wraps(original)
+        @standing_for(original)
         def function(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
             original(src, dst, *args, **kwargs)
             if self.paths:
