@@ -183,6 +183,20 @@ def test_links_and_permissions_stay(tmp_path):
     assert os.stat(plain).st_mode == os.stat(ours).st_mode
 
 
+def test_saves_inside_of_inference_mode_and_outside_share_memory(tmp_path, capsys):
+    """As an evaluation that keeps the best model does, between checkpoints of the training."""
+    large = 1 << 23                 # copied by several threads
+    with applied("thread") as context:
+        for step in range(3):
+            with torch.inference_mode():
+                torch.save({**state(step, large), "made here": torch.ones(3)}, tmp_path / "best.pt")
+            torch.save(state(step + 10, large), tmp_path / "last.pt")
+            assert torch.equal(torch.load(tmp_path / "best.pt")["weight"], state(step, large)["weight"])
+            assert same(torch.load(tmp_path / "last.pt"), state(step + 10, large))
+        assert "6 checkpoint(s)" in context.notes["async-checkpoint"]
+    assert "saved plainly" not in capsys.readouterr().err
+
+
 def test_a_failure_of_ours_falls_back_to_a_plain_save(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(staging, "stage", lambda *_: 1 / 0)
     with applied():

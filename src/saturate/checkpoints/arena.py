@@ -28,7 +28,8 @@ class Arena:
             self.descriptor = os.memfd_create("saturate-checkpoint", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, size)
         self.memory = mmap.mmap(self.descriptor, size)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+        with torch.inference_mode(False):       # made in an evaluation, it could not be written into outside of one
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._torch = torch
         self._pinned = False
 
