@@ -12,6 +12,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from os import environ as E
+from os import getenv
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,53 @@ def test_helpers_in_other_modules(module, old, new):
 def test_edits_that_cannot_matter_keep_the_key(module):
     edited = MODULE.replace("UNUSED = 1", "UNUSED = 2").replace("def load(path):", "def load(path):\n        # a comment")
     assert module() == module(edited, HELPERS.replace("return 1", "return 2"))
+
+
+KEY = "A_VARIABLE"
+
+
+def _indexed(x): return os.environ["A_VARIABLE"]
+def _asked(x): return os.environ.get("A_VARIABLE", x)
+def _called(x): return getenv("A_VARIABLE")
+def _renamed(x): return E["A_VARIABLE"]
+def _inside(x): return [os.environ["A_VARIABLE"] for _ in "x"]
+def _looked_for(x): return "A_VARIABLE" in os.environ
+def _imported(x):
+    import os as o
+    return f"{o.environ['A_VARIABLE']}-{x}"
+
+
+def _by_constant(x): return os.environ[KEY]
+def _computed(x): return os.environ[f"A_{x}"]
+def _joined(x): return os.getenv("A_" + x)
+def _joined_to_a_call(x): return os.getenv("A_" + x.lower())
+def _all(x): return dict(os.environ)
+def _handed_on(x): return x(E)
+def _imported_by_name(x):
+    from os import environ
+    return environ["A_VARIABLE"]
+
+
+@pytest.mark.parametrize("read", [_indexed, _asked, _called, _renamed, _inside, _looked_for, _imported])
+def test_environment_variables_that_the_code_reads(read, monkeypatch, tmp_path):
+    monkeypatch.delenv("A_VARIABLE", raising=False)
+    keys = [digest(read)]
+    monkeypatch.setenv("ANOTHER", "v1")
+    assert digest(read) == keys[0]
+    for value in ("v1", "v2"):
+        monkeypatch.setenv("A_VARIABLE", value)
+        keys.append(digest(read))
+    monkeypatch.setenv("A_VARIABLE", str(tmp_path))
+    keys.append(digest(read))
+    (tmp_path / "new").touch()
+    keys.append(digest(read))
+    assert len(set(keys)) == 5
+
+
+@pytest.mark.parametrize("read", [_by_constant, _computed, _joined, _joined_to_a_call, _all, _handed_on, _imported_by_name])
+def test_environment_variables_whose_names_are_not_written_out_are_refused(read):
+    with pytest.raises(Unknowable, match=f"{read.__name__} reads environment variables"):
+        digest(read)
 
 
 @pytest.mark.parametrize("make, reason", [
