@@ -217,6 +217,11 @@ def test_limits(root, monkeypatch):
         digest(root)
 
 
+def test_a_separator_does_not_mean_every_file_of_the_machine(monkeypatch):
+    monkeypatch.setattr(cache_key, "MOST_FILES", 0)
+    assert digest(lambda path: path.split("/"))
+
+
 def test_a_mapped_array_is_its_file(tmp_path):
     numpy.save(tmp_path / "x.npy", numpy.zeros(100))
     before = digest(numpy.load(tmp_path / "x.npy", mmap_mode="r"))

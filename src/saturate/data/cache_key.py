@@ -177,8 +177,8 @@ class _Walk:
 
     def path(self, text: str) -> None:
         """If `text` names a file or folder that exists: what would change when its content did."""
-        if not text or len(text) > 4095 or "\0" in text or "\n" in text:
-            return
+        if not text.strip(os.sep) or len(text) > 4095 or "\0" in text or "\n" in text:
+            return                          # a separator alone splits text: it does not mean every file of the machine
         try:
             seen = os.stat(text)
         except (OSError, ValueError):
