@@ -150,6 +150,30 @@ def test_several_backward_passes_through_one_graph():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "off"
 
 
+def test_parameters_and_buffers_that_stand_in_for_one_call():
+    """`functional_call` with adapted weights, as meta-learning does: they are gone when the backward runs the forward again."""
+    def gradients(options):
+        torch.manual_seed(0)
+        model = Stack(PowerIteration).train()
+        engine = engine_of(Context(torch), model, options) if options else None
+        found = []
+        for _ in range(3):
+            x, fast = torch.randn(3, 7, 4), dict(model.named_parameters())
+            state = {name: value * 0.5 for name, value in model.named_buffers()}
+            for _ in range(2):
+                loss = torch.func.functional_call(model, {**fast, **state}, x).square().mean()
+                slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                fast = {name: value - 1e-4 * slope for (name, value), slope in zip(fast.items(), slopes)}
+            model.zero_grad()
+            torch.func.functional_call(model, {**fast, **state}, x).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    plain, _ = gradients(None)
+    ours, engine = gradients(Options(mode="blocks"))
+    assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
+
+
 def test_evaluation_before_the_backward_pass():
     """A script may switch the model's mode while a graph is waiting."""
     def gradients(options):

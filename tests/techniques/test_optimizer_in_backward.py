@@ -430,7 +430,8 @@ def test_loops_that_need_their_gradients_are_left_alone(loop):
     assert not ours.proof().active and re.search(LOOPS[loop], ours.proof().evidence), ours.proof()
 
 
-@pytest.mark.parametrize("loop", [decaying, real_weights, clipping, accumulating, never_zeroed, late_rate, logging_after_the_step, noisy], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [decaying, real_weights, clipping, accumulating, never_zeroed, late_rate, logging_after_the_step,
+                                  noisy], ids=lambda loop: loop.__name__)
 def test_a_loop_that_changes_its_mind_gets_an_error(loop):
     ours = Training().steps(4)
     with pytest.raises(RuntimeError, match="optimizer-in-backward"):

@@ -171,7 +171,7 @@ def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, 
         place for place, owner, value, copy in zip(names, owners, now, copies)
         if value is not copy or not _same(owner._buffers[place[1]], value, torch))
     trace.buffer_bytes = sum(_nbytes(module.get_submodule(path)._buffers[name]) for path, name in trace.buffers)
-    _sort_out(trace, before, parameters | set(storages.keys(now)), storages, torch)
+    _sort_out(trace, before, parameters | set(storages.keys((now, list(module.parameters())))), storages, torch)
     return trace
 
 

@@ -14,25 +14,27 @@ from saturate.techniques._surroundings import Surroundings
 
 
 class State:
-    """What a forward reads besides its arguments, parameters and torch's random numbers (`torch.utils.checkpoint` keeps
-    those): some buffers, which parts are in training mode, and the random numbers of Python and numpy. Taken before the
-    forward."""
+    """What a forward reads besides its arguments and torch's random numbers (`torch.utils.checkpoint` keeps those): which tensors
+    are its parameters and buffers (`torch.func.functional_call` puts others there for one call), the values of some buffers, which
+    parts are in training mode, and the random numbers of Python and numpy. Taken before the forward."""
 
     def __init__(self, module: Any, buffers: tuple[tuple[str, str], ...]):
         self._buffers = [(module.get_submodule(path), name) for path, name in buffers]
         self._values = [_copy(owner._buffers[name]) for owner, name in self._buffers]
         self._random = _random_state()
         self._training = [(part, part.training) for part in module.modules()]
+        self._tensors = _tensors(module)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[list[Any]]:
         """Inside, everything is as it was; afterwards as it is now, whatever ran. Yields the copies that stand in for the
         buffers: a forward that updates running statistics updates those."""
         now = _random_state()
-        real = [owner._buffers[name] for owner, name in self._buffers]
+        real = [(held, dict(held)) for held, _ in self._tensors]
         switched = [part for part, training in self._training if part.training != training]
         copies = [_copy(value) for value in self._values]       # a graph may be gone through more than once
         _set_random_state(self._random)
+        _refill(self._tensors)
         for (owner, name), value in zip(self._buffers, copies):
             owner._buffers[name] = value
         for part in switched:
@@ -42,14 +44,26 @@ class State:
         finally:
             for part in switched:
                 part.training = not part.training
-            for (owner, name), value in zip(self._buffers, real):
-                owner._buffers[name] = value
+            _refill(real)
             _set_random_state(now)
 
 
 def buffers(module: Any) -> tuple[tuple[str, str], ...]:
     """(path, name) of every buffer of a module and of those inside it."""
     return tuple((path, name) for path, part in module.named_modules() for name in part._buffers)
+
+
+def _tensors(module: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The mappings that hold the parameters and buffers of a module and of those inside it, with what is in them. TorchScript has
+    none, and keeps its own."""
+    return [(vars(part)[kind], dict(vars(part)[kind])) for part in module.modules() for kind in ("_parameters", "_buffers")
+            if kind in vars(part)]
+
+
+def _refill(tensors: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for held, before in tensors:
+        held.clear()
+        held.update(before)
 
 
 def _copy(buffer: Any) -> Any:
