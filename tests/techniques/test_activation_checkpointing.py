@@ -19,6 +19,7 @@ from checkpoint_models import (  # noqa: E402 - after the import that decides wh
     Clamped,
     Counter,
     Hooked,
+    Inner,
     InPlaceArgument,
     InPlaceProduct,
     KeywordStack,
@@ -166,6 +167,29 @@ def test_parameters_and_buffers_that_stand_in_for_one_call():
                 fast = {name: value - 1e-4 * slope for (name, value), slope in zip(fast.items(), slopes)}
             model.zero_grad()
             torch.func.functional_call(model, {**fast, **state}, x).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    plain, _ = gradients(None)
+    ours, engine = gradients(Options(mode="blocks"))
+    assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
+
+
+def test_forwards_that_torch_func_differentiates_run_plainly():
+    def gradients(options):
+        torch.manual_seed(0)
+        model = Stack(Inner).train()
+        engine = engine_of(Context(torch), model, options) if options else None
+        found = []
+        for _ in range(3):
+            x, y = torch.randn(3, 7, 4), torch.randn(7, 4)
+            model.zero_grad()
+            loss = model(x).square().mean()
+            slopes = torch.func.vmap(torch.func.grad(lambda one: model(one[None]).sum()))(x)
+            bends = torch.func.hessian(lambda one: model(one[None]).mean())(y)
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+                loss = loss + model(x).mean()
+            (loss + slopes.square().mean() + bends.square().mean()).backward()
             found += [p.grad.clone() for p in model.parameters()]
         return found, engine
 

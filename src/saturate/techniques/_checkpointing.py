@@ -147,7 +147,7 @@ class Checkpointing:
     def _wrap_root(self, inner: Any) -> Any:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             torch = self.torch
-            if self.phase == "off" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if self.phase == "off" or _must_run_plainly(torch):
                 return inner(module, *args, **kwargs)
             kwargs = without_cache(module, args, kwargs)
             if self.phase == "measuring" and id(module) in self._roots and not self._in_backward and not self._depth:
@@ -166,8 +166,7 @@ class Checkpointing:
     def _wrap_block(self, block: Block, inner: Any) -> Any:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             torch = self.torch
-            idle = self.phase == "off" or not torch.is_grad_enabled() or torch.compiler.is_compiling()
-            if idle or block.refusal:
+            if self.phase == "off" or block.refusal or _must_run_plainly(torch):
                 return inner(module, *args, **kwargs)
             if self.phase == "measuring":
                 if module is not block.module or not self._depth or self._in_backward or self._foreign:
@@ -379,6 +378,13 @@ class Checkpointing:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _must_run_plainly(torch: Any) -> bool:
+    """Whether a forward is of no backward, or nothing can be kept back for it: a compiler traces, or `torch.func` differentiates
+    (its transforms allow no hooks on what is saved)."""
+    return (not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None)
 
 
 def _cost(block: Block, blocks: Sequence[Block], looking_ns: float | None) -> Cost:
