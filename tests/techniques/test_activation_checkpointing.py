@@ -490,6 +490,33 @@ def test_no_cache_of_keys_and_values_in_training():
     assert ours.model.asked is True
 
 
+def test_a_cache_of_keys_and_values_that_the_script_uses():
+    class Output(dict):
+        past_key_values = None
+
+    class Model(Stack):
+        config = type("Config", (), {"use_cache": True, "return_dict": True})()
+
+        def forward(self, x, past_key_values=None, use_cache=None, return_dict=None):
+            output = Output(y=super().forward(x))
+            if self.config.use_cache if use_cache is None else use_cache:
+                output.past_key_values = [x, past_key_values]
+            return output
+
+    model, x = Model().train(), torch.randn(3, 7, 4)
+    engine_of(Context(torch), model, Options(mode="blocks"))
+    for keywords in ({"past_key_values": None}, {"use_cache": True}, {"return_dict": False}):
+        assert model(x, **keywords).past_key_values == [x, None]
+    assert model(x, None).past_key_values == [x, None]
+    for keywords in ({}, {"use_cache": None}):
+        past = model(x, **keywords).past_key_values
+        assert past is not None and not hasattr(past, "get_seq_length")
+        for use in (lambda past: past.get_seq_length(), lambda past: past[0], len, list):
+            with pytest.raises(AttributeError, match="use_cache=True"):
+                use(past)
+    assert model(x, use_cache=False).past_key_values is None
+
+
 def test_without_a_backward_it_gives_up():
     model, context = Stack().train(), Context(torch)
     engine = engine_of(context, model, Options())

@@ -17,7 +17,7 @@ from typing import Any
 from saturate.techniques import _activations, _common
 from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
-from saturate.techniques._inputs import growth, shapes, without_cache
+from saturate.techniques._inputs import growth, marked, shapes, without_cache
 from saturate.techniques._replay import checkpointed, why_not_arguments
 from saturate.techniques._surroundings import Surroundings
 
@@ -146,22 +146,25 @@ class Checkpointing:
 
     def _wrap_root(self, inner: Any) -> Any:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            torch = self.torch
-            if self.phase == "off" or _must_run_plainly(torch):
+            if self.phase == "off" or _must_run_plainly(self.torch):
                 return inner(module, *args, **kwargs)
-            kwargs = without_cache(module, args, kwargs)
-            if self.phase == "measuring" and id(module) in self._roots and not self._in_backward and not self._depth:
-                if self._passes and (not self._unstepped or self._forwards >= MOST_FORWARDS):
-                    self._guarded(self._decide)
-                elif self._forwards >= MOST_FORWARDS and not self._passes:
-                    self._stop("no backward pass was seen")
-                else:
-                    return self._measured_root(inner, module, args, kwargs)
-            if self.phase == "following":
-                self.modes = self._modes_for(growth(self._shapes.get(id(module)), shapes((args, kwargs), torch)))
-            return inner(module, *args, **kwargs)
+            changed = without_cache(module, args, kwargs)
+            output = self._run_root(inner, module, args, changed)
+            return output if changed is kwargs else marked(output)
 
         return forward
+
+    def _run_root(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        if self.phase == "measuring" and id(module) in self._roots and not self._in_backward and not self._depth:
+            if self._passes and (not self._unstepped or self._forwards >= MOST_FORWARDS):
+                self._guarded(self._decide)
+            elif self._forwards >= MOST_FORWARDS and not self._passes:
+                self._stop("no backward pass was seen")
+            else:
+                return self._measured_root(inner, module, args, kwargs)
+        if self.phase == "following":
+            self.modes = self._modes_for(growth(self._shapes.get(id(module)), shapes((args, kwargs), self.torch)))
+        return inner(module, *args, **kwargs)
 
     def _wrap_block(self, block: Block, inner: Any) -> Any:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:

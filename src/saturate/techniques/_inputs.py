@@ -26,10 +26,36 @@ def growth(measured: tuple[Any, ...] | None, now: tuple[Any, ...]) -> float:
 
 
 def without_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face models fill a cache of keys and values in training too, which nobody reads there, unless told not to."""
-    if getattr(getattr(module, "config", None), "use_cache", None) is not True or kwargs.get("use_cache") is not None:
+    """Hugging Face models fill a cache of keys and values in training too, which nobody reads there, unless told not to. Who passes
+    one to them, be it None, may read it; and in a tuple (`return_dict=False`) others would take its place."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True or kwargs.get("use_cache") is not None:
         return kwargs
     names = tuple(inspect.signature(type(module).forward).parameters)
-    if "use_cache" not in names or names.index("use_cache") <= len(args):
+    passed = {*names[1:len(args) + 1], *(name for name in kwargs if name != "use_cache")}
+    as_dict = kwargs.get("return_dict")
+    as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
+    if "use_cache" not in names or not as_dict or passed & {"use_cache", "past_key_values"}:
         return kwargs
     return {**kwargs, "use_cache": False}
+
+
+class CacheNotBuilt(AttributeError):
+    """Raised by `NoCache`; an AttributeError, so that `hasattr` can be asked."""
+
+
+class NoCache:
+    """Stands in a model's output for the cache that it was told not to build, and raises when it is used."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise CacheNotBuilt("saturate's activation-checkpointing told the model to build no cache of keys and values, and the script "
+                            "uses one in training: take the technique out of the recipe, or call the model with use_cache=True")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
+
+
+def marked(output: Any) -> Any:
+    """The output of a model that was told to build no cache: no None, which scripts take for "there is none yet"."""
+    if isinstance(output, dict) and getattr(output, "past_key_values", ...) is None:
+        object.__setattr__(output, "past_key_values", NoCache())    # as an attribute only: what is read by number stays where it is
+    return output

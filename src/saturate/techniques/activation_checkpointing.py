@@ -32,7 +32,9 @@ takes. From then on `mode="blocks"` recomputes every n-th block, `mode="operator
 and `mode="budget"` the cheapest set that keeps the activations of the model and its loss, at their peak, within
 `budget_bytes` (or `share` of what they took). Inputs that are larger than the measured ones recompute more. Blocks are the
 modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of keys
-and values in training. What the script compiles, or recomputes itself, is left alone.
+and values in training, unless the script passes `past_key_values` or `use_cache`, or wants a tuple; a script that uses that cache
+all the same gets an error that says so. (Outputs that are read by number lack its place: read them by name.) What the script
+compiles, differentiates by `torch.func`, or recomputes itself, is left alone.
 
 References
 ----------
