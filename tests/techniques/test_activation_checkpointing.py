@@ -18,6 +18,8 @@ from checkpoint_models import (  # noqa: E402 - after the import that decides wh
     CacheStack,
     Clamped,
     Counter,
+    FillStack,
+    GrowingStack,
     Hooked,
     Inner,
     InPlaceArgument,
@@ -63,6 +65,7 @@ def proof(run, options):
 MODELS = {
     "dropout": Stack, "running statistics": lambda: Stack(Normed), "a buffer that is read": lambda: Stack(PowerIteration),
     "random numbers of Python": lambda: Stack(PythonRandom), "rich arguments": RichStack, "keywords only": KeywordStack,
+    "a list that grows": GrowingStack,
     "in place on a product": lambda: Stack(InPlaceProduct), "in place on a returned product": AddingStack,
 }
 
@@ -97,6 +100,8 @@ REFUSED = {
     "hooks": (lambda: Stack(Hooked), "forward hooks"),
     "a generator": (lambda: Stack(OwnGenerator), "random generator of its own"),
     "a cache": (CacheStack, "a object is passed to it"),
+    "a list that it is given": (FillStack, "changes a list or dict that it is given"),
+    "a dict that it is given": (lambda: FillStack(dict), "changes a list or dict that it is given"),
     "in place on an argument, later": (MaskStack, "modified in place after its forward"),
     "recomputed already": (lambda: Stack(Recomputing), "recomputes inside of it already"),
 }

@@ -143,6 +143,7 @@ def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, 
         weights += [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
         state = _replay.State(module, names)
         given = _common.map_tensors((args, kwargs), lambda tensor: tensor.clone(), torch)
+        filled = _replay.containers(given)
         before = _common.tensors(given, torch)
         versions = [tensor._version for tensor in before]
         devices = sorted({tensor.device.index for tensor in before if tensor.device.type == "cuda"})
@@ -164,6 +165,8 @@ def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, 
                 left = left or "its forward changes a parameter"
     if left:
         raise NotRepeatable(left)
+    if _replay.changed_container(filled):
+        raise NotRepeatable("its forward changes a list or dict that it is given")
     if any(tensor._version != version for tensor, version in zip(before, versions)):
         raise NotRepeatable("its forward modifies an argument in place")
     # The buffers were copied before the forward saw them, so what differs from the real ones was changed by it.

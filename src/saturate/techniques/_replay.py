@@ -96,10 +96,14 @@ def checkpointed(
     nested = [(tensor, tensor._version) for value in (*args, *kwargs.values())
               if not isinstance(value, torch.Tensor) for tensor in _common.tensors(value, torch)]
     names, count = tuple(kwargs), len(args)
+    kept = _copied((*args, *kwargs.values()), torch)
+    again = False
 
     # Keyword arguments are passed by position: torch keeps the generators of the devices, and checks the versions, of
-    # positional tensors only.
+    # positional tensors only. Lists and dicts are for the recomputation what they were: others may have changed them since.
     def run(*flat: Any) -> Any:
+        if again:
+            flat = tuple(now if isinstance(now, torch.Tensor) else then for now, then in zip(flat, _copied(kept, torch)))
         return inner(module, *flat[:count], **dict(zip(names, flat[count:])))
 
     @contextlib.contextmanager
@@ -107,6 +111,8 @@ def checkpointed(
         if any(tensor._version != version for tensor, version in nested):
             raise RuntimeError("an argument of a recomputed block was modified in place after its forward")
         replayed(number)
+        nonlocal again
+        again = True
         with state.restored(), around.as_they_were() if around else contextlib.nullcontext(), second:
             yield
 
@@ -115,6 +121,11 @@ def checkpointed(
         return first, _Again(lambda number: replay(number, second))
 
     return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=both)
+
+
+def _copied(values: tuple[Any, ...], torch: Any) -> tuple[Any, ...]:
+    """The same tensors in lists and dicts of their own; of tensors that are no part of one, nothing."""
+    return tuple(None if isinstance(value, torch.Tensor) else _common.map_tensors(value, lambda tensor: tensor, torch) for value in values)
 
 
 class _Again:
@@ -148,6 +159,24 @@ def why_not_arguments(values: Any, torch: Any) -> str:
         if reason:
             return reason
     return ""
+
+
+def containers(value: Any) -> list[tuple[Any, list[Any]]]:
+    """The lists and dicts in nested arguments, each with its keys and what is in it."""
+    if type(value) is dict:
+        inside = list(value.values())
+        return [(value, [*value, *inside]), *(found for item in inside for found in containers(item))]
+    found = [found for item in value for found in containers(item)] if isinstance(value, (tuple, list)) else []
+    return [(value, list(value)), *found] if isinstance(value, list) else found
+
+
+def changed_container(before: list[tuple[Any, list[Any]]]) -> bool:
+    """Whether one of them holds something else than when `containers` was asked."""
+    for container, held in before:
+        now = [*container, *container.values()] if isinstance(container, dict) else list(container)
+        if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
+            return True
+    return False
 
 
 def attributes(module: Any) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
