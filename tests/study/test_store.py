@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tune_kit import Folder
 
-from saturate.errors import EnvironmentProblem, StudyDamaged, StudyLocked
+from saturate.errors import EnvironmentProblem, StudyDamaged, StudyLocked, UsageError
 from saturate.study import store as stores
 from saturate.study.store import NAME, Store, StudyLock, find_unfinished, new_run
 
@@ -236,6 +236,34 @@ def test_what_cannot_be_discarded_stops_no_study(tmp_path, monkeypatch):
     monkeypatch.setattr(stores.layers, "discard", refuse)
     StudyLock(tmp_path).release()
     assert sorted(refused) == sorted(trials)
+
+
+@pytest.mark.parametrize("names", [("train.py",), ("lock",), ("cache/mine.txt", "lock"), (".gitignore", "train.py"), (".gitignore",)])
+def test_a_folder_of_the_users_is_no_study_folder(names, tmp_path):
+    """Trials would write to its `cache`, and `lock` would be emptied."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("the user's")
+    with pytest.raises(UsageError) as error:
+        StudyLock(tmp_path)
+    assert error.value.remedy == f"name a new folder: --dir {tmp_path / 'saturate'}"
+    assert all((tmp_path / name).read_text() == "the user's" for name in names) and len(list(tmp_path.iterdir())) == len(names)
+    StudyLock(tmp_path / "saturate").release()
+
+
+@pytest.mark.parametrize("makes", [
+    lambda folder: StudyLock(folder).release(), lambda folder: new_run(folder, "abcdef123"), lambda folder: folder.mkdir(),
+    lambda folder: (folder / "cache").mkdir(parents=True) or StudyLock(new_run(folder, "abcdef123").parent).release(),
+])
+def test_a_folder_of_an_earlier_study_is_worked_in_again(makes, tmp_path):
+    makes(tmp_path / "study")
+    StudyLock(tmp_path / "study").release()
+
+
+def test_the_folder_for_studies_is_saturates_whatever_lies_in_it(tmp_path):
+    (tmp_path / ".saturate").mkdir()
+    (tmp_path / ".saturate" / "kept.toml").touch()
+    StudyLock(tmp_path / ".saturate").release()
 
 
 def test_a_lock_that_cannot_be_taken(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged
+from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged, UsageError
 from saturate.trial import layers, mounts
 from saturate.trial.lock import FolderLock
 
@@ -43,7 +44,7 @@ _ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READON
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
 
-#: The name of a run folder, see `new_run`. Who gives a folder of his own with --dir has others in it.
+#: The name of a run folder, see `new_run`. A folder that was given with --dir may have others in it.
 _RUN = f"{6 * '[0-9a-f]'}-{4 * '[0-9]'}-{6 * '[0-9]'}*"
 
 
@@ -59,9 +60,21 @@ class StudyLock(FolderLock):
                     layers.clear_away(trial)
 
     def _make(self, folder: Path) -> None:
+        if folder.is_dir() and not _is_ours(folder):
+            raise UsageError(f"{folder} holds files that saturate did not write",
+                             cause="a study keeps a lock, a cache and files of its own there, and trials write to that cache",
+                             remedy=f"name a new folder: --dir {shlex.quote(str(folder / 'saturate'))}")
         super()._make(folder)
         if not (folder / ".gitignore").exists():
             (folder / ".gitignore").write_text("*\n", encoding="utf-8")     # nobody wants a study in a commit
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is empty, or one that a study worked in: it has run folders, or nothing but what every study makes."""
+    found = set(os.listdir(folder))
+    if not found or folder.name == ".saturate" or any(map(Path.is_dir, folder.glob(_RUN))):
+        return True
+    return ".gitignore" in found <= {".gitignore", "lock", "cache"} and (folder / ".gitignore").read_bytes() in (b"*\n", b"")
 
 
 class Store:
