@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from saturate.agent.session import Session
 from saturate.techniques import _registry
 from saturate.trial.launch import Chosen
 
@@ -105,3 +106,24 @@ while True:
     trial.wait_ready()
     problem = trial.greeting()["applied"][0]["problem"]
     assert ("create_graph" in problem) is refused and bool(problem) is refused
+
+
+def test_what_is_known_of_optimizers_that_are_gone_does_not_grow():
+    """One for every step, as in inner loops and test-time adaptation: each is named, takes the first one's part, and is forgotten."""
+    torch = pytest.importorskip("torch")
+    session = Session(torch, {"mode": "run", "techniques": [], "step": {"token": "S0", "count": 1, "tokens": ["B", "S0"]}})
+    session.phase = "active"
+    model = torch.nn.Linear(2, 1)
+    for number in range(300):
+        models = [model] if number < 200 else [torch.nn.Linear(2, 1)]       # then a model for every step, too
+        optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+        session.constructs(optimizer)
+        session.step_ends(optimizer)
+        if number < 200:
+            assert session._name(optimizer) == "S0" and session.living_optimizers() == [optimizer]
+            assert session.boundaries == number + 1
+        del optimizer
+    assert not session.dead and session.counts["S0"] == 200
+    for table in (session.optimizers, session.names, session.held, session.roles, session.stepped, session.moved_to, session.step_counts):
+        assert len(table) <= 3, table
+    assert len(session.constructed) <= 130

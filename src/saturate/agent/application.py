@@ -175,7 +175,7 @@ def standing(session: Any) -> dict[str, Any]:
     """What a rank says whenever it comes to the gate: events since the start by token, losses that were not reported
     yet, a few entries of a few parameters, and how far the loader is behind. A step must stay what it was, and training must go on."""
     early, session.early = session.early, []
-    if session.roles:
+    if session.succeeded:
         session.watched = sample.few(succession.at_work(session))
     elif session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))

@@ -49,9 +49,9 @@ class Capture:
         if self.updates == 0:
             self.rank = observe.rank()
             self._begin(session)
-        elif len(session.roles) != self._roles:
+        elif session.succeeded != self._roles:
             self._follow(session)
-        self._roles = len(session.roles)
+        self._roles = session.succeeded
         if self.rank == 0 and self.updates < self.plan["updates"]:
             self._write(session)
         session.losses.clear()

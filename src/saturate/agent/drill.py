@@ -107,7 +107,7 @@ class Drill:
         event = {"at": token, "t_ns": time.monotonic_ns(), "losses": [float(loss.double().sum()) for loss in losses],
                  "inputs": self._inputs, "batches": self._batches, "weights": self._weights()}
         if token != "B":
-            optimizer = session.optimizers[int(token[1:])]()
+            optimizer = session.optimizers[token]()
             event["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             event["counters"] = _counters(optimizer)
         self._inputs, self._batches, self._stack = [], [], []

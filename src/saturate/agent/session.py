@@ -58,9 +58,12 @@ class Session:
         self.occurrences = 0
         self.boundaries = 0
         self.backwards = 0
-        self.optimizers: list[weakref.ref[Any]] = []
-        self.held: dict[str, list[weakref.ref[Any]]] = {}       # parameters by optimizer; see agent.succession
+        self.optimizers: dict[str, weakref.ref[Any]] = {}       # by name, those that stepped; the dead are forgotten: see `_meet`
+        self.names: dict[int, str] = {}
+        self.named = 0
+        self.held: dict[str, weakref.WeakValueDictionary[int, Any]] = {}       # parameters by part; see agent.succession
         self.roles: dict[str, str] = {}         # successors of the step's optimizers
+        self.succeeded = 0                      # how often roles were given
         self.succession: succession.Succession | None = None
         self.stepped: dict[str, weakref.ref[Any]] = {}          # optimizers by name, the latest that stepped last
         self.placed = 0                         # how often techniques were applied to what is trained
@@ -68,6 +71,7 @@ class Session:
         self.lagging = 0                        # steps of optimizers that techniques do not act on
         self.steps_before: dict[int, int] = {}  # `step_counts` at the latest gate
         self.constructed: list[weakref.ref[Any]] = []
+        self._crowded = 64                      # as many are looked through for dead ones
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
         self.step_counts: dict[int, int] = {}
         self.stepping = 0
@@ -280,8 +284,12 @@ class Session:
 
     def constructs(self, optimizer: Any) -> None:
         """An optimizer is being built: a step is not known before it has stepped as well."""
-        if not self.asleep:
-            self.constructed.append(weakref.ref(optimizer))
+        if self.asleep:
+            return
+        if len(self.constructed) >= self._crowded:
+            self.constructed = [reference for reference in self.constructed if reference() is not None]
+            self._crowded = 64 + 2 * len(self.constructed)
+        self.constructed.append(weakref.ref(optimizer))
 
     def unsettled(self) -> bool:
         """Whether an optimizer still waits for its first step: five critic steps look like steps until the generator's.
@@ -292,17 +300,39 @@ class Session:
         return any((o := reference()) is not None and id(o) not in stepped for reference in self.constructed)
 
     def _name(self, optimizer: Any) -> str:
-        name = next((f"S{index}" for index, reference in enumerate(self.optimizers) if reference() is optimizer), None)
-        if name is None:
-            name = f"S{len(self.optimizers)}"
-            self.optimizers.append(weakref.ref(optimizer))
-            if succession.meet(self, name, optimizer) and not self.plan.get("step"):
-                self._rediscover()
+        name = self.names.get(id(optimizer))
+        if name is None or self.optimizers[name]() is not optimizer:
+            name = self._meet(optimizer)
         self.stepped[name] = self.stepped.pop(name, None) or weakref.ref(optimizer)
         return self.roles.get(name, name)
 
+    def _meet(self, optimizer: Any) -> str:
+        """Name an optimizer that steps for the first time. Scripts may build one for every step, so the dead are forgotten here."""
+        for key, name in list(self.names.items()):
+            if self.optimizers[name]() is None:
+                self._forget(name, key, counted=key != id(optimizer))
+        name = f"S{self.named}"
+        self.named += 1
+        self.names[id(optimizer)] = name
+        self.optimizers[name] = weakref.ref(optimizer)
+        if succession.meet(self, name, optimizer) and not self.plan.get("step"):
+            self._rediscover()
+        return name
+
+    def _forget(self, name: str, key: int, counted: bool) -> None:
+        """An optimizer is gone. `counted`: the steps at its id are its own, and no living one's."""
+        del self.optimizers[name], self.names[key]
+        self.stepped.pop(name, None)
+        self.moved_to.discard(name)
+        if counted:
+            self.step_counts.pop(key, None)
+            self.steps_before.pop(key, None)
+        if not self.held.get(name):     # nothing lives any more that a successor could hold as well
+            self.held.pop(name, None)
+            self.roles.pop(name, None)
+
     def living_optimizers(self) -> list[Any]:
-        return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+        return [optimizer for reference in self.optimizers.values() if (optimizer := reference()) is not None]
 
     @property
     def steps_seen(self) -> int:
@@ -379,7 +409,7 @@ class Session:
         if self.watchdog is not None:
             self.watchdog.boundary(self)
         if self.phase == "active":
-            if self.roles and self.plan["techniques"] and takeover.due(self):
+            if self.succeeded and self.plan["techniques"] and takeover.due(self):
                 takeover.move(self)
             if self.gate is not None and self.capture is None:
                 self.gate.boundary(self.evaluated)

@@ -22,23 +22,32 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
     step = session.step
     known = step is not None and step.token != CLOSURE
     if known and any(token != "B" for token in step.tokens) and not session.plan.get("drill"):
-        role = _predecessor(session, optimizer)
+        part, role = _predecessor(session, optimizer)
         if role is not None:
             session.roles[name] = role
-        elif session.succession is None and name not in step.tokens:      # else a step that was known before it began
+            session.succeeded += 1
+            _hold(session, part, optimizer)
+            return False
+        if session.succession is None and name not in step.tokens:      # else a step that was known before it began
             session.succession = Succession(step, session.phase, len(session.tokens))
-    session.held[name] = [weakref.ref(p) for group in optimizer.param_groups for p in group["params"]]
-    return known and name not in session.roles
+    _hold(session, name, optimizer)
+    return known
 
 
-def _predecessor(session: Any, optimizer: Any) -> str | None:
-    """Of the known step's optimizers the one whose parameters this one holds as well."""
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, references in session.held.items():
+def _hold(session: Any, part: str, optimizer: Any) -> None:
+    """Remember parameters, as long as they live, by the name of the first optimizer that held some of them."""
+    held = session.held.setdefault(part, weakref.WeakValueDictionary())
+    held.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
+
+
+def _predecessor(session: Any, optimizer: Any) -> tuple[str, str | None]:
+    """Of the known step's optimizers the one whose parameters this one holds as well: its name in `held`, and its role."""
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, held in session.held.items():
         role = session.roles.get(name, name)
-        if role in session.step.tokens and any((p := reference()) is not None and id(p) in mine for reference in references):
-            return role
-    return None
+        if role in session.step.tokens and any(held.get(id(p)) is p for p in mine):
+            return name, role
+    return "", None
 
 
 def follow(session: Any, token: str) -> str:
@@ -50,6 +59,7 @@ def follow(session: Any, token: str) -> str:
         return token
     watch.recount(session.counts)
     session.roles.update(roles)
+    session.succeeded += 1
     session.step, session.phase = watch.step, watch.phase
     session.occurrences = watch.step.count - 1
     del session.tokens[watch.recorded:]
