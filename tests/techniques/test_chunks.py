@@ -721,6 +721,51 @@ def test_models_that_cannot_be_cut_are_left_alone(forward):
     assert LEFT_ALONE[forward] in refused(body(forward), torch.randn(8, 6))
 
 
+class Losses:
+    def __init__(self):
+        self.found = []
+
+
+FILLED = {
+    "list": ([], list.append), "dict": ({}, lambda into, value: into.update(aux=value)), "set": (set(), set.add),
+    "nested": (([],), lambda into, value: into[0].append(value)), "object": (Losses(), lambda into, value: into.found.append(value)),
+    "attribute": (Losses(), lambda into, value: setattr(into, "found", value)),
+}
+
+
+@pytest.mark.parametrize("what", FILLED)
+def test_a_forward_that_fills_its_argument_is_left_alone(what, capfd):
+    """Each chunk would fill one of its own."""
+    empty, fill = FILLED[what]
+
+    def auxiliary(self, x, into):
+        y = self.linear(x)
+        fill(into, y.square().mean())
+        return y
+
+    model = body(auxiliary).train()
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    for _ in range(3):
+        argument = copy.deepcopy(empty)
+        assert "ChunkedForward" not in model(torch.randn(8, 6), argument).grad_fn.name()
+    assert capfd.readouterr().err.count("container among its arguments") == 1
+
+
+def test_an_argument_that_is_filled_later_is_filled_by_the_script_s_own_forward(capfd):
+    def later(self, x, into):
+        y = self.linear(x)
+        into.extend([y] * len(self.on))
+        return y
+
+    model = body(later).train()
+    model.on = []
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    for step in range(5):
+        model.on = [1] * (step == 4)        # not compared: 3 batches have run in chunks
+        output = model(torch.randn(8, 6), found := [])
+    assert found == [output] and "container among its arguments" in capfd.readouterr().err
+
+
 def test_more_models_that_are_left_alone():
     outside = torch.nn.Parameter(torch.ones(6))
     assert "not among its parameters" in refused(body(lambda self, x: self.linear(x) * outside), torch.randn(8, 6))

@@ -107,7 +107,7 @@ class Guard:
             key = _structure(module, skeleton, inputs)
             plan = self.plans.get(key)
             chunks = self.policy.chunks(size, plan.samples(inputs)) if plan is not None else 1
-            watch = Watch(module, inputs, self.torch) if key not in self.plans else None
+            watch = Watch(module, (args, kwargs), inputs, self.torch) if key not in self.plans else None
         except Exception as error:  # noqa: BLE001 - whatever is wrong with us, the script's own forward runs
             self._give_up(_in_words(error))
             return inner(module, *args, **kwargs)
@@ -115,9 +115,10 @@ class Guard:
             return self._first_look(inner, module, skeleton, inputs, args, kwargs, size, key, watch)
         if plan is None or not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
             return inner(module, *args, **kwargs)
-        return self._run(inner, module, skeleton, inputs, plan, key, size, chunks)
+        return self._run(inner, module, args, kwargs, skeleton, inputs, plan, key, size, chunks)
 
-    def _run(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int, chunks: int) -> Any:
+    def _run(self, inner: Any, module: Any, args: Any, kwargs: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int,
+             chunks: int) -> Any:
         """In as many chunks as it takes."""
         torch = self.torch
         self.cut[key] += chunks > 1
@@ -138,7 +139,6 @@ class Guard:
             state.restore()
             if not fits_not:            # the script's own error is raised again by its own forward
                 self._give_up(why)
-                args, kwargs = _trees.put_together(skeleton, inputs)
                 return inner(module, *args, **kwargs)
             free(torch)
             chunks = min(samples, 2 * chunks)
@@ -155,7 +155,7 @@ class Guard:
         if plan is None or not _agree_on_two(plan, inputs) or not self._exact(inner, module, skeleton, inputs, plan, key, 2):
             raise failure
         self.policy.smaller(size, 2, str(failure))
-        return self._run(inner, module, skeleton, inputs, plan, key, size, 2)
+        return self._run(inner, module, args, kwargs, skeleton, inputs, plan, key, size, 2)
 
     # -- whether it can be cut -------------------------------------------------------------------------------------
 

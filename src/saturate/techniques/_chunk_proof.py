@@ -23,7 +23,7 @@ from saturate.techniques._chunk_modes import (
     steady,
 )
 from saturate.techniques._chunk_plan import Joined, Layout, NotSplittable, Plan, gradient_of_part, share_of_loss
-from saturate.techniques._chunks import out_of_memory
+from saturate.techniques._chunks import FILLS, out_of_memory
 from saturate.techniques._surroundings import Surroundings
 
 #: Samples of the live batch that a proof runs; fewer where memory does not hold them. The two chunks are uneven.
@@ -77,13 +77,14 @@ def _own_hook(module: Any) -> str:
 
 
 class Watch:
-    """The state of a module and its inputs around one forward of the script's own."""
+    """The state of a module and its arguments around one forward of the script's own."""
 
-    def __init__(self, module: Any, inputs: list[Any], torch: Any):
+    def __init__(self, module: Any, arguments: Any, inputs: list[Any], torch: Any):
         self.module = module
         self.torch = torch
         self.inputs = inputs
         self.versions = [tensor._version for tensor in inputs]
+        self.members = _trees.members(arguments)
         self.around = Surroundings(module, torch)
         self.before = self._values()
 
@@ -108,6 +109,8 @@ class Watch:
         """What this forward did besides computing its output; empty when nothing was seen."""
         if any(tensor._version != version for tensor, version in zip(self.inputs, self.versions)):
             return "its forward changes its input in place"
+        if filled := _trees.filled(self.members):
+            return f"{FILLS} ({filled})"
         after = self._values()
         for name, value in after.items():
             if value == "graph":
@@ -175,7 +178,7 @@ class Proof:
         torch = self.torch
         ranges = [(0, self.samples), (0, self.first), (self.first, self.samples)]
         with torch.enable_grad(), steady(torch):
-            watch = Watch(self.module, [], torch)       # where memory ran out in the very first call, nobody has watched yet
+            watch = Watch(self.module, (), [], torch)       # where memory ran out in the very first call, nobody has watched yet
             try:
                 runs = [self._run(start, stop) for start, stop in ranges]
                 problem = watch.problem()
@@ -199,8 +202,11 @@ class Proof:
                   for tensor in self.plan_of_inputs.cut(self.inputs, start, stop)]
         versions = [tensor._version for tensor in inputs]
         args, kwargs = _trees.put_together(self.skeleton, inputs)
+        members = _trees.members((args, kwargs))
         with reductions(self.torch) as seen:
             output = self.inner(self.module, *args, **kwargs)
+        if filled := _trees.filled(members):
+            raise NotSplittable(f"{FILLS} ({filled})")
         if any(tensor._version != version for tensor, version in zip(inputs, versions)):
             raise NotSplittable("its forward changes its input in place")
         return inputs, *_trees.taken_apart(output, self.torch), seen.found

@@ -41,6 +41,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED",
 )
 
+FILLS = "its forward changes what a container among its arguments holds"
+
 #: How far a chunk that runs again may be from its forward, relative to its largest entry: on a GPU sums may add up in any order.
 _APART, _APART_GPU, _APART_NARROW = 1e-4, 1e-2, 8e-2
 
@@ -170,11 +172,12 @@ class Call:
     def _call(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The output's skeleton and tensors, and the reductions that were seen (where any matters)."""
         args, kwargs = _trees.put_together(self.skeleton, inputs)
-        if not self.plan.has_losses:
-            return (*_trees.taken_apart(self.inner(self.module, *args, **kwargs), self.torch), [])
-        with reductions(self.torch) as seen:
+        members = _trees.members((args, kwargs))
+        with reductions(self.torch) if self.plan.has_losses else contextlib.nullcontext() as seen:
             output = self.inner(self.module, *args, **kwargs)
-        return (*_trees.taken_apart(output, self.torch), seen.found)
+        if filled := _trees.filled(members):
+            raise NotSplittable(f"{FILLS} ({filled})")
+        return (*_trees.taken_apart(output, self.torch), seen.found if seen else [])
 
     def _same_structure(self, output: Any) -> Any:
         """The skeleton of the whole output: that of every chunk. Values that are no tensors must agree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -103,6 +104,41 @@ def tensors(values: Any, tensor: type) -> list[Any]:
         elif isinstance(value, Mapping):
             found += tensors(value.values(), tensor)
     return found
+
+
+def members(values: Any) -> list[tuple[Any, list[Any]]]:
+    """Every container in nested `values`, and the attributes of every object there, each with its members: for `filled`."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    pending = [(values, True)]
+    while pending:
+        value, nested = pending.pop()
+        plain = isinstance(value, (*_FILLED, tuple))
+        thing = value if plain else getattr(value, "__dict__", None) if nested and not _has_state(value) else None
+        if isinstance(thing, (*_FILLED, tuple)) and id(thing) not in found:
+            found[id(thing)] = thing, _members(thing)
+            pending += [(member, nested and plain) for member in found[id(thing)][1]]      # objects in objects are not followed
+    return list(found.values())
+
+
+def filled(before: list[tuple[Any, list[Any]]]) -> str:
+    """The kind of the first container whose members are not those of `before`; "" when all are."""
+    for thing, held in before:
+        now = _members(thing)
+        if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
+            return type(thing).__name__
+    return ""
+
+
+_FILLED = (list, dict, set, collections.deque)
+
+
+def _has_state(value: Any) -> bool:
+    """Whether it is a tensor, a module or a class, whose attributes are watched elsewhere or are no data."""
+    return isinstance(value, type) or hasattr(value, "requires_grad") or hasattr(value, "named_modules")
+
+
+def _members(thing: Any) -> list[Any]:
+    return [member for item in thing.items() for member in item] if isinstance(thing, dict) else list(thing)
 
 
 def shapes(values: Any, tensor: type) -> tuple[Any, ...]:

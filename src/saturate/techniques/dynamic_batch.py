@@ -27,7 +27,7 @@ Numerics
 --------
 `stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
 numbers. Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
-contrastive losses inside the model), that change state in their forward, or that reduce a loss in a way that is not
+contrastive losses inside the model), that change state in their forward or fill an argument, or that reduce a loss in a way that is not
 recognised, are left alone, with the reason on stderr; negatives in a loss outside of the model are no obstacle.
 
 How it is applied

@@ -20,7 +20,7 @@ Numerics
 `stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
 numbers than a whole batch does, and the same ones again in their backward. Refused, with the reason: models whose samples
 depend on each other (BatchNorm in training mode, contrastive losses inside the model), that change state in their forward
-(their own, or what it reaches outside: a list of auxiliary losses, a counter), that have random generators of their own, or
+(their own, what it reaches outside, or what it is given: a list of auxiliary losses, a counter), that have random generators of their own, or
 that reduce a loss in a way that is not recognised. A mean that torch's own loss functions took is weighted by how many
 entries it is the mean of, padding left out; negatives in a loss outside of the model see the whole batch.
 
