@@ -1187,6 +1187,27 @@ def test_parameters_that_were_swapped_are_not_mistaken():
         output.sum().backward()
 
 
+@pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
+def test_a_forward_with_lent_parameters_runs_as_it_was_written(technique, capfd):
+    """The inner step of MAML, whose gradients are differentiated again."""
+    plain, tuned = twins()
+    technique.apply(context_of(tuned), technique.Options())
+    x, found = torch.randn(8, 6), []
+    for model in (plain, tuned):
+        for _ in range(3):
+            model.train().zero_grad()
+            own = {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("unused")}
+            loss = torch.func.functional_call(model, {name: p * 1.0 for name, p in own.items()}, (x,)).square().mean()
+            inner = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+            lent = {name: p - 0.1 * gradient for (name, p), gradient in zip(own.items(), inner)}
+            torch.func.functional_call(model, lent, (x,)).square().mean().backward()
+        found.append([p.grad for p in own.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert capfd.readouterr().err.count("other parameters than its own") == 1
+    tuned(x)
+    assert "ChunkedForward" in tuned(x).grad_fn.name()
+
+
 def test_parameters_changed_in_between_raise_as_they_do_without():
     model = Net().train()
     micro_batch.apply(context_of(model), micro_batch.Options())

@@ -62,6 +62,8 @@ class Guard:
         self.compared: set[Any] = set()                 # structures, with the numbers of chunks that were shown to be exact
         self.ran: dict[Any, int] = {}                   # most samples that have run at once, by structure
         self.off = False
+        self.parameters = [(part._parameters, name, p) for part in module.modules() for name, p in part._parameters.items()]
+        self.told = False
         self.looks = EARLY_LOOKS if context.early else 1
         problem = _refusal(module, self.torch)
         if problem:
@@ -74,6 +76,8 @@ class Guard:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
+            if not all(held.get(name) is p for held, name, p in self.parameters):
+                return self._with_others(inner, module, args, kwargs)
             inputs = _trees.tensors((*args, *kwargs.values()), tensor)
             if self.policy.runs_whole(tuple(one.shape for one in inputs)):
                 return self._as_written(inner, module, inputs, args, kwargs)
@@ -82,6 +86,13 @@ class Guard:
         return forward
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
+
+    def _with_others(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """With other parameters than the module's own, as `torch.func.functional_call` lends it: they are gone in the backward."""
+        if not self.told:
+            self.told = True
+            self.say("runs as the script wrote it wherever it is called with other parameters than its own")
+        return inner(module, *args, **kwargs)
 
     def _as_written(self, inner: Any, module: Any, inputs: list[Any], args: Any, kwargs: Any) -> Any:
         """The script's own forward and backward, made up for where memory runs out in either."""
