@@ -29,6 +29,8 @@ Numerics
 numbers. Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
 contrastive losses inside the model), that change state in their forward or fill an argument, or that reduce a loss in a way that is not
 recognised, are left alone, with the reason on stderr; negatives in a loss outside of the model are no obstacle.
+Of several outputs, each has the gradient that comes from outside of the model: where one is computed from another, a hook on the
+other, its `retain_grad` and `torch.autograd.grad` to it do not see what comes through the first, and nothing says so.
 
 How it is applied
 -----------------

@@ -20,9 +20,11 @@ Numerics
 `stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
 numbers than a whole batch does, and the same ones again in their backward. Refused, with the reason: models whose samples
 depend on each other (BatchNorm in training mode, contrastive losses inside the model), that change state in their forward
-(their own, what it reaches outside, or what it is given: a list of auxiliary losses, a counter), that have random generators of their own, or
-that reduce a loss in a way that is not recognised. A mean that torch's own loss functions took is weighted by how many
+(their own, what it reaches outside, or what it is given: a list of auxiliary losses, a counter), that have random generators of
+their own, or that reduce a loss in a way that is not recognised. A mean that torch's own loss functions took is weighted by how many
 entries it is the mean of, padding left out; negatives in a loss outside of the model see the whole batch.
+Of several outputs, each has the gradient that comes from outside of the model: where one is computed from another, a hook on the
+other, its `retain_grad` and `torch.autograd.grad` to it do not see what comes through the first, and nothing says so.
 
 How it is applied
 -----------------
@@ -33,7 +35,8 @@ batches: a mixture of experts with room for a share of the batch drops nothing o
 one. Such a comparison takes what a step of the script's own takes; what does not fit is compared as far as it does, and a
 line on stderr says so. A coupling that shows only in batches between those looked at is not seen. A part runs again with the
 random numbers, modes, attributes and buffers of its forward; where it gives something else all the same, because the script has
-changed what the model reads elsewhere, the backward raises an error. Only splitting is offered: merging the script's own accumulation steps is not. From outside of the loop it could only be done by drawing the
+changed what the model reads elsewhere, the backward raises an error. Only splitting is offered: merging the script's own
+accumulation steps is not. From outside of the loop it could only be done by drawing the
 batches of a whole update ahead, running the model on all of them when the script gives it the first, and holding each loss's
 gradient back until the last. The script's own code between loader and model (copies, augmentation, noise) would have to run
 ahead of the script; and until the last backward no parameter has the gradient that the script may read, clip, unscale or
