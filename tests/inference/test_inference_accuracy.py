@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saturate.errors import UsageError
-from saturate.inference import bounds
+from saturate.inference import accuracy, bounds
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read, split
 
 Z = 1.6448536269514722
@@ -127,6 +127,13 @@ def test_a_score_too_large_to_be_computed_with_is_named_and_any_other_is_judged(
             read(returned)
     for relative in (False, True):
         assert compare(scores(3, 1, 2), read([3, 1e75, 2]), Budget(0.1, higher_is_better=False, relative=relative)).verdict != "pass"
+
+
+def test_a_contender_has_a_level_below_one_however_many_came_before():
+    for turn in (30, 40, 1000):
+        level = accuracy.level(0.95, turn)
+        assert accuracy.level(0.95, 20) < level < 1
+        assert compare(scores(*[1] * 40), scores(*[0] * 40), Budget(0.1, confidence=level)).verdict == "fail"
 
 
 def test_the_metric_of_the_budget_must_be_there():

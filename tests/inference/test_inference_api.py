@@ -26,7 +26,8 @@ torch = pytest.importorskip("torch")
     ({"objective": "speed"}, "no objective 'speed'"), ({"limits": {"p95_ms": 3}}, "no limit 'p95_ms'"),
     ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
     ({"train": [1, 2]}, "`train` is a list"), ({"train": ([], 3)}, "`train.loss` cannot be called"),
-    ({"train": (3, max)}, "`train.loader` is a int")])
+    ({"train": (3, max)}, "`train.loader` is a int"), ({"train": ([],)}, "`train` is a tuple of 1"), ({"train": ([], max, 1, 2)}, "a tuple of 4"),
+    ({"threads": 0}, "threads is 0"), ({"threads": -1}, "threads is -1"), ({"threads": 1.5}, "threads is 1.5"), ({"threads": True}, "threads is True")])
 def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})

@@ -145,7 +145,7 @@ def test_one_tensor_is_one_batch() -> None:
 @pytest.mark.parametrize(("given", "words"), [
     ([], "holds no batch"), (7, "cannot be iterated over"), (None, "is a NoneType"), ({"x": torch.zeros(1)}, "is a dict"), ([{"x": torch.zeros(1)}], "yields dict"),
     (["text"], "yields str"), ([(torch.zeros(2, 6), 1), (torch.zeros(0, 6), 1)], "a batch without samples"),
-    ([torch.zeros(2, 3).numpy()], "torch.from_numpy"), (torch.utils.data.TensorDataset(torch.zeros(5, 3)), "DataLoader(dataset"),
+    ([(torch.nested.nested_tensor([torch.zeros(2, 6), torch.zeros(3, 6)]),)], "a nested tensor"), ([torch.zeros(2, 3).numpy()], "torch.from_numpy"), (torch.utils.data.TensorDataset(torch.zeros(5, 3)), "DataLoader(dataset"),
 ])
 def test_inputs_that_cannot_be_used_are_named(given: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:

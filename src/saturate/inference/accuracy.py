@@ -42,6 +42,10 @@ FEWEST_TO_SPLIT = 20
 #: A score beyond this has no square whose square is a number: nothing could be computed of it, nor would it be an answer.
 MOST_SCORE = 1e75
 
+#: The largest number below 1, where levels end: after some thirty turns they would round to 1, which nothing reaches. That gives
+#: away no more than is lost in rounding.
+HIGHEST = 1 - 2.0**-53
+
 #: Scores may lie outside of their range by rounding, as a cosine of 1.0000001 does; a share of the range.
 _BEYOND = 1e-5
 
@@ -259,7 +263,7 @@ def level(confidence: float | None, turn: int) -> float | None:
     """The confidence of the contender that meets the samples of the confirmation as number `turn`, from 0. However many
     follow, all their bounds hold together with `confidence` (Bonferroni's inequality). A bound at its own level holds for
     every budget, so that a contender may be judged by another one later."""
-    return None if confidence is None else 1 - (1 - confidence) * SPENT * (1 - SPENT) ** turn
+    return None if confidence is None else min(HIGHEST, 1 - (1 - confidence) * SPENT * (1 - SPENT) ** turn)
 
 
 def unsplit(judgement: Judgement) -> Judgement:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
+import numbers
 import os
 import secrets
 import sys
@@ -88,6 +89,10 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         raise UsageError("the model is None", cause="a function that builds it and returns nothing gives None",
                          remedy="return the torch.nn.Module")
     budget = checked(check, budget, objective, limits)
+    if isinstance(train, tuple) and len(train) != 2:
+        raise UsageError(f"`train` is a tuple of {len(train)}", remedy="train=(loader, loss), or saturate.Train(loader, loss, ...)")
+    if threads is not None and (not isinstance(threads, numbers.Integral) or isinstance(threads, bool) or threads < 1):
+        raise UsageError(f"threads is {threads!r}", remedy="a whole number, at least 1, or None for as many as torch takes")
     trainer = Train(*train) if isinstance(train, tuple) else train
     folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4))
     say = progress or _to_stderr
@@ -95,7 +100,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
             say(note)
-        lab = Lab(source, folder, threads or torch.get_num_threads(), began + seconds, check=check, budget=budget,
+        lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, budget=budget,
                   memory_bytes=memory_limit(source.device), signature=signature_of(model))
         registry = known(_registry.load(), only, skip)
         with running_model():

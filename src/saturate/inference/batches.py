@@ -34,6 +34,9 @@ def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
     size_bytes = 0
     for item in _items(torch, given, what):
         batch = _batch(torch, item, what)
+        if any(tensor.is_nested for tensor in tensors(torch, batch)):
+            raise UsageError(f"`{what}` yields a nested tensor", cause="its sizes differ from sample to sample, so it has no shape that could be measured",
+                             remedy="pad it to a dense tensor, with a mask beside it, in a small torch.nn.Module around the model")
         if samples(torch, batch) == 0:
             raise UsageError(f"`{what}` yields a batch without samples", cause="the first dimension of its tensors is 0",
                              remedy="leave empty batches out: nothing can be measured or compared with them")
