@@ -418,6 +418,24 @@ def test_a_killed_supervisor_takes_all_with_it(start: Callable[..., Worker]) -> 
 
 
 @pytest.mark.slow
+def test_a_fork_that_lives_on_does_not_delay_the_end(start: Callable[..., Worker]) -> None:
+    """Nor does the worker of a DataLoader that is kept: it holds the pipes of its parent open."""
+    worker = start()
+    pid = worker.ask("misbehaves:misbehave", "")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        began = time.monotonic()
+        worker.close()
+        assert time.monotonic() - began < 10 and gone(pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.slow
 def test_a_technique_without_effect_is_not_active(start: Callable[..., Worker]) -> None:
     assert [proof.active for proof in start("idle").ready.proofs] == [False]
 

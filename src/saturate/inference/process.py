@@ -33,7 +33,7 @@ from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
 from saturate.records import sizes
 from saturate.records.inference import ModelFacts
-from saturate.trial import meter, tree
+from saturate.trial import launch, meter, tree
 from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 
 #: Every process of a candidate has this variable, with a value of its own.
@@ -341,7 +341,7 @@ class Worker:
             self._supervisor.wait(timeout=grace_s or 0.001)
         except subprocess.TimeoutExpired:
             pass
-        self._supervisor.stdin.close()              # end of file: the supervisor kills the tree
+        launch.end(self._supervisor)
         try:
             self._supervisor.wait(timeout=15.0)
         except subprocess.TimeoutExpired:

@@ -413,7 +413,7 @@ class Trial:
         except subprocess.TimeoutExpired:
             pass
         self.thaw()
-        self.supervisor.stdin.close()           # end of file: the supervisor kills the tree
+        launch.end(self.supervisor)
         try:
             self.supervisor.wait(timeout=15.0)
         except subprocess.TimeoutExpired:

@@ -3,8 +3,8 @@
     python -I -S supervise.py SPEC.json     (started by `trial.process`; the file is deleted once it is read)
 
 It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the
-controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. The workload's
-output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
+controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. So does a byte: a
+fork of the controller may hold the pipe open. The workload's output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
 
 Standard library only. It writes one JSON line to its standard output when the workload has ended.
 """
@@ -164,7 +164,7 @@ def _watch(workload, reader, wake_reader, log, attributes=None):
         ready, _, _ = select.select([*sources, attributes.source] if attributes else sources, [], [])
         if attributes and attributes.source in ready and not attributes.serve():
             attributes = None
-        if 0 in ready and not os.read(0, 4096):
+        if 0 in ready:              # a byte, or the end of file: see above
             return None
         if reader in ready:
             data = os.read(reader, 1 << 16)
