@@ -275,10 +275,19 @@ def test_prompts_in_the_shapes_that_people_have(given, rows):
     assert as_lists(given) == rows
 
 
-@pytest.mark.parametrize("wrong", ["text", [], [[]], 3, [["a"]], [[[1, 2], [3, 4]]], [1.5], [True]])
+@pytest.mark.parametrize("wrong", ["text", [], [[]], 3, [["a"]], [[[1, 2], [3, 4]]], [1.5], [True], {"ids": [1, 2]}, {},
+                                   {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, {"input_ids": [[1], [2]], "attention_mask": [[1]]}])
 def test_what_is_no_prompt_is_refused(wrong):
     with pytest.raises(UsageError):
         as_lists(wrong)
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "model"])
+def test_one_token_behind_the_longest_prompt_needs_no_draft(draft):
+    short = toys.Cached(context=16)
+    prompt = [number % 12 for number in range(15)]
+    wanted = generate(short, [prompt], max_new_tokens=1).tokens
+    assert generate(short, [prompt], max_new_tokens=1, draft=toys.Cached(1, context=16) if draft == "model" else draft).tokens == wanted
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(model):

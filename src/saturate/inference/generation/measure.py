@@ -31,6 +31,8 @@ def costs(loop: Loop, batch: Batch, request: Request) -> Costs | None:
     torch = loop.torch
     probe = replace(loop, drafter=_Always(loop.drafter))
     endless = replace(request, eos=frozenset(), max_new_tokens=max(2, request.max_new_tokens))
+    if loop.target.context is not None and max(map(len, batch)) + endless.max_new_tokens > loop.target.context:
+        return None         # one new token has room, and no draft of it
     with torch.inference_mode():
         sequences = probe.prefill(batch, endless)
         room = min(

@@ -13,6 +13,8 @@ _SHAPES = "token numbers of one prompt, a list of such prompts, a tensor [rows, 
 def as_lists(prompts: Any) -> list[list[int]]:
     """A prompt (numbers), several (of any lengths), a tensor or array of one or two dimensions, or a mapping with
     "input_ids" and maybe "attention_mask", whose masked tokens are left out. Raises UsageError for anything else."""
+    if isinstance(prompts, Mapping) and "input_ids" not in prompts:
+        raise UsageError(f"there is no 'input_ids' among {', '.join(map(str, prompts)) or 'nothing'}", remedy=f"pass {_SHAPES}")
     if isinstance(prompts, Mapping) or hasattr(prompts, "input_ids"):
         ids = prompts["input_ids"] if isinstance(prompts, Mapping) else prompts.input_ids
         mask = (
@@ -23,10 +25,10 @@ def as_lists(prompts: Any) -> list[list[int]]:
         rows = as_lists(ids)
         if mask is None:
             return rows
-        return [
-            [token for token, seen in zip(row, keep, strict=True) if seen]
-            for row, keep in zip(rows, as_lists(mask), strict=True)
-        ]
+        masks = as_lists(mask)
+        if [len(row) for row in rows] != [len(keep) for keep in masks]:
+            raise UsageError("the attention_mask has other lengths than the input_ids", remedy="one number for each token: 1, or 0 for padding")
+        return [[token for token, seen in zip(row, keep) if seen] for row, keep in zip(rows, masks)]
     plain = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
         raise UsageError(
