@@ -213,6 +213,49 @@ def test_logits_that_are_not_finite_are_refused_while_sampling():
         loop.generate([[1, 2]], Request(3, Sampling()))
 
 
+class Guesses(torch.nn.Module):
+    """A draft that knows `known` tokens, and has no numbers for what follows token 2."""
+
+    def __init__(self, known: int = 3):
+        super().__init__()
+        self.table = torch.nn.Embedding.from_pretrained(torch.eye(known))
+
+    def forward(self, ids):
+        logits = self.table(ids) * 3
+        logits[ids == 2] = float("nan") if len(ids[0]) > 30 else 1.0        # not while it is proved
+        return logits
+
+
+@pytest.mark.parametrize("chosen", [Sampling(seed=3), sampling.GREEDY])
+def test_a_draft_without_numbers_is_a_bad_guess_and_no_end(chosen):
+    target = Bigram(TARGET)
+    prompt = [0, 2] * 16
+    found = generate(target, [prompt], max_new_tokens=12, draft=Guesses(), sampling=chosen, lengths=(2,))
+    assert len(found.tokens[0]) == 12
+    if chosen.greedy:
+        assert found.tokens == generate(target, [prompt], max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("chosen", [Sampling(seed=3), sampling.GREEDY])
+def test_a_token_that_the_draft_cannot_look_up_is_no_end(chosen):
+    """With equal tokenizers the target's logits may be wider, and it may say a token of the padding."""
+    wide = torch.tensor([[0.01, 0.1, 0.02, 0.87], [0.5, 0.05, 0.4, 0.05], [0.1, 0.1, 0.02, 0.78], [0.8, 0.1, 0.05, 0.05]])
+    tokenizer = {str(number): number for number in range(3)}
+    for prompt in ([0, 1, 0, 2], [0, 3, 1, 0]):
+        found = generate(Bigram(wide), [prompt], max_new_tokens=12, draft=Guesses(), tokenizers=(tokenizer, tokenizer), sampling=chosen,
+                         lengths=(2,))
+        assert 3 in found.tokens[0]
+        if chosen.greedy:
+            assert found.tokens == generate(Bigram(wide), [prompt], max_new_tokens=12).tokens
+
+
+def test_numbers_of_numpy_become_python_s():
+    numpy = pytest.importorskip("numpy")
+    request = Request(numpy.int64(6), Sampling(numpy.float32(0.5), numpy.int64(3), numpy.float32(0.5), numpy.int64(1)), frozenset([numpy.int64(2)]))
+    values = [request.max_new_tokens, *request.eos, *vars(request.sampling).values()]
+    assert [type(value) for value in values] == [int, int, float, int, float, int]
+
+
 def test_greedy_acceptance_by_hand():
     logits = torch.tensor([[[0.0, 5, 1], [0, 1, 5], [5, 0, 1]]])
     for drafted, count, stays, follows in (

@@ -99,8 +99,9 @@ def _model_drafter(
     draft_forward = plain_forward(torch, way.draft, way.draft_adapter)
     narrow = draft_forward(torch.zeros(1, 1, dtype=torch.long, device=draft.device)).shape[-1]
     refuse_unfit(type(model).__name__, width, type(way.draft).__name__, narrow, way.tokenizers)
-    prove(torch, draft, draft_forward, batch, 2)
-    return ModelDrafter(torch, draft, width)
+    known = table_size(way.draft, narrow)
+    prove(torch, draft, draft_forward, batch if known is None else [[min(token, known - 1) for token in prompt] for prompt in batch], 2)
+    return ModelDrafter(torch, draft, width, known)
 
 
 @contextmanager

@@ -36,6 +36,9 @@ class Request:
             raise UsageError(f"max_new_tokens {self.max_new_tokens!r}", remedy="a whole number, at least 1")
         if not all(map(choice.whole, self.eos)):
             raise UsageError(f"eos {sorted(map(str, self.eos))}", remedy="numbers of tokens that end a text")
+        # numpy's numbers cannot be stored in an artifact
+        object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))
+        object.__setattr__(self, "eos", frozenset(map(int, self.eos)))
 
 
 @dataclass

@@ -20,7 +20,8 @@ from saturate.errors import UsageError
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0 is greedy. top_k: the k most probable tokens; top_p: the fewest tokens that hold this
-    probability. Both are applied after the temperature, top_k first. The same seed repeats the same tokens."""
+    probability. Both are applied after the temperature, top_k first. The same seed repeats the same tokens, but for drafts whose
+    lengths are chosen by measured costs: with those only one length (`generate(..., lengths=(4,))`) does."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -40,6 +41,10 @@ class Sampling:
                 raise UsageError(
                     f"no such sampling: {words}", remedy="temperature 0 is greedy; None switches top_k or top_p off"
                 )
+        # numpy's numbers cannot be stored in an artifact
+        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else kind(value))
 
     @property
     def greedy(self) -> bool:

@@ -18,13 +18,15 @@ _UNKNOWN, _STEP = 0.7, 0.25
 
 class ModelDrafter:
     """Drafts with a model, one token at a time. vocabulary: how many logits the target has; the draft's are cut or
-    filled up to that."""
+    filled up to that. known_tokens: how many numbers of tokens the draft can look up; None: not known. Others are shown to it as
+    the last of them: what it then drafts will hardly stay, but no text can end it."""
 
     quoted: Sequence[bool] = ()
 
-    def __init__(self, torch: Any, decoder: Decoder, vocabulary: int):
+    def __init__(self, torch: Any, decoder: Decoder, vocabulary: int, known_tokens: int | None = None):
         self.name, self.context = decoder.name, decoder.context
         self._torch, self._decoder, self._vocabulary = torch, decoder, vocabulary
+        self._known_tokens = None if known_tokens is None or known_tokens >= vocabulary else known_tokens
         self._held: list[int] = []              # tokens that the draft's cache holds, by row
 
     def start(self, sequences: Sequences, capacity: int) -> None:
@@ -32,7 +34,7 @@ class ModelDrafter:
         self._decoder.start(rows, capacity)
         self._held = [0] * rows
         if self.context is None or longest <= self.context:
-            self._decoder.feed(sequences.ids, [0] * rows, longest, keep=1)
+            self._decoder.feed(self._shown(sequences.ids), [0] * rows, longest, keep=1)
             self._held = list(sequences.prompt)
 
     def propose(self, sequences: Sequences, length: int, sampling: Sampling, generator: Any) -> tuple[list[int], Any]:
@@ -42,7 +44,7 @@ class ModelDrafter:
         lacking = [tokens - held for tokens, held, done in zip(known, self._held, sequences.done) if not done]
         count = max(lacking)
         starts = [max(0, tokens - count) for tokens in known]
-        logits = self._decoder.feed(ids, starts, count)
+        logits = self._decoder.feed(self._shown(ids), starts, count)
         rows = torch.arange(len(known), device=ids.device)
         logits = logits[
             rows, torch.tensor([tokens - start - 1 for tokens, start in zip(known, starts)], device=ids.device)
@@ -54,18 +56,22 @@ class ModelDrafter:
             if sampling.greedy:
                 token = logits.argmax(-1)
             else:
-                q.append(choice.distribution(torch, logits, sampling))
+                # Where its logits are no numbers it guesses: any distribution is one to draw drafts from.
+                q.append(choice.distribution(torch, logits, sampling).nan_to_num_(1 / self._vocabulary))
                 token = choice.draw(torch, q[-1], generator)
             drawn.append(token)
             ids.scatter_(1, at + place, token.unsqueeze(1))
             if place + 1 < length:
-                logits = self._decoder.feed(ids, [tokens + place for tokens in known], 1)[:, 0]
+                logits = self._decoder.feed(self._shown(ids), [tokens + place for tokens in known], 1)[:, 0]
         self._held = [tokens + length - 1 for tokens in known]
         return [0 if done else length for done in sequences.done], torch.stack(q, 1) if q else None
 
     def settle(self, sequences: Sequences) -> None:
         """What did not stay is forgotten, at once: rounds without drafts may follow, and would hide it."""
         self._held = [min(held, tokens - 1) for held, tokens in zip(self._held, sequences.lengths)]
+
+    def _shown(self, ids: Any) -> Any:
+        return ids if self._known_tokens is None else ids.clamp(max=self._known_tokens - 1)
 
     def _fit(self, logits: Any) -> Any:
         """To the target's vocabulary: what the draft cannot say has no chance."""
