@@ -183,6 +183,7 @@ def test_one_that_hangs_is_killed_with_what_it_started(python, tmp_path):
     msgspec.json.encode(msgspec.structs.replace(RECORD, schema=99)),
     msgspec.json.encode(RECORD).replace(b"1000", b"[[[[1]]]]"),
     msgspec.json.encode(RECORD).replace(b"100000000000.0", b"-5.0"), b"[" * 100_000,
+    b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
 ])
 def test_a_damaged_file_is_passed_over_with_a_note(tmp_path, text):
     ceilings._keep(RECORD, tmp_path)

@@ -54,7 +54,10 @@ def encode(record: Ceilings) -> bytes:
 
 def decode(data: bytes) -> Ceilings:
     """What `encode` wrote. Raises ValueError where it is damaged, of another version, or what no device can be."""
-    return _checked(msgspec.json.decode(data, type=Ceilings))
+    try:
+        return _checked(msgspec.json.decode(data, type=Ceilings))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def convert(found: dict[str, Any]) -> Ceilings:
