@@ -123,6 +123,9 @@ def test_findings_that_the_other_trace_cannot_judge():
     [
         (200 * MS, 100 * MS, "The recorded step is 2.00x shorter"),
         (100 * MS, 200 * MS, "The recorded step is 2.00x longer"),
+        (100 * MS, 100 * MS, "The recorded step is as long as before: "),
+        (100 * MS, 100 * MS + 1, "The recorded step is as long as before: "),
+        (1000 * MS, 1001 * MS, "The recorded step is 1.001x longer"),
         (None, 100 * MS, "Lengths cannot be compared"),
     ],
 )

@@ -57,7 +57,10 @@ def title(record: Comparison, times: str = "x") -> str:
     slowest = max(steps, key=lambda step: step.new or 0.0)
     direction = "shorter" if (slowest.ratio or 0.0) > 1 else "longer"
     factor = max(slowest.ratio or 0.0, 1 / (slowest.ratio or 1.0))
-    return f"The recorded step is {words.ratio(factor, times=times)} {direction}"
+    text = words.ratio(factor, times=times)
+    if text == words.ratio(1.0, times=times):
+        return "The recorded step is as long as before"
+    return f"The recorded step is {text} {direction}"
 
 
 def detail(record: Comparison) -> str:
