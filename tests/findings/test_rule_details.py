@@ -158,6 +158,7 @@ def test_a_small_batch_may_show_as_latency_alone():
         ({"dtypes": "long"}, False),
         ({"kernels": ("tensorop_align2",)}, True),
         ({"kernels": ("tensorop_align4",)}, False),
+        ({"kernels": ("tensorop_align" + "9" * 5000,)}, False),
         ({"dims": ((16, 100, 64), (16, 64, 65))}, True),
         ({"dims": ((16, 100, 64), (16, 64, 64))}, False),
         ({"dims": ((16, 100, 66), (16, 66, 64))}, True),

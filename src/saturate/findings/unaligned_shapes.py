@@ -58,7 +58,7 @@ LEAST_DIMENSION = 64
 INEFFICIENT = 0.4
 PLACES = 3
 
-_ALIGNMENT = re.compile(r"align(\d+)")
+_ALIGNMENT = re.compile(r"align0*(\d{1,9})")          # a longer number is no alignment, and aligned by its beginning
 _KERNEL = re.compile(r"\w+_align\d+")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 
