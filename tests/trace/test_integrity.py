@@ -63,6 +63,19 @@ def test_kernels_launched_before_the_recording_are_not_lost() -> None:
     assert set(found(recorded(unlaunched=20, early=10))) == {"unmatched-kernels"}
 
 
+@pytest.mark.parametrize("early, expected", [(0, set()), (1, set()), (2, {"kernels-before-launch"})])
+def test_kernels_that_start_before_their_call(early: int, expected: set[str]) -> None:
+    """One of a hundred may be a clock's jitter; of more nothing follows that compares the device's times with the host's."""
+    made = recorded()
+    start = made.gpu.start.copy()
+    start[:early] -= 900_000
+    seen = found(replace(made, gpu=replace(made.gpu, start=start)))
+    assert set(seen) - {"work-outside-steps"} == expected
+    if expected:
+        assert seen["kernels-before-launch"].blocks == ["busy", "gaps", "kernels"]
+        assert "2 of 100" in seen["kernels-before-launch"].message and "0.900 ms" in seen["kernels-before-launch"].message
+
+
 def test_each_process_counts_its_own_correlations() -> None:
     made = Recording(V100)
     made.step(0, 10_000)

@@ -30,6 +30,7 @@ MATCHED_AT_LEAST = 0.95         # kernels whose launching call was recorded; lau
 ZERO_AT_MOST = 0.01             # device events of no duration
 HIDDEN_AT_MOST = 0.01           # of the span: the most that such events can hide before busy time is a guess
 REVERSED_AT_MOST = 0.01         # device events that end before they start
+EARLY_AT_MOST = 0.01            # kernels that start before the call that launches them
 OUTSIDE_AT_MOST = 0.05          # of the busy time: outside the steps
 REPLAYED_AT_MOST = 0.05         # kernels replayed from a graph, before operators and launches mean little
 OVERHEAD_AT_MOST = 0.05         # of the window: the profiler's own work
@@ -55,6 +56,7 @@ def problems(trace: Trace, launches: Column) -> list[Problem]:
         found += _no_accelerator(trace)
     else:
         found += _reversed(trace) + _zero(trace) + _unmatched(trace, launches) + _lost(trace, launches)
+        found += _early(trace, launches)
         found += _replayed(trace, launches)
     return found
 
@@ -147,6 +149,19 @@ def _unmatched(trace: Trace, launches: Column) -> list[Problem]:
     return [Problem(id="launched-before-recording", blocks=[], message=(
         f"{early} of {len(kernels)} kernels were launched before the recording began: the gaps before them are "
         "unattributed and their operators unknown"))]
+
+
+def _early(trace: Trace, launches: Column) -> list[Problem]:
+    """Kernels that start before their call, which cannot be: the device's clock and the host's do not agree. How long each
+    kernel took is known, but steps, waits and launches are the host's times."""
+    rows = np.flatnonzero((trace.gpu.kind == KERNEL) & (launches >= 0) & valid(trace.gpu))
+    ahead = trace.calls.start[launches[rows]] - trace.gpu.start[rows]
+    count = int((ahead > 0).sum())
+    if count <= EARLY_AT_MOST * len(rows):
+        return []
+    return [Problem(id="kernels-before-launch", blocks=["busy", "gaps", "kernels"], message=(
+        f"{count} of {len(rows)} kernels start before the calls that launch them, by up to {ahead.max() / 1e6:,.3f} ms: the "
+        "device's clock and the host's do not agree"))]
 
 
 def _sharing(trace: Trace) -> str:
