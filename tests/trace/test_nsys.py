@@ -179,6 +179,8 @@ def test_memory_kinds_are_those_of_the_file(tmp_path: Path) -> None:
     ("MulBackward0, seq = 12, op_id = 4, sizes = [[2]], input_op_ids = [(1,0)]", "MulBackward0", "operators",
      ((2,),)),
     ("aten::cat, op_id = 9, sizes = [[2], ...]", "aten::cat", "operators", None),
+    ("aten::cat, op_id = 9, sizes = [[2]], sizes = [[3]]", "aten::cat", "operators", None),
+    ("aten::cat" + ", sizes = [ " * 100_000, "aten::cat", "operators", None),
     ("autograd::engine::evaluate_function: MeanBackward0, op_id = 7",
      "autograd::engine::evaluate_function: MeanBackward0", "operators", None),
     ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__, op_id = 3",
@@ -233,6 +235,8 @@ def test_a_whole_graph_is_busy_time_and_said_to_hide_its_kernels(tmp_path: Path)
     ("Not all CUDA events might have been collected.", "maybe-lost-records"),
     ("Number of CUDA events collected: 12", None),
     ("Some CPU IP samples were lost.", None),
+    ("12 records were lost\nby CUPTI", "lost-records"),
+    ("x " * 300_000, None),
 ])
 def test_losses_that_nsys_reports(tmp_path: Path, text: str, problem: str | None) -> None:
     made = training(tmp_path / "a.sqlite")

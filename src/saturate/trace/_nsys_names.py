@@ -30,7 +30,8 @@ _SUFFIXES = {"int": "", "long": "l", "unsigned int": "u", "unsigned long": "ul"}
 
 #: What torch.autograd.profiler.emit_nvtx appends: "aten::mm, seq = 4, op_id = 9, sizes = [[2, 3], [3, 4]]".
 _TORCH = re.compile(r", (seq|op_id|sizes|input_op_ids) = ")
-_SIZES = re.compile(r", sizes = (\[.*?\])(?:, input_op_ids = |$)", re.DOTALL)
+#: Where the sizes begin and how they end: two patterns, as one would look for the end again from each beginning.
+_SIZES, _END = ", sizes = [", re.compile(r"\](?:, input_op_ids = |$)")
 _QUALIFIED = re.compile(r"\w+::")
 
 
@@ -138,8 +139,10 @@ class Labels:
         name = text[:mark.start()]
         # A user's record_function has no sequence number; an operator of a library has a namespace.
         operator = _QUALIFIED.match(name) is not None or mark[1] == "seq"
-        sizes = _SIZES.search(text, mark.start())
-        return self._names.intern(name), self._signature(sizes[1]) if sizes else -1, operator
+        begin = text.find(_SIZES, mark.start())
+        end = _END.search(text, begin) if begin >= 0 else None
+        sizes = text[begin + len(_SIZES) - 1:end.start() + 1] if end else ""
+        return self._names.intern(name), self._signature(sizes) if sizes else -1, operator
 
     def _signature(self, sizes: str) -> int:
         if sizes not in self._known:

@@ -41,9 +41,9 @@ LOW_BITS = (1 << THREAD_BITS) - 1
 #: Records without a possible time, of all of their kind, before nothing follows from the rest.
 LOST_AT_MOST = 0.01
 
-#: What nsys says when records of the device were lost, and when it cannot tell.
-LOST = re.compile(r"(?=.*\b(CUDA|CUPTI|kernel|activity)\b).*\b(dropped|lost)\b", re.IGNORECASE | re.DOTALL)
-MAYBE_LOST = re.compile(r"\bnot all (CUDA|NVTX) events\b", re.IGNORECASE)
+#: What nsys says when records of the device were lost, and when it cannot tell: all of these, anywhere in a text.
+LOST = re.compile(r"\b(CUDA|CUPTI|kernel|activity)\b", re.IGNORECASE), re.compile(r"\b(dropped|lost)\b", re.IGNORECASE)
+MAYBE_LOST = (re.compile(r"\bnot all (CUDA|NVTX) events\b", re.IGNORECASE),)
 
 
 def read(path: Path, progress: Callable[[float], None] | None = None) -> Trace:
@@ -234,8 +234,8 @@ class _Reader:
     def _notice(self) -> None:
         """What nsys itself says it lost, and how much of the file was not asked for."""
         for text in self._diagnostics():
-            for id, pattern in (("lost-records", LOST), ("maybe-lost-records", MAYBE_LOST)):
-                if pattern.search(text):
+            for id, patterns in (("lost-records", LOST), ("maybe-lost-records", MAYBE_LOST)):
+                if all(pattern.search(text) for pattern in patterns):
                     self.problems.append((id, f"nsys says: {text[:200]}"))
         wal = self.path.with_name(self.path.name + "-wal")
         if wal.exists() and wal.stat().st_size:
