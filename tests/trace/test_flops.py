@@ -308,7 +308,7 @@ def test_lists_of_tensors_take_the_format_of_the_hint(name, given_, moved, arith
     ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Binary<c10::BFloat16, 2>, std::plus<float>>", "bfloat16"),
     ("void CatArrayBatchedCopy_aligned16_contig<at::native::OpaqueType<4u>, unsigned int, 3, 64, 64>", "bits32"),
     ("void vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::Half>>", "float16"), ("ampere_sgemm_128x64_tn", ""),
-    ("void something_double_buffered<int>", ""),
+    ("void something_double_buffered<int>", ""), (f"void k<OpaqueType<{'9' * 5000}u>>", ""),
 ])
 def test_formats_in_kernel_names(kernel, found):
     assert flops.format_in(kernel) == found

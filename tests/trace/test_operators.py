@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import V100, Recording
 
+from saturate.trace import patterns
 from saturate.trace.columns import HostEvents
 from saturate.trace.nesting import nest
 from saturate.trace.operators import DELEGATED, NO_OPERATOR, NO_SHAPES, REPLAYED, operators
@@ -224,6 +225,19 @@ def test_sizes_of_no_device_are_not_modelled():
     recording = Recording()
     recording.operator("aten::mm", 0, 100, **huge)
     assert operators(recording.trace(), CPU)[0].unknown == {"flops": "sizes make no sense"}
+
+
+def test_arguments_that_are_no_sizes_end_nothing():
+    """Texts in place of sizes, lists of more elements than have a name, and numbers beyond floats."""
+    made = Recording()
+    made.operator("aten::mm", 0, 100, dims=(("1 2",), (3, 4)), types=(F32, F32))
+    made.operator("aten::cat", 100, 200, dims=(((10**18,) * 300,),), types=("TensorList",))
+    made.operator("aten::convolution", 200, 300, dims=((1,) * 40, (1,) * 40, *[()] * 7), types=(F32, F32, *[""] * 7),
+                  concrete=("", "", "", "[1]", f"[{10**17}]", "[1]", "False", "[0]", "1"))
+    found = by_name(operators(made.trace(), CPU))
+    assert patterns.dims(found["aten::mm"]) == ((3, 4),) and found["aten::mm"].shapes == "[1 2] [3, 4]"
+    assert found["aten::cat"].shapes == "1 tensors"
+    assert found["aten::convolution"].unknown == {"flops": "its sizes make no sense"}
 
 
 def test_nothing_recorded_is_nothing():

@@ -13,11 +13,15 @@ from saturate.trace import _matrix_costs, _memory_costs
 from saturate.trace._arguments import Arguments, Cost, Unknown
 from saturate.trace.columns import Signature
 
-__all__ = ["Cost", "cost", "explained", "format_in"]
+__all__ = ["MOST", "NO_SIZES", "Cost", "cost", "explained", "format_in"]
+
+#: Operations or bytes. More than the fastest device does in two hours, and more than a JSON integer can say.
+MOST = 1 << 63
+NO_SIZES = "its sizes make no sense"
 
 #: The format of tensors in a kernel's name: its first template argument that is one
 #: (`multi_tensor_apply_kernel<...<float, ...>`, `CatArrayBatchedCopy<OpaqueType<2u>, ...>`).
-_FORMAT = re.compile(r"OpaqueType<(?P<opaque>\d+)u?>|\b(?P<bfloat16>BFloat16|bfloat16)\b|\b(?P<float16>Half)\b|"
+_FORMAT = re.compile(r"OpaqueType<(?P<opaque>\d{1,9})u?>|\b(?P<bfloat16>BFloat16|bfloat16)\b|\b(?P<float16>Half)\b|"
                      r"(?<=[<, ])(?P<float64>double)\b|(?<=[<, ])(?P<float32>float)\b")
 
 
@@ -35,12 +39,15 @@ def explained(name: str, signature: Signature, hint: str = "") -> tuple[Cost | N
     try:
         formula = _matrix_costs.FORMULAS.get(name)
         if formula is not None:
-            return formula(args), ""
-        if name.startswith(_memory_costs.GENERATED):
-            return _memory_costs.generated(args), ""
-        found = _memory_costs.cost(name[6:], args) if name.startswith("aten::") else None
+            found: Cost | None = formula(args)
+        elif name.startswith(_memory_costs.GENERATED):
+            found = _memory_costs.generated(args)
+        else:
+            found = _memory_costs.cost(name[6:], args) if name.startswith("aten::") else None
     except Unknown as error:
         return None, str(error)
+    if found and max(abs(found.flops), abs(found.bytes)) >= MOST:
+        return None, NO_SIZES
     return found, "" if found else "no formula for this operator"
 
 

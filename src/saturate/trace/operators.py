@@ -18,7 +18,7 @@ from saturate.records.analysis import Operator
 from saturate.trace import breakdown, intervals
 from saturate.trace._arguments import DTYPES
 from saturate.trace.columns import Column, Signature, Trace, row_type, rows_where
-from saturate.trace.flops import Cost, cost, explained, format_in
+from saturate.trace.flops import MOST, NO_SIZES, Cost, cost, explained, format_in
 from saturate.trace.integrity import replayed
 from saturate.trace.intervals import contains
 from saturate.trace.launches import by_thread, launching_calls
@@ -29,8 +29,6 @@ from saturate.trace.windows import window as whole_window
 _MOST_KERNEL_NAMES = 8
 #: An operator whose callees do at least this part of its work only passes it on.
 _DELEGATES = 0.5
-#: More than the fastest device does in two hours, and more than a JSON integer can say.
-_MOST_OPERATIONS = 1 << 63
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 NO_OPERATOR = "no operator was recorded around its launch"
@@ -88,8 +86,8 @@ def groups(trace: Trace, device: int, window: Window | None = None, launches: Co
         if group is not part:
             _merge(group, part)
     for group in found.values():
-        if group.cost is not None and max(group.flops, group.bytes) >= _MOST_OPERATIONS:
-            group.cost, group.reason = None, "its sizes make no sense"
+        if group.cost is not None and max(group.flops, group.bytes) >= MOST:
+            group.cost, group.reason = None, NO_SIZES
     return sorted(found.values(), key=lambda group: (-group.time_ns, group.name))
 
 
@@ -291,7 +289,8 @@ def shapes_text(signature: Signature) -> str:
         if not isinstance(dims, (tuple, list)) or not dims:
             continue
         if isinstance(dims[0], (tuple, list)):
-            words.append(f"{len(dims)} tensors of {_elements(dims):,} elements")
+            count = _elements(dims)
+            words.append(f"{len(dims)} tensors" + (f" of {count:,} elements" if abs(count) < MOST else ""))
         else:
             words.append(f"[{', '.join(map(str, dims))}]")
     return " ".join(words)

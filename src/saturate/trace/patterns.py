@@ -20,12 +20,13 @@ _NOT_A_CHAIN = re.compile(r"embedding|index|gather|scatter|sort|topk|unique|nonz
 #: Names of fp32 kernels, and of those that round their inputs to TF32 for tensor cores.
 _FP32 = re.compile(r"sgemm|simt_s|ffma|f32f32_f32f32|magma_sgemm")
 _TENSOR_CORES = re.compile(r"tf32|tensorop|s1688|s16816|h?mma|xmma_.*tf32|nvjet_[a-z]*t", re.IGNORECASE)
-_SIZES = re.compile(r"\[([\d, ]*)\]")
+#: As `operators.shapes_text` writes them. What else a damaged trace has in place of sizes are none.
+_SIZES = re.compile(r"\[(\d{1,18}(?:, \d{1,18})*)\]")
 
 
 def dims(operator: Operator) -> Dims:
     """Sizes of its tensors, from the text of the record; () where shapes were not recorded."""
-    return tuple(tuple(int(size) for size in found.split(", ") if size) for found in _SIZES.findall(operator.shapes))
+    return tuple(tuple(int(size) for size in found.split(", ")) for found in _SIZES.findall(operator.shapes))
 
 
 def fp32_matmul_ns(operators: Iterable[Operator]) -> int | None:
