@@ -478,3 +478,24 @@ def test_two_h100(shared_traces: Path) -> None:
 
 def test_an_export_of_a_program_that_failed_to_record(shared_traces: Path) -> None:
     assert "No CUDA events collected" in card(shared_traces / "nsys_no_cuda_tables.sqlite")
+
+
+@pytest.mark.parametrize(("column", "value"), [("rowid TEXT", "abc"), ("rowid REAL", 1.5), ("rowid", b"x")])
+def test_a_column_named_like_the_row_id_is_no_count(tmp_path: Path, column: str, value: object) -> None:
+    path = tmp_path / "a.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"CREATE TABLE T (start INTEGER, {column})")
+        connection.executemany("INSERT INTO T VALUES (?, ?)", [(1, value), (2, value), (3, value)])
+    connection.close()
+    with Database(path) as database:
+        assert database.rows("T") == 3
+
+
+def test_a_version_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    with sqlite3.connect(path) as connection:
+        for name in ("NVTX_EVENTS_V2", "NVTX_EVENTS_V10", f"NVTX_EVENTS_V{'9' * 5000}"):
+            connection.execute(f"CREATE TABLE {name} (start)")
+    connection.close()
+    with Database(path) as database:
+        assert database.find("NVTX_EVENTS") == "NVTX_EVENTS_V10"

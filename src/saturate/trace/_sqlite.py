@@ -107,7 +107,7 @@ class Database:
 
     def find(self, table: str) -> str:
         """The table of that name, or the newest of its versions (`NVTX_EVENTS_V3`); empty where there is none."""
-        versions = [name for name in self.tables if re.fullmatch(rf"{table}(_V\d+)?", name)]
+        versions = [name for name in self.tables if re.fullmatch(rf"{table}(_V\d{{1,9}})?", name)]
         return max(versions, key=lambda name: int(name[len(table) + 2:] or 0), default="")
 
     def select(self, table: str, expressions: Sequence[str]) -> Iterator[list[tuple[Any, ...]]]:
@@ -130,7 +130,7 @@ class Database:
             last = self._connection.execute(f"SELECT max(rowid) FROM {quoted(table)}").fetchone()[0] or 0
         except sqlite3.OperationalError:        # declared WITHOUT ROWID
             last = -1
-        if not 0 <= last <= self._most:
+        if type(last) is not int or not 0 <= last <= self._most:        # a column may have that name, and hold anything
             last = self._connection.execute(f"SELECT count(*) FROM {quoted(table)}").fetchone()[0]
         return last
 
