@@ -84,6 +84,21 @@ def test_a_product_without_a_formula_makes_the_sum_unknown():
     assert "_sparse_addmm" in sparse.unknown
 
 
+@pytest.mark.parametrize(("run", "flops"), [
+    (lambda: torch.cdist(torch.randn(40, 8), torch.randn(50, 8)), 2 * 40 * 50 * 8),
+    (lambda: torch.cdist(torch.randn(3, 40, 8), torch.randn(1, 50, 8)), 3 * 2 * 40 * 50 * 8),
+    (lambda: torch.cdist(tensor(40, 8), tensor(50, 8)).sum().backward(), 3 * 2 * 40 * 50 * 8),
+    (lambda: torch.addr(torch.zeros(8, 16), torch.randn(8), torch.randn(16)), 2 * 8 * 16),
+    (lambda: torch.zeros(8, 16).addr_(torch.randn(8), torch.randn(16)), 2 * 8 * 16),
+    (lambda: torch.randn(8, 4, dtype=torch.complex64) @ torch.randn(4, 16, dtype=torch.complex64), 4 * 2 * 8 * 4 * 16),
+    (lambda: torch.addbmm(*(torch.ones(sizes, dtype=torch.complex128) for sizes in ((8, 16), (3, 8, 4), (3, 4, 16)))), 4 * 3 * 2 * 8 * 4 * 16),
+    (lambda: torch.randn(8, 4, dtype=torch.complex64) @ torch.randn(4, dtype=torch.complex64), 4 * 2 * 8 * 4),
+])
+def test_products_under_other_names_and_of_complex_numbers(run, flops):
+    seen = counted(run)
+    assert seen.flops == flops and not seen.left_out
+
+
 def test_other_arithmetic_is_named_and_counts_nothing():
     x = torch.randn(4, 4)
     seen = counted(lambda: (x @ x, torch.linalg.inv(x), torch.fft.fft(x), torch.cdist(x, x), x + x, x.norm(), x.softmax(0)))

@@ -24,8 +24,8 @@ _OTHER = re.compile(r"linalg_(?!.*norm|cross|diagonal|check|vecdot)|cdist|_fft_|
 #: Namespaces of torch itself. Nobody knows what another's operator does.
 _TORCH = {"aten", "prim", "prims", "rngprims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
           "symm_mem"}
-#: A count does not depend on the format.
-_FORMAT = "float32"
+#: A count depends on the format of complex numbers only.
+_FORMAT, _COMPLEX = "float32", "complex64"
 
 
 class Called(Arguments):
@@ -73,7 +73,7 @@ class Called(Arguments):
             raise Unknown("the sizes of a nested or sparse tensor do not tell its work")
         if not all(isinstance(size, int) for size in tensor.shape):
             raise Unknown("sizes are symbols")
-        return Tensor(tuple(tensor.shape), _FORMAT)
+        return Tensor(tuple(tensor.shape), _COMPLEX if tensor.is_complex() else _FORMAT)
 
 
 def flops_of(torch: Any, function: Any, args: Any, kwargs: Any) -> int:

@@ -1,7 +1,8 @@
 """Matrix products, convolutions and attention: closed-form FLOPs from shapes, two for each multiplication and
 addition.
 
-A product of [M, K] with [K, N] is 2 M N K; a bias is free (as in `torch.utils.flop_counter`). A convolution is 2 x
+A product of [M, K] with [K, N] is 2 M N K, of complex numbers four times as much; a bias is free (as in
+`torch.utils.flop_counter`). A convolution is 2 x
 its outputs x the weights behind each of them; each gradient costs as much as the forward pass. Attention is its two
 products, 2 B H Lq Lk (D + Dv), half of it with a causal mask; its backward pass is five such products (2.5 times as
 much when D = Dv), because the scores are computed again (Dao et al., 2022, arXiv:2205.14135).
@@ -18,7 +19,8 @@ Formula = Callable[[Arguments], Cost]
 
 
 def _cost(kind: Kind, flops: int, dtype: str, *moved: Tensor | None) -> Cost:
-    return Cost(flops, sum(tensor.bytes for tensor in moved if tensor is not None), kind, dtype)
+    real = 4 if dtype.startswith("complex") else 1
+    return Cost(real * flops, sum(tensor.bytes for tensor in moved if tensor is not None), kind, dtype)
 
 
 def _rank(tensor: Tensor, rank: int) -> tuple[int, ...]:
@@ -67,7 +69,20 @@ def _scaled_mm(args: Arguments) -> Cost:
 def _addbmm(args: Arguments) -> Cost:
     one = _product(args.tensor(1), args.tensor(2))
     added = args.tensor(0)
-    return _cost("matrix", one.flops, one.dtype, args.tensor(1), args.tensor(2), added, added)
+    return Cost(one.flops, sum(tensor.bytes for tensor in (args.tensor(1), args.tensor(2), added, added)), "matrix", one.dtype)
+
+
+def _addr(args: Arguments) -> Cost:
+    """(added, vector [M], vector [N]): their outer product."""
+    a, b = args.tensor(1), args.tensor(2)
+    return _product(a.like((*_rank(a, 1), 1)), b.like((1, *_rank(b, 1))), added=args.tensor(0))
+
+
+def _euclidean_dist(args: Arguments) -> Cost:
+    """`torch.cdist` of many points, [B, P, M] and [B, R, M]: what costs is their product."""
+    a, b = args.tensor(0), args.tensor(1)
+    _check(len(b.dims) >= 2)
+    return _product(a, b.like((*b.dims[:-2], b.dims[-1], b.dims[-2])))
 
 
 def _mv(args: Arguments) -> Cost:
@@ -256,6 +271,7 @@ FORMULAS: dict[str, Formula] = {
     "aten::mm": _mm, "aten::bmm": _mm, "aten::_int_mm": _int_mm, "aten::_scaled_mm": _scaled_mm,
     "aten::addmm": _addmm, "aten::addmm_": _addmm, "aten::_addmm_activation": _addmm,
     "aten::baddbmm": _addmm, "aten::baddbmm_": _addmm, "aten::addbmm": _addbmm, "aten::addbmm_": _addbmm,
+    "aten::addr": _addr, "aten::addr_": _addr, "aten::_euclidean_dist": _euclidean_dist,
     "aten::mv": _mv, "aten::addmv": _addmv, "aten::addmv_": _addmv, "aten::dot": _dot, "aten::vdot": _dot,
     "aten::matmul": _matmul, "aten::linear": _linear(), "aten::mkldnn_linear": _linear(),
     "mkldnn::_linear_pointwise": _linear(), "mkl::_mkl_linear": _linear(weight=2, bias=3),
