@@ -98,6 +98,28 @@ def test_plain_files_and_folders(folder, capsys):
     assert code == 3 and "checksum" in out and out.endswith("1 whole, 1 damaged, 0 that cannot be checked\n")
 
 
+def test_what_only_has_the_name_of_a_checkpoint_is_not_called_damaged(tmp_path, capsys):
+    """Tokens, archives and packed files in a folder; unless the file is named, or what a power failure leaves."""
+    (tmp_path / "train.bin").write_bytes(bytes(range(1, 200)) * 10)
+    (tmp_path / "images.tar").write_bytes(b"etc/hostname" + b"\0" * 500)
+    (tmp_path / "packed.pth").write_bytes(b"\x1f\x8b\x08\x08" + b"a" * 99)
+    code, out, _ = run(capsys, "verify", str(tmp_path))
+    assert code == 0 and out.count("neither torch's zip format nor safetensors") == 3 and "0 damaged, 3 that cannot be checked" in out
+    assert run(capsys, "verify", str(tmp_path / "packed.pth"))[0] == 3
+    (tmp_path / "zeros.bin").write_bytes(b"\0" * 999)
+    for name, content in (("empty.bin", b""), ("zeros.pt", b"\0" * 999), ("a.safetensors", b"x" * 99),
+                          ("other.bin", b"\x08\0\0\0\0\0\0\0{      }more")):
+        (tmp_path / name).write_bytes(content)
+    said = {Path(check["path"]).name: check["outcome"] for check in found(capsys, "verify", str(tmp_path))["checks"]}
+    assert {name for name, outcome in said.items() if outcome == "damaged"} == {"empty.bin", "zeros.pt", "a.safetensors", "other.bin"}
+
+
+def test_a_folder_without_a_checkpoint_says_so(tmp_path, capsys):
+    (tmp_path / "notes.txt").touch()
+    code, _, err = run(capsys, "verify", str(tmp_path))
+    assert code == 2 and "there is no checkpoint in" in err and ".safetensors" in err
+
+
 @pytest.mark.parametrize("way", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_one_bad_file_does_not_end_the_check_of_others(tmp_path, capsys, way):
     with zipfile.ZipFile(tmp_path / "1.pt", "w", way) as archive:

@@ -96,8 +96,10 @@ def files_in(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names) if name.endswith(ENDINGS) or name.startswith(durable.TEMPORARY))
 
 
-def check_file(path: Path) -> Check:
-    """One file, by what its format can tell."""
+def check_file(path: Path, named: bool = True) -> Check:
+    """One file, by what its format can tell. `named`: somebody said that it is a checkpoint; of one that only lies in a folder
+    its name says no more than that it may be one (tokens are `train.bin` too, images `train.tar`).
+    """
     if path.name.startswith(durable.TEMPORARY):
         return Check(str(path), "leftover", "unknown", path.stat().st_size, "a process was killed while it saved; it can be removed")
     found = pointer.read(path)
@@ -117,6 +119,11 @@ def check_file(path: Path) -> Check:
                 return Check(str(path), "other", "unknown", size, "a pickle holds nothing to check it against")
             forecast.safetensors_header(stream, size)
             return Check(str(path), "safetensors", "whole", size, "header and length only: the format holds no checksums")
+    except forecast.OtherFormat as error:
+        kind = "safetensors" if path.name.endswith(".safetensors") else "other"
+        # After a power failure a file may be empty, or of zeros.
+        lost = size == 0 or (not any(start) and path.name.endswith((".pt", ".pth", ".ckpt")))
+        return Check(str(path), kind, "damaged" if named or lost or kind == "safetensors" else "unknown", size, str(error))
     except (OSError, ValueError) as error:
         kind = "safetensors" if path.name.endswith(".safetensors") else "other"
         return Check(str(path), kind, "damaged", None, str(error))

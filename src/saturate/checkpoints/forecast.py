@@ -100,18 +100,23 @@ def _zip_members(stream: BinaryIO, size: int) -> Iterator[Piece]:
         yield Piece(offset, member.file_size)
 
 
+class OtherFormat(ValueError):
+    """A file is none that is known here."""
+
+
 def safetensors_header(stream: BinaryIO, size: int) -> dict[str, dict]:
-    """The header of a safetensors file, checked: its tensors fill the file without gaps. Raises ValueError."""
+    """The header of a safetensors file, checked: its tensors fill the file without gaps. Raises ValueError; `OtherFormat` where
+    the file has no such header."""
     start = stream.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= length <= min(size - 8, 100_000_000):           # the limit of the format's own reader
-        raise ValueError("neither torch's zip format nor safetensors")
+        raise OtherFormat("neither torch's zip format nor safetensors")
     try:
         header = json.loads(stream.read(length))
         spans = sorted((entry["data_offsets"][0], entry["data_offsets"][1])
                        for name, entry in header.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError("neither torch's zip format nor safetensors") from error
+        raise OtherFormat("neither torch's zip format nor safetensors") from error
     end = 0
     for begin, behind in spans:
         if not isinstance(begin, int) or not isinstance(behind, int) or begin != end or behind < begin:

@@ -115,7 +115,11 @@ def _checks(paths: list[Path], store_folder: Path) -> Iterator:
             with Store.open(path) as store, store.locked(alone=False):
                 yield from checks.check_store(store)
         elif path.is_dir():
-            yield from map(checks.check_file, checks.files_in(path))
+            files = list(checks.files_in(path))
+            if not files:
+                raise UsageError(f"there is no checkpoint in {path}", cause=f"looked for {', '.join(checks.ENDINGS)}, also in its folders",
+                                 remedy="name another folder, a file, or a store")
+            yield from (checks.check_file(file, named=False) for file in files)
         elif path.exists():
             yield checks.check_file(path)
         else:
