@@ -251,6 +251,19 @@ def test_hidden_folders_are_left_out_with_all_below(images: Path, tmp_path: Path
     assert len(source.files) == 21 and source.features["label"]["names"] == ["ant", "cat", "dog"]
 
 
+def test_links_to_folders_are_followed_but_not_in_circles(images: Path, text: Path, tmp_path: Path) -> None:
+    (images / "dog").rename(tmp_path / "dogs")
+    (images / "dog").symlink_to(tmp_path / "dogs")
+    (tmp_path / "more").mkdir()
+    (images / "cat" / "more").symlink_to(tmp_path / "more")
+    (tmp_path / "more" / "9.jpg").write_bytes(b"\xff\xd8")
+    (tmp_path / "more" / "back").symlink_to(images / "cat")
+    names = [file.name for file in open_source(images).files]
+    assert len(names) == 22 and "cat/more/9.jpg" in names and "dog/6.jpg" in names
+    (text / "part").symlink_to(text)
+    assert [file.name for file in open_source(text).files] == ["a.txt", "b.txt"]
+
+
 def test_an_image_beside_the_class_folders_takes_no_labels_away(images: Path) -> None:
     (images / "preview.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(UsageError, match="1 of 22 images lie beside the class folders") as refused:

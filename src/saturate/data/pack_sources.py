@@ -93,22 +93,28 @@ def _opened(path: Path, kind: str | None) -> Source:
 
 
 def _files(path: Path) -> list[File]:
-    """All regular files, hidden ones and all in hidden folders left out, in order of their names. Links to folders are not
-    followed. Raises OSError where a folder or a file cannot be looked at: left out, it would be missed by nobody."""
-    paths = [path] if path.is_file() else []
-    for folder, folders, names in os.walk(path, onerror=_raise) if not paths else ():
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    """All regular files, hidden ones and all in hidden folders left out, in order of their names. Raises OSError where a folder or
+    a file cannot be looked at: left out, it would be missed by nobody."""
     found = []
-    for one in sorted(paths):
+    for one in sorted([path] if path.is_file() else _visible(path)):
         facts = one.stat()
         if stat.S_ISREG(facts.st_mode):         # opening a pipe would wait for a writer
             found.append(File(one, one.relative_to(path).as_posix() if one != path else one.name, facts.st_size, facts.st_mtime_ns))
     return found
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _visible(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """What is no folder, at any depth. Links to folders are followed, as torchvision's ImageFolder does; but not back to one of the
+    folders `above`."""
+    here = os.path.realpath(folder)
+    if here in above:
+        return
+    for entry in os.scandir(folder):
+        if not entry.name.startswith("."):
+            if entry.is_dir():
+                yield from _visible(Path(entry.path), above | {here})
+            else:
+                yield Path(entry.path)
 
 
 def _kind(path: Path, files: list[File]) -> str:
@@ -157,8 +163,8 @@ def _images(path: Path, files: list[File]) -> Source:
     classes = sorted({file.name.partition("/")[0] for file in files}) if labelled else []
     if labelled and (bare := _folders(path) - set(classes)):
         raise UsageError(f"{len(bare)} class folders hold no images", evidence=", ".join(sorted(bare)[:3]),
-                         cause="labels count the class folders, so leaving one out would shift those after it; links to folders "
-                               "are not followed", remedy="remove those that are no classes, or put their images back")
+                         cause="labels count the class folders, so leaving one out would shift those after it",
+                         remedy="remove those that are no classes, or put their images back")
     number = {name: index for index, name in enumerate(classes)}
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     schema = pa.schema([("image", image), *([("label", pa.int64())] if labelled else [])])
