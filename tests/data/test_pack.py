@@ -279,6 +279,27 @@ def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
     assert "one" in caught.value.cause
 
 
+def test_numbers_that_begin_with_0_are_text(tmp_path: Path) -> None:
+    """In whatever file and row: `02139` and `2139` are two."""
+    (tmp_path / "zips").mkdir()
+    (tmp_path / "zips" / "a.csv").write_text("zip,n,share,price,note\n" + "10001,0,0.5,1.5,\n" * 100_000)
+    (tmp_path / "zips" / "b.csv").write_text("zip,n,share,price,note\n" + "10001,0,0.5,1.5,\n" * 100_000
+                                                   + "2139,-1,,2,late\n02139,0,1e3,02.5,\n")
+    packing.pack(open_source(tmp_path / "zips"), tmp_path / "out")
+    assert read_back(tmp_path / "out")[-2:] == [{"zip": "2139", "n": -1, "share": None, "price": "2", "note": "late"},
+                                                {"zip": "02139", "n": 0, "share": 1000.0, "price": "02.5", "note": ""}]
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1.5,x\n", "a,b\n1\n"])
+def test_an_error_in_one_of_several_tables_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.csv").write_text("a,b\n1,x\n")
+    (tmp_path / "tables" / "wrong.csv").write_text(content)
+    with pytest.raises(UsageError, match="behind row 1") as caught:
+        packing.pack(open_source(tmp_path / "tables"), tmp_path / "out")
+    assert caught.value.cause.startswith("wrong.csv: ")
+
+
 def test_quoted_text_may_hold_ends_of_lines(tmp_path: Path) -> None:
     """Longer than what pyarrow reads at a time, or the end of a line inside a quotation cannot be in the way."""
     (tmp_path / "quoted.csv").write_text("n,text\n" + "".join(f'{n},"one {n}\ntwo, {n}"\n' for n in range(80_000)))

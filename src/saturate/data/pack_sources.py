@@ -6,6 +6,7 @@ interrupted pack go on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -253,26 +254,45 @@ def _text(path: Path, files: list[File]) -> Source:
 
 
 def _csv(path: Path, files: list[File]) -> Source:
-    """Types are those of the first megabyte of the first file, text for a column that is empty there, or that holds whole
-    numbers beyond 64 bits; a later value that does not fit is an error with its row."""
+    """Types are those of the first megabyte of the first file, but text for a column that is empty there, that holds whole
+    numbers beyond 64 bits there, or anywhere a number that begins with 0 (a postal code, an id). A later value that does not
+    fit is an error with its file and row."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow import csv
 
     def reader(file: File, types: Any = None) -> Any:
+        """`types`: of all columns, or of those that are to be read."""
         parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
-        convert = csv.ConvertOptions(column_types=types, strings_can_be_null=isinstance(types, dict)) if types else None
+        some = isinstance(types, dict)
+        convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
+                                     include_missing_columns=some) if types else None
         return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
 
     def tables(schema: Any) -> Iterator[tuple[File, Any]]:
         for file in files:
-            opened = reader(file, schema)
-            if opened.schema.names != schema.names:
-                raise UsageError(f"{file.name} has other columns than {files[0].name}",
-                                 cause=f"{', '.join(opened.schema.names)} instead of {', '.join(schema.names)}",
-                                 remedy="pack them apart")
-            for batch in opened:
-                yield file, batch
+            try:
+                yield from ((file, batch) for batch in table(file, schema))
+            except pa.ArrowInvalid as error:
+                raise pa.ArrowInvalid(f"{file.name}: {error}") from error
+
+    def table(file: File, schema: Any) -> Any:
+        opened = reader(file, schema)
+        if opened.schema.names != schema.names:
+            raise UsageError(f"{file.name} has other columns than {files[0].name}",
+                             cause=f"{', '.join(opened.schema.names)} instead of {', '.join(schema.names)}",
+                             remedy="pack them apart")
+        return opened
+
+    def begin_with_0(names: set[str]) -> set[str]:
+        """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
+        seen: set[str] = set()
+        for file in files if names else ():
+            with contextlib.suppress(pa.ArrowInvalid):
+                for batch in reader(file, dict.fromkeys(names, pa.string())):
+                    seen |= {name for name in names - seen
+                             if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0\d")).as_py()}
+        return seen
 
     try:
         found = reader(files[0]).schema
@@ -287,6 +307,7 @@ def _csv(path: Path, files: list[File]) -> Source:
     if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
         first = reader(files[0], numbers).read_next_batch()
         as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
+    as_text |= begin_with_0({one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
     schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
     return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
 
