@@ -120,6 +120,59 @@ class Own(Files):
         return image * self.random.random(), target
 
 
+class RarelyOwn(Own):
+    """Draws for every item, and changes hardly any."""
+
+    def __getitem__(self, index):
+        image, target = Files.__getitem__(self, index)
+        return image.flip(-1) if self.random.random() < 0.02 else image, target
+
+
+class LateOwn(RarelyOwn):
+    """As many do, so that each worker has one."""
+
+    def __init__(self, root):
+        Files.__init__(self, root)
+        self.random = None
+
+    def __getitem__(self, index):
+        self.random = self.random or numpy.random.default_rng(0)
+        return super().__getitem__(index)
+
+
+class ClassOwn(Files):
+    """As MONAI's transforms, which share one on their class."""
+
+    chance = numpy.random.RandomState(0)
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.flipped(image), target
+
+    def flipped(self, image):
+        return image.flip(-1) if self.chance.random() < 0.02 else image
+
+
+CHANCE = torch.Generator()
+
+
+class GlobalOwn(Files):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.flipped(image), target
+
+    def flipped(self, image):
+        return image.flip(-1) if torch.rand((), generator=CHANCE) < 0.02 else image
+
+
+class FlipsByOwn:
+    def __init__(self):
+        self.chance = random.Random(0)
+
+    def __call__(self, image):
+        return image.flip(-1) if self.chance.random() < 0.02 else image
+
+
 class After(Folder):
     """Changes what the transform returned."""
 

@@ -57,7 +57,12 @@ def test_other_shapes_of_transforms(root):
 
 @pytest.mark.parametrize("make, reason", [
     (cases.RandomInside, "not the same each time"),
-    (cases.Own, "not the same each time"),
+    (cases.Own, "generator of its own (Random)"),
+    (cases.RarelyOwn, "generator of its own (Random)"),
+    (cases.LateOwn, "generator of its own (Generator)"),
+    (cases.ClassOwn, "generator of its own (RandomState)"),
+    (cases.GlobalOwn, "generator of its own (Generator)"),
+    (lambda root: cases.Folder(root, cases.Compose([cases.Scale(), cases.FlipsByOwn()])), "generator of its own (Random)"),
     (cases.DrawsForNothing, "draws random numbers"),
     (lambda root: cases.After(root, cases.RandomShift()), "changed after it"),
     (lambda root: cases.Folder(root, cases.RandomShift(), lambda y: y + torch.rand(1)), "random outside of its transform"),

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import random
 import sqlite3
+import tempfile
 import time
 import types
 import zipfile
+from tempfile import mkdtemp
 
 import pytest
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from saturate.data.glance import glance, open_file  # noqa: E402
+from saturate.data.glance import glance, open_file, own_generator  # noqa: E402
 
+next(tempfile._get_candidate_names())       # the standard library's own generator is there from now on
 LEVEL = types.SimpleNamespace(noise=0.1)
 
 
@@ -117,3 +121,31 @@ def test_open_files_are_seen_wherever_they_are(tmp_path, monkeypatch):
     connection = sqlite3.connect(":memory:")
     assert open_file(holder(base=connection)) == "Connection"
     connection.close()
+
+
+class Augments(torch.utils.data.Dataset):
+    """By what everybody draws from."""
+
+    log, shuffle = logging.getLogger(), random.shuffle
+
+    def __init__(self):
+        self.draw, self.of_everybody = numpy.random.rand, [random._inst, numpy.random.mtrand._rand, torch.default_generator]
+
+    def __getitem__(self, index):
+        return self.noise(index) + random.random() + torch.rand(1)
+
+    def noise(self, index):
+        return numpy.random.RandomState(index).rand() + len(mkdtemp.__name__)
+
+
+@pytest.mark.parametrize("make", [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState, numpy.random.PCG64])
+def test_generators_of_its_own_are_seen_wherever_they_are(make, monkeypatch):
+    own, kind = make(), type(make()).__name__
+    assert own_generator(Augments(), Augments().noise, torch.utils.data.default_collate) == ""
+    for place in (holder(step=[own]), functools.partial(print, own), lambda index: own, [{"a": (own,)}]):
+        assert own_generator(place) == kind
+    monkeypatch.setitem(Augments.noise.__globals__, "mkdtemp", own)      # named by a method
+    assert own_generator(Augments()) == kind
+    monkeypatch.undo()
+    monkeypatch.setattr(Augments, "chance", own, raising=False)
+    assert own_generator(torch.utils.data.Subset(Augments(), [0])) == kind

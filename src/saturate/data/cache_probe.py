@@ -23,7 +23,7 @@ from typing import Any
 
 from saturate.data import cache_codec
 from saturate.data.cache_fork import fork, wait
-from saturate.data.glance import open_connection
+from saturate.data.glance import open_connection, own_generator
 
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6
@@ -218,6 +218,18 @@ def _in_child(dataset: Any, length: int, writer: int) -> None:
 
 def examine(dataset: Any, length: int) -> Found:
     """`probe`, in this process: draws random numbers, and whatever making items does."""
+    found = _drawing(dataset) or _made_twice(dataset, length)
+    return _drawing(dataset) or found       # some get their generator when the first item is made
+
+
+def _drawing(dataset: Any) -> Found | None:
+    """Refused where there is a random generator of its own: it would have to be drawn from for every item, and none of those that are
+    looked at need be one that it changes."""
+    own = own_generator(dataset)
+    return Found(f"it, or a step of its transform, has a random generator of its own ({own})") if own else None
+
+
+def _made_twice(dataset: Any, length: int) -> Found:
     indices = list(dict.fromkeys(round(place * (length - 1) / max(1, ITEMS - 1)) for place in range(ITEMS)))
     whole = _whole(dataset, indices)
     if not whole.refusal or owner_of(dataset) is None:

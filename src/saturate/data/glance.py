@@ -1,5 +1,5 @@
 """A glance at what a worker process gets a copy of: equal to an earlier one unless something has changed since; and whether there
-are open files in it.
+are open files, or random generators, in it.
 
 A worker that lives from one epoch to the next keeps the dataset as it was when the worker began. A script that changes it in
 between (a curriculum, an epoch number, augmentation that ends) would train on what it no longer has. A glance reads numbers and
@@ -15,11 +15,12 @@ import functools
 import io
 import itertools
 import logging
+import random
 import socket
 import sys
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 #: Things that a glance looks at, at most: some 20 ms.
@@ -57,6 +58,25 @@ def open_connection(*things: Any) -> str:
     return next((type(thing).__name__ for thing, _ in _walk(things) if _is_open_connection(thing)), "")
 
 
+def own_generator(*things: Any) -> str:
+    """The class of a random generator in these things, in their classes or in what their code names, or "". What is drawn from it goes
+    on from item to item: two processes that each have a copy draw the same numbers, and an item that is not made draws none."""
+    return next((type(thing).__name__ for thing, _ in _walk(things, _look_into_classes) if is_generator(thing)), "")
+
+
+def is_generator(thing: Any) -> bool:
+    """Whether it is a random generator, but for those that everything draws from."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(thing, torch.Generator):
+        return thing is not torch.default_generator and thing not in torch.cuda.default_generators
+    if isinstance(thing, random.Random):
+        return thing is not random._inst
+    if numpy is None or not hasattr(numpy, "random"):
+        return False
+    kinds = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
+    return isinstance(thing, kinds) and thing is not numpy.random.mtrand._rand
+
+
 def _is_open_file(thing: Any) -> bool:
     return isinstance(thing, io.IOBase) and not isinstance(thing, (io.BytesIO, io.StringIO)) and not thing.closed and thing.readable()
 
@@ -70,7 +90,7 @@ def _is_open_connection(thing: Any) -> bool:
     return (kind.__module__.partition(".")[0], kind.__name__) in _CONNECTIONS
 
 
-def _walk(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def _walk(things: Iterable[Any], look: Callable[[Any], tuple[Any, list[Any]]] | None = None) -> Iterator[tuple[Any, Any]]:
     """Each thing with what is seen of it; what lies near the surface comes first."""
     pending, met = collections.deque(things), {}        # by id, and held: another object could get the number of one that has gone
     for _ in range(MOST):
@@ -83,7 +103,7 @@ def _walk(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             yield None, id(thing)
         else:
             met[id(thing)] = thing
-            seen, inside = _look(thing)
+            seen, inside = (look or _look)(thing)
             yield thing, (type(thing).__qualname__, seen)
             pending.extend(inside)
 
@@ -116,6 +136,20 @@ def _look(thing: Any) -> tuple[Any, list[Any]]:
         return id(thing), [getattr(thing, name, None) for name in _slots(type(thing))]
     methods = [method for name in _METHODS if isinstance(method := getattr(type(thing), name, None), types.FunctionType)]
     return id(thing), [dict(own), *methods]
+
+
+def _look_into_classes(thing: Any) -> tuple[Any, list[Any]]:
+    """`_look`, also at what the classes of an object hold, and at all their methods; at nothing of the standard library."""
+    if isinstance(thing, types.FunctionType) and _is_standard(thing.__module__):
+        return None, []
+    seen, inside = _look(thing)
+    if isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, (types.FunctionType, types.ModuleType)):
+        inside = [*inside, *(value for kind in type(thing).__mro__ if not _is_standard(kind.__module__) for value in vars(kind).values())]
+    return seen, inside
+
+
+def _is_standard(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in sys.stdlib_module_names
 
 
 def _spread(items: Any) -> list[Any]:

@@ -13,13 +13,12 @@ import contextlib
 import copy
 import functools
 import logging
-import random
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from saturate.data.glance import reached
+from saturate.data.glance import is_generator, reached
 from saturate.techniques import _trees
 
 #: Things that are looked at, at most, and of one container.
@@ -103,7 +102,7 @@ class Surroundings:
         torch, numpy = self._torch, sys.modules.get("numpy")
         if isinstance(thing, (*_CLOSED, torch.nn.Module)) or type(thing).__module__.startswith("saturate."):
             return []
-        if _is_generator(thing, torch, numpy):
+        if is_generator(thing):
             self.generator = self.generator or type(thing).__name__
         elif isinstance(thing, torch.Tensor):
             if id(thing) not in self._own:
@@ -144,18 +143,6 @@ def _starts(module: Any) -> Iterator[Any]:
 def _spread(thing: Any) -> list[Any]:
     values = list(thing.values() if isinstance(thing, dict) else thing)
     return values[::max(1, len(values) // EACH)]
-
-
-def _is_generator(thing: Any, torch: Any, numpy: Any) -> bool:
-    """Whether it is a random generator, but for those that everything draws from."""
-    if isinstance(thing, torch.Generator):
-        return thing is not torch.default_generator and thing not in torch.cuda.default_generators
-    if isinstance(thing, random.Random):
-        return thing is not random._inst
-    if numpy is None or not hasattr(numpy, "random"):
-        return False
-    kinds = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
-    return isinstance(thing, kinds) and thing is not numpy.random.mtrand._rand
 
 
 def _same(thing: Any, before: Any) -> bool:

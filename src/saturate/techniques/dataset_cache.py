@@ -22,7 +22,8 @@ Numerics
 --------
 `exact`: the same bytes in the same order. A dataset is cached only when some items were made twice under different
 random numbers and came out alike without drawing any; all the time a few items are made again and compared, and one
-that differs ends the cache, with a message. Items that are random as a whole are refused.
+that differs ends the cache, with a message. Items that are random as a whole are refused, and so are datasets that have a random
+generator of their own, they or their transforms (as those of MONAI and albumentations do): it need not show in a few items.
 
 How it is applied
 -----------------
