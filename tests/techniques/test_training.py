@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -418,6 +419,37 @@ def test_datasets_with_device_tensors_are_left_alone():
     assert rewritten(data) == {}
     assert rewritten(torch.utils.data.Subset(data, range(50))) == {}
     assert rewritten(torch.utils.data.TensorDataset(torch.ones(100)))
+
+
+class _Noisy(Dataset):
+    """With a generator that it was built with, or gets before the first pass."""
+
+    def __init__(self, late=False):
+        super().__init__(24)
+        self.chance = None if late else random.Random(0)
+
+    def __getitem__(self, index):
+        return self.chance.random()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_numbers_from_a_generator_of_its_own_are_drawn_once(late, capfd):
+    loader_workers._say_once.cache_clear()
+    context, dataset = Context(torch), _Noisy(late)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    arguments = {"batch_size": 4, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": "fork"}
+    try:
+        changes = context.loader_rewrites[0](dataset, arguments, frozenset())
+        assert bool(changes) is late
+        loader = torch.utils.data.DataLoader(dataset, batch_size=4, **changes)
+        dataset.chance = random.Random(0)
+        drawn = [number for _ in range(2) for batch in loader for number in batch.tolist()]
+    finally:
+        context.undo()
+    expected = random.Random(0)
+    assert drawn == [expected.random() for _ in drawn]
+    assert bool(rewritten(Dataset(), collate_fn=_Noisy(late).__getitem__)) is late
+    assert capfd.readouterr().err.count("_Noisy or its collate_fn has a random generator of its own (Random)") == 1
 
 
 def test_shuffled_order_is_the_same_in_every_epoch_with_persistent_workers():

@@ -6,7 +6,8 @@
     files       every attribute that names a file, by size and time; a folder with everything below it, and below folders that
                 links in it lead to
 
-What cannot be told (open files, locks, a model that trains, gigabytes of arrays, variables whose names are computed) is `Unknowable`: no key, no cache.
+What cannot be told (open files, locks, a model that trains, gigabytes of arrays, variables whose names are computed) is
+`Unknowable`: no key, no cache.
 """
 
 from __future__ import annotations

@@ -84,6 +84,15 @@ def shared_file(dataset: Any, collate_fn: Any) -> str:
         return type(error).__name__
 
 
+def own_generator(dataset: Any, collate_fn: Any) -> str:
+    """What each worker would draw the same numbers from: the class of a random generator of the dataset's or its collate function's
+    own, or ""."""
+    try:
+        return glance.own_generator(dataset, collate_fn)
+    except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at had better be left alone
+        return type(error).__name__
+
+
 class _Sink:
     """A file that keeps nothing: a dataset may be larger than memory allows to hold twice."""
 

@@ -29,9 +29,10 @@ attributes between two indices, is left alone; one that keeps its place in anoth
 How it is applied
 -----------------
 Arguments of `DataLoader` that stand at their defaults are changed when it is built. Left alone are: iterable datasets
-(each worker would read everything), datasets that hold device tensors or open files, datasets that cannot be pickled where
-workers are spawned, samplers that keep their place, and loaders of fewer than two batches. A loader that a dataset reads inside of
-a worker has none. Counts respect the CPU quota, memory and /dev/shm.
+(each worker would read everything), datasets that hold device tensors or open files, datasets with a random generator of their own
+(theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
+so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
+batches. A loader that a dataset reads inside of a worker has none. Counts respect the CPU quota, memory and /dev/shm.
 
 References
 ----------
@@ -45,6 +46,7 @@ from __future__ import annotations
 import functools
 import math
 import multiprocessing
+import os
 import sys
 import types
 import weakref
@@ -226,7 +228,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
     """Four things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
-    was opened since the loader was built would be shared by all of them. And a dataset that reads a loader of its own takes it along
+    was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a dataset that reads a loader of its own takes it along
     into a worker, which can have none."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
@@ -235,7 +237,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
-                given(self) and _loaders.shared_file(self.dataset, self.collate_fn))):
+                given(self) and (_loaders.shared_file(self.dataset, self.collate_fn) or _draws_alone(self.dataset, self.collate_fn)))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
@@ -249,6 +251,21 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
         return original(self)
 
     context.set_attribute(kind, "__iter__", iterate)
+
+
+def _draws_alone(dataset: Any, collate_fn: Any) -> bool:
+    """Whether each worker would draw the same numbers as the others: then the loader gets none, and a line on stderr says so."""
+    own = _loaders.own_generator(dataset, collate_fn)
+    if own:
+        _say_once(f"{type(dataset).__name__} or its collate_fn has a random generator of its own ({own}): each worker would draw "
+                  "the same numbers from a copy of it, so there are none")
+    return bool(own)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"saturate: {TECHNIQUE.id}: {line}\n")
 
 
 def _held(loader: Any) -> Any:
@@ -283,7 +300,7 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
     changes: dict[str, Any] = {}
     workers = arguments.get("num_workers") or 0
     if not workers:
-        if not _loaders.may_have_workers(dataset, arguments, torch):
+        if not _loaders.may_have_workers(dataset, arguments, torch) or _draws_alone(dataset, arguments.get("collate_fn")):
             return {}
         workers = changes["num_workers"] = min(options.workers, _loaders.batches(dataset, arguments))
     referable = type(dataset).__weakrefoffset__ != 0        # a plain list is not; `_keep_order` must know it again
