@@ -168,6 +168,34 @@ def test_nothing_waits_where_the_loader_is_late(prefetching):
     assert not device.log
 
 
+class Table:
+    """As one of pandas: its `values` are an array."""
+
+    values, keys = [[1, 2], [3, 4]], dict.keys
+
+    def __init__(self, batch):
+        pass
+
+
+class Unreadable(dict):
+    def values(self):
+        raise KeyError("not from outside")
+
+
+def with_(kind):
+    return lambda items: [torch.utils.data.default_collate(items), kind({"x": 1})]
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [(Table, 6), (Unreadable, 0)])
+def test_a_batch_that_holds_something_else_comes_through(prefetching, kind, ahead):
+    _, _, copies = prefetching
+    iterator = iter(DataLoader(Rows(), batch_size=1, num_workers=1, collate_fn=with_(kind)))
+    seen = epoch(iterator, lambda batch: (float(batch[0]["x"].to("cpu")[0, 0]), type(batch[1])))
+    assert seen == [(float(index), kind) for index in range(8)] and copies.ahead == ahead
+    proof = device_prefetch.active(Evidence(notes={"device-prefetch": str(copies)}), device_prefetch.Options())
+    assert proof.active is (ahead > 0) and ("not from outside" in proof.evidence) is (ahead == 0)
+
+
 def test_loaders_with_workers_pin(prefetching):
     context, _, _ = prefetching
     rewrite = context.loader_rewrites[0]

@@ -65,9 +65,13 @@ class Copies:
         self._moved: dict[int, Any] = {}            # by place: the device that the script moved its tensor to
         self._begun: dict[int, _Begun] = {}
         self.ahead = self.moved = 0
+        self._problem = ""                          # with a batch, the first one
 
     def __str__(self) -> str:
-        return f"{self.ahead} of {self.moved} tensors that the script moved were copied ahead" if self.moved else ""
+        text = f"{self.ahead} of {self.moved} tensors that the script moved were copied ahead"
+        if self._problem:
+            return f"{text}; there was a batch that could not be looked at: {self._problem}"
+        return text if self.moved else ""
 
     def next_batch(self, batch: Any, waiting: Any) -> None:
         """`batch` goes to the script now; `waiting` is the one after it, None where that is not finished."""
@@ -79,6 +83,11 @@ class Copies:
             if device is not None and tensor.device.type == "cpu" and not tensor.requires_grad and tensor.is_pinned():
                 copy, token = self._api.begin(tensor, device)
                 self._begun[id(tensor)] = _Begun(tensor, tensor._version, copy, device, token)
+
+    def forget(self, problem: str) -> None:
+        """Looking at a batch failed: nothing of it, or of the next one, is taken from here."""
+        self._batch, self._places, self._begun = [], {}, {}
+        self._problem = self._problem or problem
 
     def knows(self, tensor: Any) -> bool:
         """Whether it is a tensor of the current batch."""
@@ -100,9 +109,10 @@ class Copies:
 
 
 def _tensors(torch: Any, value: Any) -> Any:
+    """Every tensor in nested lists, tuples and mappings. The `values` of a table or a column of pandas are no method."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict) or hasattr(value, "values"):
+    elif isinstance(value, dict) or (callable(getattr(value, "values", None)) and callable(getattr(value, "keys", None))):
         for item in value.values():
             yield from _tensors(torch, item)
     elif isinstance(value, (list, tuple)):

@@ -102,7 +102,10 @@ def install(context: Any, copies: Any, kind: str = "cuda") -> None:
     @functools.wraps(original)
     def next_data(self: Any) -> Any:
         batch = original(self)
-        copies.next_batch(batch, device_copies.waiting_batch(self))
+        try:
+            copies.next_batch(batch, device_copies.waiting_batch(self))
+        except Exception as error:  # noqa: BLE001 - a guest: the training has its batch, and copies it itself
+            copies.forget(f"{type(error).__name__}: {error}")
         return batch
 
     context.on_loader(pinned)
