@@ -629,6 +629,37 @@ def test_workers_live_on_as_long_as_nothing_changes():
     assert pids[0] == pids[1] and pids[2] == pids[3] and pids[1] != pids[2]
 
 
+def _evaluating(loader, dataset):
+    """As a framework does that keeps each loader it was ever given; the training goes on meanwhile, or is between two epochs."""
+    kept, found = [], []
+
+    def evaluate(data):
+        changes = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
+        kept.append(torch.utils.data.DataLoader(data, batch_size=8, **changes))
+        found.extend(batch.tolist() for batch in kept[-1])
+
+    for epoch in range(4):
+        for number, batch in enumerate(loader):
+            found.append(batch.tolist())
+            if epoch < 2 and number in (1, 5):
+                evaluate(dataset)
+        evaluate(dataset)
+        pids.append([[worker.pid for worker in one._iterator._workers] if one._iterator else [] for one in (loader, *kept)])
+    return found
+
+
+pids: list[list[list[int]]] = []        # after each epoch: of the workers of each loader
+
+
+def test_loaders_that_are_kept_for_nothing_do_not_keep_their_workers():
+    pids.clear()
+    plain, changed = _passes(_evaluating)
+    assert changed == plain
+    for numbers in pids[4:]:
+        assert sum(map(len, numbers)) <= 4 and not any(numbers[1:-1])
+    assert pids[5][0] == pids[6][0] == pids[7][0] and len(pids[7][0]) == 2      # those of the training live on
+
+
 def test_a_gradient_that_the_script_drops_stays_dropped():
     """Between backward and step: a layer that is frozen in some steps. One that backward left out gets its zeros."""
 

@@ -3,7 +3,7 @@
 What it does
 ------------
 Gives DataLoaders that run in the training process some worker processes, keeps them alive between epochs, and may let
-them work further ahead.
+them work further ahead. Where several loaders take turns, a loader's workers live on from its second pass.
 
 When it helps
 -------------
@@ -226,13 +226,15 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
 
 
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
-    """Four things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
+    """Five things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
     was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a dataset that reads a loader of its own takes it along
-    into a worker, which can have none."""
+    into a worker, which can have none. And a loader that is kept but never passed over again, as those of evaluations are by some
+    frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
+    once: weakref.WeakSet[Any] = weakref.WeakSet()      # loaders that were passed over once
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
@@ -244,9 +246,14 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
         if _busy(self, waiting):
             return self._get_iterator()
         now = _held(self)
-        if self._iterator is not None and seen.get(self) != now:
-            self._iterator._shutdown_workers()
-            self._iterator = None
+        if self not in seen:
+            for other in [other for other in once if other._iterator is not None and not _busy(other, waiting)]:
+                _end_workers(other)
+            once.add(self)
+        else:
+            once.discard(self)
+            if self._iterator is not None and seen[self] != now:
+                _end_workers(self)
         seen[self] = now
         return original(self)
 
@@ -274,6 +281,11 @@ def _held(loader: Any) -> Any:
         return glance(loader.dataset, loader.collate_fn, loader.worker_init_fn)
     except Exception:  # noqa: BLE001 - an object that raises when it is looked at: its workers are started anew each time
         return object()
+
+
+def _end_workers(loader: Any) -> None:
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
 
 
 def _busy(loader: Any, waiting: Any) -> bool:
