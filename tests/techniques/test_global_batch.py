@@ -34,7 +34,8 @@ def test_training_loaders_and_no_others(context):
     global_batch.apply(context, global_batch.Options(factor=3))
     assert sizes(context, batch_size=4) == 4, "an evaluation loader"
     assert sizes(context, batch_size=4, shuffle=True) == 12
-    assert sizes(context, batch_size=12, shuffle=True) == 12, "built again by a framework, not enlarged again"
+    again = {"sampler": torch.utils.data.RandomSampler(DATA), "collate_fn": torch.utils.data.default_collate}
+    assert sizes(context, batch_size=12, **again) == 12, "built again by a framework, not enlarged again"
     other = torch.utils.data.TensorDataset(torch.arange(40.0))
     assert sizes(context, other, batch_size=4, sampler=torch.utils.data.RandomSampler(other)) == 12
     assert sizes(context, batch_size=5, sampler=torch.utils.data.SequentialSampler(DATA)) == 5
@@ -43,6 +44,15 @@ def test_training_loaders_and_no_others(context):
     assert sizes(context, batch_size=6, sampler=ordered) == 6 and sizes(context, batch_size=6, sampler=shuffled) == 18
     assert sizes(context, batch_size=20, shuffle=True) == 20, "the dataset does not hold 60"
     assert sizes(context, shuffle=True) is None
+
+
+def test_a_schedule_of_batch_sizes_is_enlarged_throughout(context):
+    global_batch.apply(context, global_batch.Options(factor=2))
+    assert [sizes(context, batch_size=size, shuffle=True) for size in (4, 8, 16, 4)] == [8, 16, 32, 8]
+    sampler, other = torch.utils.data.RandomSampler(DATA), torch.utils.data.TensorDataset(torch.arange(40.0))
+    assert [sizes(context, batch_size=size, sampler=sampler) for size in (4, 8, 16)] == [8, 16, 32]
+    assert [sizes(context, other, batch_size=size, shuffle=True, collate_fn=list) for size in (4, 8, 16)] == [8, 16, 32]
+    assert sizes(context, other, batch_size=32, sampler=sampler, collate_fn=list) == 32, "built again"
 
 
 #: kind -> how many times as far a step of plain gradient goes with a factor of four

@@ -24,7 +24,8 @@ update can be compared with the script's own, so it is not raced and not verifie
 How it is applied
 -----------------
 To DataLoaders that shuffle (or draw from a random or distributed sampler) and state a batch size, when they are built;
-others, evaluation loaders among them, and datasets smaller than the new batch stay as they are. The learning rate is
+others, evaluation loaders among them, and datasets smaller than the new batch stay as they are; so does a loader with the
+dataset, the sampler, the `collate_fn` and the new size of an earlier one: a framework built that again. The learning rate is
 multiplied for the length of each `optimizer.step()` only: schedules, whichever way they set it, logs and checkpoints keep
 the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
 keeps its learning rate, and so does one whose groups hold no `lr`; a line on stderr says so. Momentum and Adam's betas stay.
@@ -104,20 +105,26 @@ class Loaders:
     def __init__(self, context: Any, factor: int):
         self.context = context
         self.factor = factor
-        self.made: list[tuple[Any, int]] = []       # (dataset, batch size that we gave it)
+        self.made: list[tuple[Any, int, Any]] = []      # (dataset, batch size that we gave it, what collates its items)
 
     def rewrite(self, dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
         size = arguments.get("batch_size")
-        # Frameworks build a loader again from one that was built: what is large already stays so.
-        if not isinstance(size, int) or any(known is dataset and size == enlarged for known, enlarged in self.made):
+        if not isinstance(size, int) or self._rebuilt(dataset, size, arguments):
             return {}
         if "batch_size" not in given or arguments.get("batch_sampler") is not None or not _draws_at_random(arguments):
             return {}
         if _fewer_than(dataset, self.factor * size):
             return {}
-        self.made.append((dataset, self.factor * size))
+        collate = arguments.get("collate_fn") or self.context.torch.utils.data.default_collate
+        self.made.append((dataset, self.factor * size, collate))
         self.context.note(TECHNIQUE.id, f"batches of {self.factor * size} instead of {size}")
         return {"batch_size": self.factor * size}
+
+    def _rebuilt(self, dataset: Any, size: int, arguments: dict[str, Any]) -> bool:
+        """Whether a framework builds a loader again from one that was built: what is large already stays so. It takes over what such
+        a one has: a sampler instead of `shuffle`, and a `collate_fn` also where the script gave none."""
+        return arguments.get("sampler") is not None and any(
+            (known is dataset, enlarged, collate) == (True, size, arguments.get("collate_fn")) for known, enlarged, collate in self.made)
 
 
 def _draws_at_random(arguments: dict[str, Any]) -> bool:
