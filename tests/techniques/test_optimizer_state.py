@@ -270,6 +270,27 @@ def test_a_script_may_read_and_change_the_state(apply: Any) -> None:
     assert at_rest(optimizer)
 
 
+@pytest.mark.parametrize("apply", [eight, in_host_memory])
+def test_values_go_to_other_libraries_and_memory_to_none(apply: Any) -> None:
+    import numpy
+
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    apply(net, optimizer)
+    train(net, optimizer, 3)
+    average = optimizer.state[net[2].weight]["exp_avg"]
+    plain = average.clone()
+    for one, other in ((average, plain), (average[3], plain[3]), (average.t().cpu(), plain.t())):
+        assert isinstance(one, _at_rest.resting_type(torch)) and type(other) is torch.Tensor
+        assert (one.numpy() == other.numpy()).all() and (numpy.asarray(one) == other.numpy()).all()
+        assert (numpy.array(one, dtype="float64") == other.numpy()).all()
+        assert not one.numpy().flags.writeable and numpy.array(one).flags.writeable
+        assert one.tolist() == other.tolist() and torch.from_dlpack(one).equal(other)
+    for ask in (lambda: average.share_memory_(), lambda: average.data_ptr(), lambda: average[2:4].storage()):
+        with pytest.raises(RuntimeError, match="clone"):
+            ask()
+
+
 def write_through_views(average: Any, rows: Any) -> None:
     average[3] = 0
     average[10:20].zero_()

@@ -123,6 +123,29 @@ def resting_type(torch: Any) -> Any:
         def __repr__(self, **options: Any) -> str:      # type: ignore[override]
             return repr(self.values())
 
+        # What torch does for its own tensors only. What is written to an array would be lost: it is for reading.
+
+        def numpy(self, *, force: bool = False) -> Any:
+            found = self.values().numpy(force=force)
+            found.flags.writeable = False
+            return found
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            found = self.numpy()
+            return found.astype(dtype or found.dtype, copy=bool(copy))
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.values().__dlpack__(**options)
+
+        def tolist(self) -> Any:
+            return self.values().tolist()
+
+        def _lies_nowhere(self, *args: Any) -> Any:
+            raise RuntimeError("saturate keeps this state of the optimizer in another form, which has no memory to share or to point at: "
+                               "use its .clone(), or take the technique (optimizer-8bit, cpu-offload) out of the recipe")
+
+        share_memory_ = data_ptr = storage = _lies_nowhere
+
     return Resting
 
 
