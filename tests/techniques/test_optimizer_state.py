@@ -291,6 +291,27 @@ def test_values_go_to_other_libraries_and_memory_to_none(apply: Any) -> None:
             ask()
 
 
+@pytest.mark.parametrize("apply", [eight, in_host_memory])
+def test_reading_changes_nothing(apply: Any) -> None:
+    """Values that are coded once more come out as others."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    apply(net, optimizer)
+    train(net, optimizer, 3)
+    average, other = (optimizer.state[net[number].weight]["exp_avg"] for number in (2, 0))
+    piece = average.piece
+    turn, before = piece.turn, average.clone()
+    place, out = torch.zeros_like(before), torch.empty_like(before)
+    place.copy_(average)
+    place[3].add_(average[3])
+    torch.add(average, average, out=out)
+    torch._foreach_add_([place], [average])
+    assert piece.turn == turn and average.equal(before) and out.equal(before + before)
+    average[3].copy_(other.view(-1)[:64])
+    torch.mul(average, 2, out=average)
+    assert piece.turn > turn and not average.equal(before)
+
+
 def write_through_views(average: Any, rows: Any) -> None:
     average[3] = 0
     average[10:20].zero_()

@@ -87,8 +87,8 @@ def resting_type(torch: Any) -> Any:
 
             result = func(*tree_map(wake, args), **tree_map(wake, kwargs or {}))
             if func._schema.is_mutable:
-                for (piece, name, index), values in wholes.items():
-                    piece.write(name, index, values)
+                for piece, name, index in _written(func, args, kwargs or {}, cls):
+                    piece.write(name, index, wholes[piece, name, index])
             elif seen and any(returned.alias_info is not None for returned in func._schema.returns):
                 return cls.viewed(next(iter(seen.values()))[0], func, args, kwargs or {}, result)
             back = {id(values): resting for resting, values in seen.values()}
@@ -147,6 +147,15 @@ def resting_type(torch: Any) -> Any:
         share_memory_ = data_ptr = storage = _lies_nowhere
 
     return Resting
+
+
+def _written(func: Any, args: Any, kwargs: Any, kind: Any) -> set[tuple[Any, str, int]]:
+    """Which tensors at rest an operator writes to: to put one to rest anew that was only read would change its values."""
+    from torch.utils._pytree import tree_leaves
+
+    given = [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in enumerate(func._schema.arguments)
+             if argument.alias_info is not None and argument.alias_info.is_write]
+    return {(value.piece, value.name_in_state, value.index) for value in tree_leaves(given) if isinstance(value, kind)}
 
 
 class Piece:
