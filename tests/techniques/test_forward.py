@@ -641,6 +641,33 @@ def test_the_attention_kernel_is_proved_by_the_graph(monkeypatch):
     assert not sdpa_backend.active(evidence_of(context), sdpa_backend.Options("cudnn")).active
 
 
+@pytest.mark.parametrize("who", ["the script", "the script, the old way", "saturate"])
+def test_blocks_that_are_recomputed_keep_their_attention_kernel(who):
+    """The backward pass runs them outside of the model's forward."""
+    from checkpoint_models import Block, Stack, engine_of
+    from torch.utils.checkpoint import checkpoint
+
+    from saturate.techniques import activation_checkpointing
+
+    def gradients(recomputing):
+        torch.manual_seed(0)
+        model = Stack(lambda: Block(0.0)).train()
+        context = context_of(model)
+        sdpa_backend.apply(context, sdpa_backend.Options("math"))
+        if recomputing and who == "saturate":
+            engine_of(context, model, activation_checkpointing.Options(mode="blocks"))
+        elif recomputing:
+            model.call = lambda block, x: checkpoint(block, x, use_reentrant="old" in who)
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(3, 7, 4)).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
 # -- what users do with a wrapped model ------------------------------------------------------------------------------
 
 

@@ -20,7 +20,9 @@ Numerics
 
 How it is applied
 -----------------
-`torch.nn.attention.sdpa_kernel` is entered around the forward in training mode. The proof is the name of the attention
+`torch.nn.attention.sdpa_kernel` is entered around the forward in training mode, and around that of the modules that repeat in
+it (else its children) where they are recomputed in the backward pass. A script that recomputes other pieces of code gets an
+error from `torch.utils.checkpoint`, which finds another kernel there. The proof is the name of the attention
 node in the autograd graph; where a compiler hides it, the compiler saw the forward with no fallback allowed.
 
 References
@@ -31,11 +33,12 @@ PyTorch tutorials, "(Beta) Implementing High-Performance Transformers with Scale
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _blocks, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 ORDER = 20
@@ -117,6 +120,16 @@ def apply(context: Any, options: Options) -> str:
 
         return forward
 
+    # A block that is recomputed runs in the backward pass, outside of the module's forward.
+    def wrap_block(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+                return inner(self, *args, **kwargs)
+            with sdpa_kernel(allowed):
+                return inner(self, *args, **kwargs)
+
+        return forward
+
     def look(output: Any) -> None:
         used = [n.name() for n in _common.graph_nodes(output, torch) if "ScaledDotProduct" in n.name()]
         if used and node and used[0].startswith(node):
@@ -126,6 +139,10 @@ def apply(context: Any, options: Options) -> str:
 
     def wrap_one(module: Any) -> None:
         context.wrap_forward(module, ORDER, wrap)
+        for block in _blocks.blocks(module):
+            if block is not module:
+                with contextlib.suppress(NotApplied):       # its forward is not its class's own
+                    context.wrap_forward(block, ORDER, wrap_block)
         _common.observe_first_call(context, module, look)
 
     count = _common.wrap_all(context, wrap_one)
