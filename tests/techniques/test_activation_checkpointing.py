@@ -156,6 +156,32 @@ def test_several_backward_passes_through_one_graph():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "off"
 
 
+@pytest.mark.parametrize("again", ["penalty", "retained"])
+@pytest.mark.parametrize("options", [Options(mode="operators"), Options(mode="blocks")], ids=lambda options: options.mode)
+def test_a_second_pass_through_a_graph_that_comes_later(options, again):
+    """Lazy regularization: nothing of it is seen in the measured step."""
+    def gradients(on):
+        torch.manual_seed(0)
+        model = Stack(Inner).train()
+        engine = engine_of(Context(torch), model, options) if on else None
+        found = []
+        for step in range(4):
+            x = torch.randn(3, 7, 4, requires_grad=True)
+            y = model(x)
+            loss = y.square().mean()
+            if step > 1 and again == "penalty":
+                loss = loss + torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().mean()
+            elif step > 1:
+                loss.backward(retain_graph=True)
+            model.zero_grad()
+            loss.backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    ours, engine = gradients(True)
+    assert all(map(torch.equal, ours, gradients(False)[0])) and engine.phase == "following"
+
+
 def test_parameters_and_buffers_that_stand_in_for_one_call():
     """`functional_call` with adapted weights, as meta-learning does: they are gone when the backward runs the forward again."""
     def gradients(options):

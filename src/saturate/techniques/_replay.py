@@ -118,7 +118,8 @@ def checkpointed(
 
     def both() -> tuple[Any, Any]:
         first, second = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-        return first, _Again(lambda number: replay(number, second))
+        # What is kept is kept for one time: who goes through the graph once more runs the whole forward again.
+        return first, _Again(lambda number: replay(number, second if number == 1 else contextlib.nullcontext()))
 
     return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=both)
 
