@@ -228,9 +228,10 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
     """Five things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
-    was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a dataset that reads a loader of its own takes it along
-    into a worker, which can have none. And a loader that is kept but never passed over again, as those of evaluations are by some
-    frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
+    was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a
+    dataset that reads a loader of its own takes it along into a worker, which can have none. And a loader that is
+    kept but never passed over again, as those of evaluations are by some frameworks, would keep its workers: those
+    of one that was passed over once end when another one begins."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
@@ -239,7 +240,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
-                given(self) and (_loaders.shared_file(self.dataset, self.collate_fn) or _draws_alone(self.dataset, self.collate_fn)))):
+                given(self) and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
