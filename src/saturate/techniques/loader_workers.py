@@ -46,7 +46,6 @@ from __future__ import annotations
 import functools
 import math
 import multiprocessing
-import os
 import sys
 import types
 import weakref
@@ -54,6 +53,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from saturate.data import ranks
 from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
@@ -272,7 +272,7 @@ def _draws_alone(dataset: Any, collate_fn: Any) -> bool:
 
 @functools.cache
 def _say_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if ranks.declared()[0] == 0:
         sys.stderr.write(f"saturate: {TECHNIQUE.id}: {line}\n")
 
 
