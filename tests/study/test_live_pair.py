@@ -211,6 +211,24 @@ def test_verification_runs_are_recorded_two_at_a_time(bench: Bench, monkeypatch:
     assert len(done) == 6 and not bench.living
 
 
+@pytest.mark.parametrize(("line", "seed", "reason"), [
+    ("torch.manual_seed(7)", "torch.seed()", "other data in update 0"),
+    ("for micro, (inputs, targets) in enumerate(loader):", "for micro, inputs in enumerate([torch.randn(32, 12, generator=own) for _ in range(16)]):\n"
+     "        targets = inputs[:, :3].sum(1, keepdim=True)", "its first updates are others"),
+])
+def test_a_script_that_does_not_repeat_itself_is_not_verified(bench: Bench, line: str, seed: str, reason: str) -> None:
+    """Its seed comes from the clock, or here from the system: what it does in a second run says nothing of a technique."""
+    script = bench.workload.cwd / "train.py"
+    own = "own = torch.Generator(); own.seed()\n"
+    script.write_text(script.read_text().replace("class Net", own + "class Net").replace(line, seed))
+    verifier = Verifier(bench)
+    assert verifier.check_baseline() is None
+    module = _registry.load()["gc-freeze"]
+    verified = verifier.verify((Candidate(module, module.Options()),))
+    assert verified.passed is None and reason in verified.reason and "fixed seed" in verified.reason
+    assert Verifier(bench).check_baseline() == verified.reason
+
+
 def test_a_run_that_times_its_own_start_is_recorded_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[Run, ...]] = []
     verifier = Verifier(bench, side_by_side=True)

@@ -13,9 +13,12 @@ from test_fitting import World, search, technique
 
 from saturate.measure import race
 from saturate.records.analysis import Finding
+from saturate.records.facts import Facts
+from saturate.study import tune
 from saturate.study.fates import leads
 from saturate.study.racing import KernelWork, Result
-from saturate.study.search import SCREEN
+from saturate.study.search import SCREEN, CannotVerify
+from saturate.study.verification import Verified
 from saturate.techniques._api import Eligible
 
 
@@ -85,6 +88,37 @@ def test_what_does_not_verify_is_not_tried_twice() -> None:
     walk.run()
     assert walk.kept == () and walk.fates["fast"].fate == "rejected_numerics"
     assert sum("fast" in started for started in world.started) == 2      # screened, and looked at once more
+
+
+def test_where_nothing_can_be_compared_the_search_ends() -> None:
+    world = Noisy({"fast": (0.5, 0.0), "also": (0.6, 0.0)}, None)
+    world.verify = lambda techniques: Verified(None, "it does not repeat itself")       # type: ignore[method-assign]
+    walk = search(world, FAST, technique("also"))
+    with pytest.raises(CannotVerify, match="it does not repeat itself"):
+        walk.run()
+    assert walk.kept == () and "also" not in "".join(world.started)
+    assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it does not repeat itself")
+
+
+def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> None:
+        raise CannotVerify("it does not repeat itself")
+
+    said: list[str] = []
+    racer = types.SimpleNamespace(mode="alternate", drop_base=lambda: None)
+    found = types.SimpleNamespace(kept=(), base=(), run=refuses)
+    for name, stub in {"Racer": racer, "Verifier": types.SimpleNamespace(), "Search": found, "_is_measurable": True}.items():
+        monkeypatch.setattr(tune, name, lambda *arguments, stub=stub, **named: stub)
+    monkeypatch.setattr(tune, "_confirm", lambda *arguments: pytest.fail("nothing was kept"))
+    for name in ("establish", "race_mode", "side_by_side"):
+        monkeypatch.setattr(tune.baseline, name, lambda *arguments: True)
+    request = types.SimpleNamespace(budget_s=60.0, threshold=0.02, only=None, skip=frozenset(), allow_convergence=False)
+    store = types.SimpleNamespace(phases=lambda: [], add_seconds=lambda phase, seconds: None)
+    study = types.SimpleNamespace(request=request, store=store, started=0.0, facts=Facts(device="cpu"), findings=[], registry={}, starved="",
+                                  aa=None, refusal=None, say=said.append)
+    bench = types.SimpleNamespace(pace=None, peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
+    tune._measure(study, bench)         # type: ignore[arg-type]
+    assert study.refusal == "cannot verify: it does not repeat itself" == said[-1]
 
 
 def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from saturate.verify.compare import bitwise, compare
 from saturate.verify.deviation import deviation
 from saturate.verify.series import Series
-from saturate.verify.tolerance import informative, tolerance
+from saturate.verify.tolerance import informative, tolerance, unrepeatable
 
 N, SEGMENTS = 60, [4, 8, 8]
 
@@ -160,6 +160,22 @@ def test_a_gradient_norm_that_was_never_measured_is_not_compared():
     (replace(BASE, samples=[array("d")] * N), "no parameters were sampled")])
 def test_a_baseline_that_proves_nothing_is_refused(baseline, reason):
     assert reason in informative(baseline)
+
+
+def test_a_baseline_repeats_itself_but_for_rounding():
+    assert unrepeatable(BASE, BASE) is None
+    assert unrepeatable(BASE, made(jitter=2.0**-9)) is None
+    late = replace(BASE, losses=[*BASE.losses[:5], *[[9.0, 9.0]] * (N - 5)], digests=[*BASE.digests[:5], *["other"] * (N - 5)])
+    assert unrepeatable(BASE, late) is None, "what is amplified later is what a tolerance is for"
+
+
+@pytest.mark.parametrize("repetition, reason", [
+    (changed("digests", 1, "another batch"), "had other data in update 1"),
+    (changed("losses", 0, [2.2, 2.2]), "its first updates are others"),
+    (changed("samples", 0, array("d", [0.3] * sum(SEGMENTS))), "its first updates are others"),
+    (changed("samples", 1, array("d", [2 * a - b for a, b in zip(BASE.samples[0], BASE.samples[1])])), "its first updates are others")])
+def test_a_baseline_that_is_another_training_each_time_is_refused(repetition, reason):
+    assert reason in unrepeatable(BASE, repetition)
 
 
 def test_an_update_of_the_baseline_that_is_not_finite_or_does_not_move_is_skipped():

@@ -52,6 +52,10 @@ LARGE = 0.10
 PROMISING, MOST_PARTNERS = 0.40, 2
 
 
+class CannotVerify(Exception):
+    """No candidate can be compared with this baseline; the message is the reason."""
+
+
 @dataclass
 class Search:
     """Walks the techniques. `deadline` (time.monotonic) leaves room for the final race; as long as nothing is kept, there is nothing
@@ -148,6 +152,7 @@ class Search:
     # -- the walk --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Raises CannotVerify."""
         promising = self._screen(self.eligible())
         self._pair_up()
         self.racer.drop_base()
@@ -334,7 +339,7 @@ class Search:
         self._keep(candidate, together, result, reason)
 
     def _keep(self, candidate: Candidate, together: Set, result: Result, reason: str) -> bool:
-        """Keep `together`, which is faster by `result` with `candidate`, if it verifies; whether it does."""
+        """Keep `together`, which is faster by `result` with `candidate`, if it verifies; whether it does. Raises CannotVerify."""
         self.verified.add(candidate.id)
         verified = self.verify(together, candidate)
         if verified is None:
@@ -342,7 +347,8 @@ class Search:
         self.curves += verified.curves
         if verified.passed is None:
             self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
-        elif not verified.passed:
+            raise CannotVerify(verified.reason)
+        if not verified.passed:
             self.say(f"  {candidate.label()}: rejected, {verified.reason}")
             self.settle(candidate, "rejected_numerics", verified.reason)
         else:
@@ -350,7 +356,7 @@ class Search:
             self.stairs.append((candidate, result))
             self.settle(candidate, "kept", f"{reason}; {verified.reason}")
             self.tell_kept()
-        return verified.passed is True
+        return verified.passed
 
     def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
         screened = self.screened[candidate.id]

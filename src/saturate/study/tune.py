@@ -36,7 +36,7 @@ from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import Interrupted, in_our_words
 from saturate.study.racing import Racer, Result
-from saturate.study.search import Search
+from saturate.study.search import CannotVerify, Search
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
 from saturate.study.verification import Verifier, budget_needed, too_slow
@@ -212,8 +212,14 @@ def _measure(study: Study, bench: Bench) -> None:
             return
     with _phase(study, "search"):
         study.say("search:")
-        search.run()
+        try:
+            search.run()
+        except CannotVerify as refused:
+            study.refusal = f"cannot verify: {refused}"
+            study.say(study.refusal)
         racer.drop_base()
+    if study.refusal is not None:
+        return
     if search.kept and not (study.starved and search.kept == search.base):
         with _phase(study, "confirm"):
             _confirm(study, racer, end)

@@ -23,7 +23,7 @@ from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
 from saturate.verify.series import Series, read
-from saturate.verify.tolerance import Tolerance, informative, tolerance
+from saturate.verify.tolerance import Tolerance, informative, tolerance, unrepeatable
 
 #: Two updates before techniques act, then fifty.
 UPDATES = 52
@@ -137,6 +137,10 @@ class Verifier:
         if numerics == "exact" and comparison.bitwise(baseline, self.series(Run(self.reference, repetition=1))):
             return Verified(False, "declared exact, but not bit-identical to the baseline, which repeats itself exactly")
         found = self._compare(techniques, rounding, aligned=False)
+        self.refusal = unrepeatable(baseline, self.series(Run(self.reference, repetition=1)))
+        if self.refusal is not None:
+            self.bench.store.set_answer("informative", [self.refusal])
+            return Verified(None, self.refusal)
         if not found.passed and numerics not in ("exact", "reordering"):
             found = self._as_stream(techniques, rounding, found.reason)
         return Verified(found.passed, found.reason, [msgspec.structs.replace(c, subject=subject) for c in found.curves])

@@ -41,6 +41,10 @@ WIDEST_RATIO = math.log(100.0)
 #: range, and what is broken outright (not finite, not moving) still fails.
 SEPARATED = 1.0
 
+#: A program that runs twice gives the same numbers but for the order of sums, and for the shortest format (bfloat16: 2^-9). Nothing
+#: has been amplified in the first update: what differs by more is another training.
+REPEATS = 2.0**-5
+
 #: To either side of an update, those that its length is compared with.
 AROUND = 5
 
@@ -170,4 +174,23 @@ def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | N
     if moving < (n - FIRST_ACTING) / 2:
         return (f"the parameters move in only {moving} of {n - FIRST_ACTING} updates (learning rate 0, all frozen, or "
                 "the script goes on with another model)")
+    return None
+
+
+def unrepeatable(baseline: Series, repetition: Series) -> str | None:
+    """Why the baseline's own repetition says that no comparison tells anything, in words for the user; None when it does not.
+
+    A script that takes its seed from the clock trains something else each time. Its repetition widens the tolerance to whatever
+    it does, and a candidate is accepted or not by chance.
+    """
+    help = "give it a fixed seed (one from the clock, or from the system's randomness, makes each run another training)"
+    for k, (expected, found) in enumerate(zip(baseline.digests[:FIRST_ACTING], repetition.digests)):
+        if expected and found and expected != found:
+            return f"the script does not repeat itself: a second run of it had other data in update {k}; {help}"
+    if len(repetition) <= FIRST_ACTING or len(repetition.samples[0]) != len(baseline.samples[0]):
+        return None                 # not comparable; whoever compares says why
+    found = deviation(baseline, repetition)
+    moved = norm([a - b for a, b in zip(repetition.samples[0], baseline.samples[0])])
+    if found.loss[0] > REPEATS * abs(baseline.loss(0)) or moved > REPEATS * norm(baseline.samples[0]) or found.turn[1] > SEPARATED / 2:
+        return f"the script does not repeat itself: its first updates are others in a second run; {help}"
     return None
