@@ -96,6 +96,15 @@ def test_a_first_proposal_after_one_size_is_a_cautious_one():
     assert line(points((50, 600.0)), 100.0).peak_bytes(found) <= 100 + 0.85 * 900
 
 
+def test_three_sizes_on_one_line_are_trusted_nearly_to_the_limit():
+    """fixed 100, 10 a sample: 290 fit 3000. Two sizes prove no line, and neither do three with a bend between them."""
+    assert first_proposal(points((10, 200.0), (80, 900.0), (190, 2000.0)), 100.0, 3000.0, 10**6) == 289
+    two = first_proposal(points((80, 900.0), (190, 2000.0)), 100.0, 3000.0, 10**6)
+    bent = first_proposal(points((10, 800.0), (80, 900.0), (190, 2000.0)), 100.0, 3000.0, 10**6)
+    neighbours = first_proposal(points((10, 200.0), (189, 1990.0), (190, 2000.0)), 100.0, 3000.0, 10**6)
+    assert two == bent == neighbours == int(2900 / 10.3)
+
+
 def test_a_failure_below_the_prediction_halves_the_gap():
     measured = points((10, 200.0), (50, 600.0))
     assert propose(measured, [80], 2000.0, 10**6) == 65

@@ -37,6 +37,10 @@ WORTHWHILE = 0.03
 #: fails costs a process, one that leaves room is continued upwards in its own), then those beyond the largest that fits.
 FIRST_CARE, CARE = 1.03, 1.05
 
+#: Slopes that differ by no more than this share are one line, if three sizes lie on it. Then only what lies beyond the largest
+#: of them can be wrong, and a first proposal takes each of those samples to need so much more.
+ALIGNED, ALIGNED_CARE = 0.02, 1.01
+
 #: The margin below the limit is this share of it, or this share of what the batch may take from the C library's heaps,
 #: whichever is more. Heaps keep and split what was freed, and each process does so differently: twelve with one size and
 #: seed had peaks with a standard deviation of 6 % of what the batch took (LOG.md). A proof and a later run differ by 1.4 times that.
@@ -86,12 +90,22 @@ def line(points: Sequence[Point], idle_bytes: float | None = None) -> Line:
     if not known:
         raise ValueError("no size was measured")
     top = known[-1]
-    others = [point for point in known if point.micro_batch * SEPARATION <= top.micro_batch]
-    if not others:
-        others = [Point(0, min(idle_bytes if idle_bytes is not None else 0.0, top.peak_bytes))]
-    slopes = [(top.peak_bytes - point.peak_bytes) / (top.micro_batch - point.micro_batch) for point in others]
-    slope = max(0.0, *slopes)
-    return Line(top.peak_bytes - slope * top.micro_batch, slope)
+    idle = Point(0, min(idle_bytes if idle_bytes is not None else 0.0, top.peak_bytes))
+    return _through(top, max(0.0, *(_slopes(known) or [_slope(idle, top)])))
+
+
+def _slopes(known: Sequence[Point]) -> list[float]:
+    """Between the largest size and each of those that are far enough from it to tell."""
+    top = known[-1]
+    return [_slope(point, top) for point in known if point.micro_batch * SEPARATION <= top.micro_batch]
+
+
+def _slope(lower: Point, upper: Point) -> float:
+    return (upper.peak_bytes - lower.peak_bytes) / (upper.micro_batch - lower.micro_batch)
+
+
+def _through(point: Point, sample_bytes: float) -> Line:
+    return Line(point.peak_bytes - sample_bytes * point.micro_batch, sample_bytes)
 
 
 def ceiling(points: Sequence[Point], idle_bytes: float) -> Line:
@@ -136,6 +150,9 @@ def first_proposal(points: Sequence[Point], idle_bytes: float, limit_bytes: floa
     most = min(most, top.micro_batch * MOST_GROWTH)
     if len(known) == 1:
         return found.capacity(found.fixed_bytes + ENOUGH_GUESSED * (limit_bytes - found.fixed_bytes), most)
+    slopes = _slopes(known)
+    if len(slopes) > 1 and min(slopes) * (1 + ALIGNED) >= max(slopes):
+        return _through(top, ALIGNED_CARE * found.sample_bytes).capacity(limit_bytes, most)
     return Line(found.fixed_bytes, FIRST_CARE * found.sample_bytes).capacity(limit_bytes, most)
 
 
@@ -154,9 +171,7 @@ def propose(points: Sequence[Point], failed: Sequence[int], limit_bytes: float, 
     top = max((point for point in known if point.peak_bytes <= limit_bytes), key=lambda point: point.micro_batch,
               default=Point(0, found.fixed_bytes))
     best = top.micro_batch
-    steep = CARE * found.sample_bytes
-    beyond = Line(top.peak_bytes - steep * top.micro_batch, steep)
-    candidate = beyond.capacity(limit_bytes, min(most, known[-1].micro_batch * MOST_GROWTH))
+    candidate = _through(top, CARE * found.sample_bytes).capacity(limit_bytes, min(most, known[-1].micro_batch * MOST_GROWTH))
     if bad is not None and candidate >= bad:
         candidate = best + (bad - best) // 2
     if candidate <= best or candidate - best < WORTHWHILE * best:
