@@ -10,6 +10,8 @@ import types
 import pytest
 
 from saturate.agent import observe
+from saturate.study import baseline
+from saturate.trial.process import TrialEnded
 from saturate.verify import series
 
 HEAD = """
@@ -280,9 +282,51 @@ while True:
     assert len(trial.run_block(1, 5).step_ns) == 5
 
 
-def test_backward_without_any_update_is_no_step(script, start):
-    from saturate.trial.process import TrialEnded
+TWO_OPTIMIZERS = HEAD + """
+first, second = (torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in (model[0], model[2]))
+for _ in range(STEPS):
+    model.zero_grad(); loss_of().backward(); first.step(); second.step()
+"""
 
+
+@pytest.mark.parametrize(("steps", "named", "complaint"), [
+    (10**9, "optimizer:7", "--step optimizer:7: only optimizers 0 and 1 step here"),
+    (40, "optimizer:7", "--step optimizer:7: only optimizers 0 and 1 step here"),       # the script ends before that is sure
+])
+def test_a_step_that_the_user_named_and_that_never_comes_is_reported(steps, named, complaint, script, start):
+    trial = start(str(script(TWO_OPTIMIZERS.replace("STEPS", str(steps)))), step=baseline.step_override(named))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "no_step"
+    assert ended.value.outcome.reason.startswith(complaint)
+
+
+def test_no_optimizer_plays_the_part_of_one_that_never_steps(script, start):
+    trial = start(str(script(HEAD + LOOPS["plain"][0])), step=baseline.step_override("optimizer:5"))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.reason.startswith("--step optimizer:5: only optimizer 0 steps here")
+
+
+def test_a_named_step_may_begin_late(script, start):
+    """The critic steps a hundred times before the generator's first step."""
+    source = LOOPS["five critic steps"][0].replace("while True:", "for warm in (True, *[False] * 10**6):").replace("range(5)", "range(100 if warm else 5)")
+    trial = start(str(script(HEAD + source)), step=baseline.step_override("optimizer:1"))
+    assert trial.wait_ready()["step"]["token"] == "S1"
+    assert trial.run_block(0, 4).events["S0"] == 20
+
+
+@pytest.mark.parametrize(("loop", "named", "words"), [
+    ("plain", "backward:4", "backward x4, SGD.step x4"),
+    ("no optimizer", "backward:4", "backward x4, update by hand"),
+])
+def test_the_optimizer_of_a_named_step_is_no_update_by_hand(loop, named, words, script, start):
+    trial = start(str(script(HEAD + LOOPS[loop][0])), step=baseline.step_override(named))
+    trial.wait_ready()
+    assert trial.ask("facts")["motif"].endswith(words)
+
+
+def test_backward_without_any_update_is_no_step(script, start):
     trial = start(str(script(HEAD + "while True: model.zero_grad(); loss_of().backward()")))
     with pytest.raises(TrialEnded) as ended:
         trial.wait_ready()

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from saturate.agent import observe, sample, succession
+from saturate.agent import observe, override, sample, succession
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
@@ -142,9 +142,14 @@ def _leave_word(session: Any) -> None:
     if session.asleep or session.gate is not None or not session.counts:
         return
     optimizers = [count for token, count in session.counts.items() if token != "B"]
-    word = {"steps": max(optimizers, default=session.counts.get("B", 0)), "recognised": session.step is not None,
-            "events": " ".join(session.tokens[-20:])}
+    word = {"steps": max(optimizers, default=session.counts.get("B", 0)), "recognised": session.step is not None and not session.awaited,
+            "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)}
     Path(f"{session.plan['ended']}-{os.getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
+
+
+def _wrong_step(session: Any) -> str:
+    """Why the step that the user named is none, or ""."""
+    return override.complaint(session.step, session.counts) if session.awaited else ""
 
 
 def report_no_step(session: Any) -> None:
@@ -157,7 +162,7 @@ def report_no_step(session: Any) -> None:
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
     gate = Gate(session.plan, hello, session.clock, session.drain, lambda order: None)
-    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:])})
+    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)})
 
 
 def report_failure(session: Any, text: str) -> None:

@@ -221,8 +221,19 @@ class Inspection:
         if step.token == motif.CLOSURE:
             words.append(f"backward x1, within one {' '.join(names)}.step")
         if step.token == "B":
-            words.append("update by hand")
+            words.extend(self._steps_between() or ["update by hand"])
         return ", ".join(words)
+
+
+    def _steps_between(self) -> list[str]:
+        """What optimizers do in a step of so many backward passes: the user said what ends it, not what is in it."""
+        session = self.session
+        backwards = max(1, session.counts.get("B", 0))
+        found = []
+        for optimizer in session.living_optimizers():
+            times = round(session.steps_of(optimizer) * session.step.count / backwards)
+            found.append(f"{type(optimizer).__name__}.step" + (f" x{times}" if times > 1 else "" if times else " now and then"))
+        return found
 
 
 def running_backward(torch: Any) -> Any:

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import leaves, motif, observe, succession, takeover
+from saturate.agent import leaves, motif, observe, override, succession, takeover
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -51,6 +51,7 @@ class Session:
         self.dead = False
         step = plan.get("step")
         self.step = motif.Step(step["token"], step["count"], tuple(step["tokens"])) if step else None
+        self.awaited = bool(step and step.get("told") and not plan.get("drill"))     # what the user said ends a step, and has not come yet
         self.tokens: list[str] = []
         self.counts: dict[str, int] = {}
         self.changes: list[bool] = []
@@ -296,8 +297,18 @@ class Session:
         Not for ever: some optimizers are built and never used."""
         if self.plan.get("step") or self.boundaries > MOST_WAITING_STEPS or _CLOCK() - self._woke > MOST_WAITING_NS:
             return False
+        return self._waiting()
+
+    def _waiting(self) -> bool:
+        """Whether an optimizer that was built has not stepped yet."""
         stepped = {id(optimizer) for optimizer in self.living_optimizers()}
         return any((o := reference()) is not None and id(o) not in stepped for reference in self.constructed)
+
+    def _await(self) -> None:
+        """Look out for the step that the user named; one that does not exist here is reported."""
+        self.awaited = not override.seen(self.step, self.counts)
+        if self.awaited and override.hopeless(self.counts, self._waiting):
+            self._give_up()
 
     def _name(self, optimizer: Any) -> str:
         name = self.names.get(id(optimizer))
@@ -344,6 +355,8 @@ class Session:
 
     def _token(self, token: str) -> None:
         self.counts[token] = self.counts.get(token, 0) + 1
+        if self.awaited:
+            self._await()
         if self.capture is not None:
             self.capture.token(self, token)
         if self.succession is not None:
@@ -380,7 +393,7 @@ class Session:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Nothing that repeats, and no optimizer: leave this process alone, and say so."""
+        """Nothing that repeats, and no optimizer, or not the step that the user named: leave this process alone, and say so."""
         from saturate.agent import application
 
         application.report_no_step(self)

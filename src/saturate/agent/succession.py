@@ -28,7 +28,8 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
             session.succeeded += 1
             _hold(session, part, optimizer)
             return False
-        if session.succession is None and name not in step.tokens:      # else a step that was known before it began
+        # Of a step that was known before it began, and of one that the user named and nobody saw yet, nobody is a successor.
+        if session.succession is None and name not in step.tokens and not session.awaited:
             session.succession = Succession(step, session.phase, len(session.tokens))
     _hold(session, name, optimizer)
     return known

@@ -94,13 +94,14 @@ def starved(study: Study, bench: Bench, outcome: Outcome) -> dict[str, Any] | No
 
 
 def step_override(text: str | None) -> dict[str, Any] | None:
-    """What `--step` says, in the agent's terms (see `agent.motif.Step`)."""
+    """What `--step` says, in the agent's terms (see `agent.motif.Step`). `told`: there may be no such step."""
     if text is None:
         return None
     kind, _, number = text.partition(":")
     if kind == "backward":
-        return {"token": "B", "count": int(number), "tokens": ["B"] * int(number)}
-    return {"token": f"S{number}", "count": 1, "tokens": [f"S{number}"]}
+        return {"token": "B", "count": int(number), "tokens": ["B"] * int(number), "told": True}
+    token = f"S{int(number)}"
+    return {"token": token, "count": 1, "tokens": [token], "told": True}
 
 
 def observe(study: Study, live: Live) -> dict[str, Any]:

@@ -28,7 +28,13 @@ class AgentFailed(Exception):
 
 
 class NoStep(Exception):
-    """The agent saw a lot happen, but nothing that repeats and changes parameters."""
+    """The agent saw a lot happen (`events`, the latest), but nothing that repeats and changes parameters, or not the step that the
+    user named (`wrong_step` says why)."""
+
+    def __init__(self, events: str, wrong_step: str):
+        super().__init__(wrong_step or events)
+        self.events = events
+        self.wrong_step = wrong_step
 
 
 class SeveralTrainings(Exception):
@@ -164,7 +170,7 @@ class GateServer:
         elif kind == "agent_failed":
             raise AgentFailed(message["error"].strip().splitlines()[-1])
         elif kind == "no_step":
-            raise NoStep(str(message.get("events", "")))
+            raise NoStep(str(message.get("events", "")), str(message.get("wrong_step", "")))
         elif kind in ("gate", "answer"):
             found.append((rank, message))
         else:

@@ -24,6 +24,7 @@ class LastWords:
     steps: int
     recognised: bool
     events: str
+    wrong_step: str = ""        # why the step that the user named is none
 
 
 #: With fewer steps than this it is no wonder that none was recognised.
@@ -164,10 +165,16 @@ def _ignores_us(injectable: str) -> Outcome:
                    f"run the command without {injectable}")
 
 
+def no_step(reason: str, wrong_step: str) -> Outcome:
+    """`wrong_step`: why the one that the user named is none, where that is the reason."""
+    if wrong_step:
+        return Outcome("no_step", wrong_step, "leave --step away to have the step found, or name another one")
+    return Outcome("no_step", reason, NO_STEP_REMEDY)
+
+
 def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None) -> Outcome:
     if last is not None and not last.recognised and last.steps >= A_FEW_STEPS:
-        return Outcome("no_step", f"the script trained to its end, but no step was recognised (the latest events: {last.events})",
-                       NO_STEP_REMEDY)
+        return no_step(f"the script trained to its end, but no step was recognised (the latest events: {last.events})", last.wrong_step)
     steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
         why = f"a measurement takes {MANY_STEPS} or more" if steps < MANY_STEPS else "these were over before enough of them were measured"

@@ -25,7 +25,7 @@ from saturate.records import sizes
 from saturate.trial import launch, meter, ports, tree
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import NO_STEP_REMEDY, PIPED_INPUT, LastWords, Outcome, classify, stalled
+from saturate.trial.outcome import PIPED_INPUT, LastWords, Outcome, classify, no_step, stalled
 
 #: How much slower than ours the agent's clock may run over most blocks before it is not believed. Blocks are taken together up to
 #: a length, the shortest say nothing, and in each a workload may be late: it is woken, and it reports.
@@ -288,7 +288,7 @@ class Trial:
             except GateTimeout:
                 if time.monotonic() - began < patience_s:
                     raise
-                raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s of the budget",
+                raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
                                        "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
                                        "torch.func or torch.autograd.grad alone, without loss.backward(), is not followed")) from None
 
@@ -322,8 +322,7 @@ class Trial:
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
         except NoStep as error:
-            raise self.end(Outcome("no_step", f"backward passes run, but no step repeats (the latest events: {error})",
-                                   NO_STEP_REMEDY)) from None
+            raise self.end(no_step(f"backward passes run, but no step repeats (the latest events: {error.events})", error.wrong_step)) from None
         except SeveralTrainings as error:
             raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
         except GateClosed as error:
