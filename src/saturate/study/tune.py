@@ -144,23 +144,34 @@ def _work(study: Study) -> tuple[StudyRecord, SaturateError | None]:
     try:
         with in_our_words(request.directory):
             store.add_seconds("total", time.monotonic() - study.started)
-            # Asked again, what failed is tried again from the start; where the machine was at fault, it goes on.
-            if not interrupted and (isinstance(study.error, StudyDamaged) or not isinstance(study.error, EnvironmentProblem)):
-                store.set_meta("finished", True)
+    except KeyboardInterrupt:
+        interrupted = True
     except SaturateError as error:
         study.error = study.error or error
+    try:
+        record = _conclude(study, interrupted)
+    except KeyboardInterrupt:       # what was measured is told of all the same: that takes a moment
+        interrupted, record = True, _conclude(study, interrupted=True)
+    if interrupted:
+        raise Interrupted(record)
+    return record, study.error
+
+
+def _conclude(study: Study, interrupted: bool) -> StudyRecord:
+    """Make the record, write recipe and report, and only then call the study finished: the same command would begin another one."""
     try:
         record = summary.record_of(study)
     except SaturateError as error:
         raise study.error or error from None     # there is nothing left to tell of
     try:
-        with in_our_words(request.directory):
+        with in_our_words(study.request.directory):
             summary.write(study, record)
+            # Asked again, what failed is tried again from the start; where the machine was at fault, it goes on.
+            if not interrupted and (isinstance(study.error, StudyDamaged) or not isinstance(study.error, EnvironmentProblem)):
+                study.store.set_meta("finished", True)
     except SaturateError as error:
         study.error = study.error or error
-    if interrupted:
-        raise Interrupted(record)
-    return record, study.error
+    return record
 
 
 def _known(registry: dict[str, ModuleType], ids: set[str]) -> None:
