@@ -195,7 +195,8 @@ def test_when_nothing_fits_the_nearest_is_named() -> None:
     halfway = World({**EFFECTS, "fast": (0.8, 0.0)}, limit=1.0)
     stopped = search(halfway, EIGHT, FAST)
     stopped.deadline = time.monotonic() - 1
-    assert "the budget ended first" in str(Fitting(stopped).find())
+    fitter = Fitting(stopped)
+    assert "the budget ended first" in str(fitter.find()) and fitter.out_of_time
     assert stopped.fates["fast"].reason.startswith("nothing keeps") and stopped.fates["fast"].candidate is None
     assert "over limit: needs 6.00 GiB" in found.fates["eight"].reason
 

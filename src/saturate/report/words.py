@@ -296,8 +296,8 @@ def next_command(record: StudyRecord) -> str:
     kind = _kind(record)
     if kind in ("win", "fits", "fits_unverified"):
         return run_command(record)
-    if kind == "too_big":
-        return shell(["saturate", "fit", "--", *record.result.command])
+    if kind == "too_big" and "--budget" not in record.options:
+        return shell(["saturate", "fit", *_options_of_fit(record), "--", *record.result.command])
     if kind in ("noisy", "inconclusive") or "--budget" in record.options:
         # The same command resumes the study: rounds that were measured are not measured again.
         return shell(["saturate", "tune", *record.options, "--", *record.result.command])
@@ -305,3 +305,11 @@ def next_command(record: StudyRecord) -> str:
         kind, "inconclusive"
     )
     return f"saturate explain {topic}"
+
+
+def _options_of_fit(record: StudyRecord) -> list[str]:
+    """The same limit, to the byte, and what both verbs are told in the same words."""
+    limit = record.result.limit_bytes
+    given = dict(zip(record.options[::2], record.options[1::2]))
+    same = [word for name in ("--step", "--dir") if name in given for word in (name, given[name])]
+    return [*(["--memory", str(limit)] if limit is not None else []), *same]

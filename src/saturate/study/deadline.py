@@ -12,6 +12,9 @@ from saturate.study.verification import UPDATES, budget_needed
 #: A budget in which one technique can be tried: so many times what starting and the first verification run take.
 NEEDED = 4
 
+#: What may do where a search ended before it was through, as a multiple of the budget that it had.
+LONGER = 2
+
 
 def too_late(study: Study, end: float) -> str | None:
     """Why the first verification run is not begun, or None: its updates alone do not end within the budget. `study` then knows the

@@ -49,6 +49,7 @@ class Fitting:
         self.bench = search.racer.bench
         self.least: Probe | None = None         # the set that came nearest
         self.rejected: set[str] = set()         # techniques that do not train like the baseline
+        self.out_of_time = False                # nothing was found, and the budget ended before everything was tried
 
     def find(self) -> str | None:
         """Set `search.base` and `search.kept`; or say why no set that keeps the limit was found."""
@@ -201,4 +202,5 @@ class Fitting:
             return f"{said}, and no technique that saves memory applies to it"
         if self.least is not None and self.least.peak_bytes is not None:
             said += f", the least was {sizes.show(self.least.need)} with {' + '.join(c.label() for c in self.least.techniques)}"
-        return said + ("; the budget ended first, a longer --budget tries more" if time.monotonic() > self.search.deadline else "")
+        self.out_of_time = time.monotonic() > self.search.deadline
+        return said + ("; the budget ended first, a longer --budget tries more" if self.out_of_time else "")

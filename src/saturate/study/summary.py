@@ -99,10 +99,15 @@ def _probed_ms(study: Study, kept: Set) -> float | None:
 
 
 def _fits(study: Study, peaks: Peaks, kept: Set) -> bool | None:
-    """Whether the final set keeps the limit; None when there is none, or when nobody knows."""
-    if peaks.limit_bytes is None or study.error is not None or peaks.of(kept) is None:
-        return False if study.starved and not kept and study.error is None else None
-    return peaks.too_much(kept) is None
+    """Whether the final set keeps the limit; None when there is none, or when nobody knows. That the baseline does not keep it
+    says nothing before sets were looked for that do."""
+    if study.error is not None:
+        return None
+    if study.nothing_fits:
+        return False
+    if peaks.limit_bytes is None or peaks.of(kept) is None:
+        return None
+    return peaks.too_much(kept) is None or (False if kept else None)
 
 
 def _verdict(study: Study) -> Any:

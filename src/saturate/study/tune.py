@@ -210,7 +210,11 @@ def _measure(study: Study, bench: Bench) -> None:
     if too_much:
         with _phase(study, "fit"):
             study.say(f"fit: the baseline {too_much}")
-            study.refusal = fitting.Fitting(search).find()
+            fitter = fitting.Fitting(search)
+            study.refusal = fitter.find()
+            study.nothing_fits = study.refusal is not None and not fitter.out_of_time
+            if fitter.out_of_time:
+                study.needs_budget = f"{math.ceil(deadline.LONGER * request.budget_s / 60)}m"
             racer.drop_base()
         if study.refusal is not None:
             study.say(study.refusal)
