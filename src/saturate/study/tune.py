@@ -326,6 +326,11 @@ def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[
     return result
 
 
+def _promised_pairs(low: float) -> int:
+    """Fresh pairs that a gain of at least `low` should rest on."""
+    return min(FINAL.max_pairs, 2) if low >= SMALL_GAIN else FINAL.max_pairs
+
+
 def _confirm(study: Study, racer: Racer, end: float) -> None:
     """The final set against the baseline. Where the baseline does not run, against the set that was needed to fit."""
     assert study.search is not None
@@ -358,6 +363,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if won is not None:
         pairs = words.count(len(won.pairs), "pair")
         study.notes.append(f"the budget had ended: the gain is that of the race in which it was found, {pairs} of processes")
+    elif len(study.final.pairs) < (promised := _promised_pairs(low)):
+        pairs = words.count(len(study.final.pairs), "pair")
+        study.notes.append(f"{pairs} of processes only: the budget ended before the final race had the {promised} that it should have")
     study.tuned = (study.store.answer("tuned") or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
