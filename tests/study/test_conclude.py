@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from saturate.report import words
 from saturate.study import summary, tune
 from saturate.study.ending import Interrupted
 
@@ -45,3 +47,49 @@ def test_an_interrupt_while_the_record_is_made_loses_nothing(moment, study, monk
     with pytest.raises(Interrupted) as ended:
         tune._work(study)
     assert ended.value.record == "record" and len(calls) == 2 and "finished" not in study.kept
+
+
+def raced(a_ms: float = 10.0, b_ms: float = 8.0, pairs: int = 3, low: float = 0.2) -> SimpleNamespace:
+    return SimpleNamespace(a_ms=a_ms, b_ms=b_ms, pairs=[[0.1, 0.1]] * pairs, gain=low + 0.1, gain_ci=(low, low + 0.2),
+                           decision=SimpleNamespace(verdict="faster", estimate=None))
+
+
+@pytest.mark.parametrize(("final", "kept", "starved", "reason"), [
+    (None, (), "", "nothing is kept"),
+    (None, ("one",), "", "the study ended before the final race"),
+    (raced(8.0, 9.0), ("one",), "", words.NEVER),
+    (raced(), ("one",), "", "no start"),
+    (raced(), ("one",), "out of memory", "the baseline does not run"),
+])
+def test_a_recipe_never_pays_back_only_where_a_final_race_shows_it(final, kept, starved, reason):
+    study = SimpleNamespace(final=final, search=SimpleNamespace(kept=kept), starved=starved)
+    assert summary._why_no_break_even(study, None).startswith(reason)
+    assert summary._why_no_break_even(study, 40) == ""
+
+
+@pytest.mark.parametrize(("nothing_fits", "peaks", "kept", "fits"), [
+    (False, {(): 8}, (), None),                 # the baseline needs more, and the budget ended before anything was tried
+    (True, {(): 8}, (), False),
+    (False, {(): 3}, (), True),
+    (False, {(): 8, ("one",): 3}, ("one",), True),
+])
+def test_nothing_fits_only_where_sets_were_tried(nothing_fits, peaks, kept, fits):
+    study = SimpleNamespace(nothing_fits=nothing_fits, error=None)
+    room = SimpleNamespace(limit_bytes=4, of=peaks.get, too_much=lambda techniques: None if peaks[techniques] <= 4 else "too much")
+    assert summary._fits(study, room, kept) is fits
+
+
+@pytest.mark.parametrize(("pairs", "low", "note"), [
+    (1, 0.2, "1 pair of processes only: the budget ended before the final race had the 2 that it should have"),
+    (2, 0.2, ""),
+    (2, 0.01, "2 pairs of processes only: the budget ended before the final race had the 3 that it should have"),
+    (3, 0.01, ""),
+])
+def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch):
+    monkeypatch.setattr(tune, "_final_race", lambda *arguments: raced(pairs=pairs, low=low))
+    monkeypatch.setattr(tune.baseline, "observe_tuned", lambda *arguments: {})
+    kept = tuple(SimpleNamespace(id=name, label=lambda: "one", module=None) for name in ("one", "two"))
+    study = SimpleNamespace(search=SimpleNamespace(kept=kept, base=(), stairs=[]), starved="", notes=[], say=lambda line: None,
+                            store=SimpleNamespace(answer=lambda question: None))
+    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    assert study.notes == [note] * bool(note)

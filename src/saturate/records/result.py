@@ -51,7 +51,8 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool | None                       # None: cannot verify; see verified_reason
     verified_reason: str = ""
     noise_floor: float | None                   # half-width that an A/A race of this workload cannot resolve (0.012: 1.2 %)
-    break_even_steps: int | None                # None: never, or nothing kept
+    break_even_steps: int | None                # None: never, nothing kept, or not known; see break_even_reason
+    break_even_reason: str = ""
     techniques: list[TechniqueOutcome]
     recipe: str                                 # path
     report: str                                 # path

@@ -137,6 +137,11 @@ def kept(record: StudyRecord) -> list[TechniqueOutcome]:
 #: the gain that counts.
 NOISY_WITHOUT_A_FINAL_RACE = 5.0
 
+FINAL_RACE = "final"
+
+#: Where a final race found no gain.
+NEVER = "never: its steps are no faster than those of the baseline"
+
 
 def _kind(record: StudyRecord) -> Kind:
     result = record.result
@@ -268,12 +273,12 @@ def dropped(record: StudyRecord) -> tuple[list[str], str]:
 
 
 def break_even(record: StudyRecord) -> str:
-    """After how many steps the recipe has paid for its longer start; "" when nothing is kept."""
-    steps, step_ms = record.result.break_even_steps, record.result.tuned.step_ms
+    """After how many steps the recipe has paid for its longer start; "" when nothing is kept, or nobody knows why nobody knows."""
+    steps, step_ms, reason = record.result.break_even_steps, record.result.tuned.step_ms, record.result.break_even_reason
     if not kept(record):
         return ""
     if steps is None:
-        return "never: the longer start costs more than the steps save"
+        return reason if reason in ("", NEVER) else f"not known: {reason}"
     if steps == 0:
         return "at once: it starts no slower than the baseline"
     return f"after {count(steps, 'step')}" + (

@@ -24,7 +24,7 @@ from saturate.records.result import (
     TrialRecord,
     TuneResult,
 )
-from saturate.report import html
+from saturate.report import html, words
 from saturate.study.candidates import Candidate, Set, key, ordered
 from saturate.study.peaks import Peaks
 from saturate.study.state import Study
@@ -70,6 +70,7 @@ def result_of(study: Study) -> TuneResult:
     baseline_ms = None if study.starved else final.a_ms if final else study.baseline.get("step_ms")
     peaks = Peaks(study.store, study.request.limit_bytes)
     verified, verified_reason = _verified(study)
+    break_even = _break_even(study)
     return TuneResult(
         run=study.folder.name,
         command=study.request.argv,
@@ -81,7 +82,8 @@ def result_of(study: Study) -> TuneResult:
         verified=verified,
         verified_reason=verified_reason,
         noise_floor=_floor(study),
-        break_even_steps=_break_even(study),
+        break_even_steps=break_even,
+        break_even_reason=_why_no_break_even(study, break_even),
         techniques=_techniques(study),
         recipe=str(study.recipe_path),
         report=str(study.report_path),
@@ -154,6 +156,21 @@ def _verified(study: Study) -> tuple[bool | None, str]:
 
 def _floor(study: Study) -> float | None:
     return race.noise_floor(study.aa.pairs) if study.aa and study.aa.pairs else None
+
+
+def _why_no_break_even(study: Study, steps: int | None) -> str:
+    """Why nobody knows when the recipe has paid for its start, or that it never has."""
+    if steps is not None:
+        return ""
+    if not (study.search and study.search.kept):
+        return "nothing is kept"
+    if study.starved:
+        return "the baseline does not run in this memory, so there is nothing to compare with"
+    if not study.final:
+        return "the study ended before the final race"
+    if study.final.b_ms >= study.final.a_ms:
+        return words.NEVER
+    return "no start of the baseline, or none of the final set, was timed to its end"
 
 
 def _break_even(study: Study) -> int | None:
