@@ -76,7 +76,7 @@ def test_break_even():
     def steps(number):
         return msgspec.structs.replace(win, result=msgspec.structs.replace(win.result, break_even_steps=number))
 
-    assert "pays back never" in plain(steps(None))
+    assert "pays back" not in plain(steps(None)), "not measured is not never"
     assert "pays back at once" in plain(steps(0))
     assert "pays back" not in plain(studies.nothing_helps())
 
@@ -97,7 +97,7 @@ def test_break_even():
         ("empty", "Undecided", "saturate tune --"),
         ("fits", "Fits, verified", "saturate run .saturate/recipe.toml"),
         ("fits_unverified", "Fits, not compared with the baseline", "saturate run .saturate/recipe.toml"),
-        ("too_big", "Does not fit: the baseline stays at 212.4 ms/step", "saturate fit -- python train.py"),
+        ("too_big", "Does not fit: the baseline stays at 212.4 ms/step", "saturate fit --memory 4294967296 -- python train.py"),
     ],
 )
 def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
@@ -184,6 +184,30 @@ def test_a_budget_that_would_do_is_in_the_command_to_type():
     record = msgspec.structs.replace(studies.cannot_verify(), options=["--budget", "27m"])
     assert plain(record).split("\n")[-1].startswith("next      saturate tune --budget 27m -- python train.py")
     assert "explain" in plain(studies.cannot_verify()).split("\n")[-1]
+
+
+def test_what_does_not_fit_is_searched_with_the_same_options():
+    record = msgspec.structs.replace(studies.too_big(), options=["--only", "compile", "--fit", "4294967296", "--step", "backward:4", "--dir", "/data/st"])
+    assert words.next_command(record).startswith("saturate fit --memory 4294967296 --step backward:4 --dir /data/st -- python train.py")
+    late = msgspec.structs.replace(record, options=["--fit", "4294967296", "--budget", "2m"])
+    assert words.next_command(late).startswith("saturate tune --fit 4294967296 --budget 2m -- python train.py")
+
+
+def test_why_nobody_knows_when_it_pays_back():
+    win = studies.big_win()
+
+    def said(reason):
+        return words.break_even(msgspec.structs.replace(win, result=msgspec.structs.replace(win.result, break_even_steps=None, break_even_reason=reason)))
+
+    assert said("the study ended before the final race") == "not known: the study ended before the final race"
+    assert said(words.NEVER).startswith("never: ")
+
+
+def test_one_pair_is_no_noise_but_a_budget_that_ended():
+    noisy = studies.too_noisy()
+    race = msgspec.structs.replace(noisy.races[0], question="final", pairs=1)
+    assert plain(msgspec.structs.replace(noisy, races=[race]), 120).startswith("Undecided within the budget: final race 1.030x")
+    assert plain(msgspec.structs.replace(noisy, races=[msgspec.structs.replace(race, pairs=2)]), 120).startswith("Too noisy to decide")
 
 
 def undecided(**changes):

@@ -13,7 +13,7 @@ from pathlib import Path
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
 from saturate.cli._output import coloured, width
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
-from saturate.errors import SaturateError, UsageError
+from saturate.errors import SaturateError, TooNoisy, UsageError
 from saturate.records.encoding import encoded
 from saturate.records.result import StepTime, TuneResult
 
@@ -72,13 +72,14 @@ def execute(arguments: argparse.Namespace) -> int:
     except Exception as bug:
         show(_nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
         raise
-    error = error or summary.verification_error(record)
     show(record.result)
-    if error is not None:
-        show_log(error)
-        raise error
+    found = error or summary.verdict_error(record)
     stream = sys.stderr if arguments.json else sys.stdout
-    print(terminal.summary(record, width=width(stream), color=coloured(stream)), file=stream)
+    if found is None or (error is None and isinstance(found, TooNoisy)):
+        print(terminal.summary(record, width=width(stream), color=coloured(stream)), file=stream)
+    if found is not None:
+        show_log(found)
+        raise found
     return 0
 
 
@@ -87,5 +88,5 @@ def _nothing(command: list[str], reason: str) -> TuneResult:
     return TuneResult(
         run="", command=command, baseline=StepTime(), tuned=StepTime(), speedup=None, speedup_ci=None,
         verdict="inconclusive", verified=None, verified_reason=reason, noise_floor=None, break_even_steps=None,
-        techniques=[], recipe="", report="",
+        break_even_reason=reason, techniques=[], recipe="", report="",
     )

@@ -158,14 +158,19 @@ def _kind(record: StudyRecord) -> Kind:
     if result.verdict == "slower":
         return "slower"
     finished = result.speedup_ci is not None
-    # Where nothing was raced, time was short, however much the baseline differs from itself.
-    noisy = (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
+    # Where nothing was raced, or the final race had one pair, time was short, however much the baseline differs from itself.
+    noisy = not _one_pair(record) and (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
         1.0 if finished else NOISY_WITHOUT_A_FINAL_RACE)
     # A clear race that nobody could verify is a question of numerics, however noisy the machine.
     undecided = finished and result.speedup_ci[0] <= 1 + record.threshold       # type: ignore[index]
     if result.verified is None and result.verified_reason and not (noisy and undecided):
         return "cannot_verify"
     return "noisy" if noisy else "inconclusive"
+
+
+def _one_pair(record: StudyRecord) -> bool:
+    """Whether the budget ended before the final race had a second pair."""
+    return any(race.question == FINAL_RACE and race.pairs < 2 for race in record.races)
 
 
 def _anything_raced(record: StudyRecord) -> bool:
@@ -224,6 +229,8 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
             why = reason
         unmeasured = next((f"{o.id}: {o.reason}" for o in result.techniques if o.fate == "inconclusive" and o.reason), "")
         return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or unmeasured or why)
+    if _one_pair(record):
+        return Headline(kind, "Undecided within the budget", raced, "the budget ended before the final race had a second pair of processes")
     return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 import saturate
-from saturate.errors import VerificationFailed
+from saturate.errors import SaturateError, TooNoisy, VerificationFailed
 from saturate.machine import fingerprint
 from saturate.measure import breakeven, race
 from saturate.records import recipe as recipes
@@ -295,12 +295,12 @@ def _ceiling(study: Study) -> str:
         return ""
     best = max(rates["float32"], rates["bfloat16"])
     name = "bfloat16" if rates["bfloat16"] > rates["float32"] else "float32"
-    words = []
+    reached = []
     for label, step_ms in (("before", study.baseline["step_ms"]), ("after", study.final.b_ms if study.final else None)):
         if step_ms:
             rate = facts.flops_per_step / (step_ms / 1e3)
-            words.append(f"{label} {_flop(rate)}/s ({_share(rate / best)})")
-    return (f"{_flop(facts.flops_per_step)} a step; {', '.join(words)} of {_flop(best)}/s, "
+            reached.append(f"{label} {_flop(rate)}/s ({_share(rate / best)})")
+    return (f"{_flop(facts.flops_per_step)} a step; {', '.join(reached)} of {_flop(best)}/s, "
             f"the fastest matrix product measured here ({name})")
 
 
@@ -358,9 +358,13 @@ def _convert(kind: type, value: Any) -> Any:
     return msgspec.convert(value, kind)
 
 
-def verification_error(record: StudyRecord) -> VerificationFailed | None:
-    """The error of a study whose final set does not verify, or None."""
+def verdict_error(record: StudyRecord) -> SaturateError | None:
+    """The error of a study whose final set does not verify, or which noise left undecided; None of any other."""
     if record.result.verified is False:
         return VerificationFailed("the final set does not train like the baseline", cause=record.result.verified_reason,
                                   remedy="saturate run works with the empty recipe; see the report for what deviated")
+    answer = words.headline(record)
+    if answer.kind == "noisy":
+        return TooNoisy("other load on this machine hides what was asked about", evidence=f"{answer.detail}; {answer.why}",
+                        remedy="stop other programs, or give it a longer --budget for more pairs")
     return None

@@ -310,7 +310,7 @@ def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[
     """In three fresh pairs, the third of a large gain only if it ends in time; and in more as long as the interval is wide and
     time lasts. Its width is no ratio, so going on because of it favours neither side."""
     began = time.monotonic()
-    result = racer.run("final", before, kept, replace(FINAL, max_pairs=2), end, min_pairs=2)
+    result = racer.run(words.FINAL_RACE, before, kept, replace(FINAL, max_pairs=2), end, min_pairs=2)
     for most in range(3, MOST_FINAL_PAIRS + 1):
         low, high = result.gain_ci or (-1.0, math.inf)
         found = result.decision.estimate
@@ -322,7 +322,7 @@ def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[
             break
         if not usual:
             say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
-        result = racer.run("final", before, kept, replace(FINAL, max_pairs=most), end, min_pairs=most)
+        result = racer.run(words.FINAL_RACE, before, kept, replace(FINAL, max_pairs=most), end, min_pairs=most)
     return result
 
 
