@@ -19,7 +19,7 @@ from saturate.study.fates import leads
 from saturate.study.racing import KernelWork, Result
 from saturate.study.search import SCREEN, CannotVerify
 from saturate.study.verification import Verified
-from saturate.techniques._api import Eligible
+from saturate.techniques._api import Eligible, Ineligible
 
 
 @dataclass
@@ -119,6 +119,22 @@ def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.M
     bench = types.SimpleNamespace(pace=None, peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
     tune._measure(study, bench)         # type: ignore[arg-type]
     assert study.refusal == "cannot verify: it does not repeat itself" == said[-1]
+
+
+def test_allow_is_only_named_where_it_would_change_something() -> None:
+    """One that is never eligible was said to need --allow, and with it to be put into a recipe by hand."""
+    other, never = technique("other"), technique("never")
+    for module in (other, never):
+        module.TECHNIQUE = replace(module.TECHNIQUE, numerics="convergence")
+    never.eligible = lambda facts: Ineligible("put it into a recipe by hand")
+    world = World({"other": (0.9, 0.0)}, None)
+    walk = search(world, other, never)
+    assert walk.eligible() == []
+    assert (walk.fates["never"].fate, walk.fates["never"].reason) == ("not_applicable", "put it into a recipe by hand")
+    assert walk.fates["other"].fate == "not_tried" and "--allow convergence" in walk.fates["other"].reason
+    walk = search(world, other, never)
+    walk.allow_convergence = True
+    assert [group[0].id for group in walk.eligible()] == ["other"]
 
 
 def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:

@@ -37,7 +37,8 @@ NUMERICS = {
               "aligned, and again inside an envelope of several baseline seeds.",
     "precision": "Other number formats, so results differ by rounding. Verified against a twin of the baseline whose parameters "
                  "are disturbed by one such rounding.",
-    "convergence": "Changes the training itself (global batch, learning rate, algorithm). Tried only with --allow convergence.",
+    "convergence": "Changes the training itself (global batch, learning rate, algorithm). What tune can judge is tried with --allow convergence only; "
+                   "what it cannot, such as global-batch, is put into a recipe by hand.",
 }
 
 LIMITS = {

@@ -96,7 +96,7 @@ class Search:
     def _find_eligible(self) -> list[list[Candidate]]:
         found = []
         for identity, module in self.registry.items():
-            excluded = self._excluded(identity, module)
+            excluded = self._excluded(identity)
             if excluded is not None:
                 self.fates[identity] = excluded
                 continue
@@ -104,6 +104,8 @@ class Search:
                 answer = self._ask(module)
             except Exception as error:  # noqa: BLE001 - third-party code: it becomes this technique's fate
                 answer = Fate("failed", f"it cannot say whether it applies: {error!r}")
+            if not isinstance(answer, Fate) and module.TECHNIQUE.numerics == "convergence" and not self.allow_convergence:
+                answer = Fate("not_tried", "changes the training itself: needs --allow convergence")
             if isinstance(answer, Fate):
                 self.fates[identity] = answer
                 continue
@@ -140,13 +142,11 @@ class Search:
             candidate.chosen()      # asks for its variables
         return bound, variants
 
-    def _excluded(self, identity: str, module: ModuleType) -> Fate | None:
+    def _excluded(self, identity: str) -> Fate | None:
         if identity in self.skip:
             return Fate("not_tried", "excluded with --skip")
         if self.only is not None and identity not in self.only:
             return Fate("not_tried", "not named with --only")
-        if module.TECHNIQUE.numerics == "convergence" and not self.allow_convergence:
-            return Fate("not_tried", "changes the training itself: needs --allow convergence")
         return None
 
     # -- the walk --------------------------------------------------------------------------------------------------
