@@ -11,6 +11,9 @@ from pathlib import Path
 
 from saturate.errors import UsageError
 
+#: Some thirty years; what waits for much longer overflows.
+LONGEST_S = 1e9
+
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:
     """--step, --timeout, --dir and --json."""
@@ -35,9 +38,10 @@ def duration(text: str) -> float:
     5400.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|min|)", text.strip())
-    if not match or float(match[1]) <= 0:
+    seconds = float(match[1]) * {"s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]] if match else 0.0
+    if not 0 < seconds < LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 10m or 2h")
-    return float(match[1]) * {"s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
+    return seconds
 
 
 def percent(text: str) -> float:
@@ -62,10 +66,13 @@ def memory(text: str) -> int:
 
 
 def ids(text: str) -> frozenset[str]:
-    return frozenset(word.strip() for word in text.split(",") if word.strip())
+    found = frozenset(word.strip() for word in text.split(",") if word.strip())
+    if not found:       # "$IDS" that is empty would search nothing, or skip nothing, unasked
+        raise argparse.ArgumentTypeError(f"{text!r} names no technique; saturate techniques lists them")
+    return found
 
 
 def step(text: str) -> str:
-    if not re.fullmatch(r"backward:0*[1-9]\d*|optimizer:\d+", text, re.ASCII):
+    if not re.fullmatch(r"backward:0*[1-9]\d{0,5}|optimizer:\d{1,6}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is neither backward:N (N backward passes a step) nor optimizer:N (the N-th, from 0)")
     return text

@@ -7,6 +7,9 @@ import re
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
+#: What is kept as a number of bytes has 64 bits, one of them for the sign; no memory comes near.
+MOST = 2**63
+
 
 def parse(text: str) -> int:
     """Bytes in "20GiB", "512 MiB", "24GB" (decimal), "20G" (binary), "1073741824". Raises ValueError.
@@ -15,9 +18,11 @@ def parse(text: str) -> int:
     1610612736
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
-        raise ValueError(f"{text!r} is not an amount of memory such as 20GiB, 512MiB or 24GB")
-    return size
+    size = float(match[1]) * _UNITS[match[2].upper()] if match and match[2].upper() in _UNITS else 0.0
+    if not 1 <= size < MOST:
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        raise ValueError(f"{shown!r} is not an amount of memory such as 20GiB, 512MiB or 24GB")
+    return int(size)
 
 
 def show(size_bytes: float) -> str:
