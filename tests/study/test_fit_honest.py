@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from saturate.study import fit_search
 from saturate.study.fit import Asked, _record
 from saturate.study.fit_process import Asking, Window
 from saturate.study.fit_search import Search
+from saturate.study.state import Request
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
@@ -64,8 +66,8 @@ def search(monkeypatch, **changes) -> tuple[Search, Fit]:
     found = Search(bench=bench, memory_bytes=LIMIT, target="memory", asked_most=None, accelerated=False, budget_s=60.0,
                    deadline=time.monotonic() + 60.0, say=lambda text: None)
     found.run()
-    asked = Asked(SimpleNamespace(argv=["python", "t.py"], budget_s=60.0), LIMIT)
-    return found, _record(asked, SimpleNamespace(started=time.monotonic(), report_path=""), found, "", "", False)
+    asked = Asked(Request(argv=["python", "t.py"], cwd=Path.cwd(), environment={}, directory=Path.cwd() / ".saturate", budget_s=60.0), LIMIT)
+    return found, _record(asked, SimpleNamespace(started=time.monotonic(), report_path="", needs_budget=""), found, "", "", False)
 
 
 def holds(script, size, steps=50):

@@ -10,6 +10,7 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from saturate.cli._options import add_study_options, duration, must_exist
 from saturate.cli._output import coloured, width
@@ -17,6 +18,9 @@ from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.drill import DrillResult
 from saturate.records.encoding import encoded
+
+if TYPE_CHECKING:
+    from saturate.study.drill import Request
 
 TAKES_COMMAND = True
 
@@ -56,11 +60,11 @@ def execute(arguments: argparse.Namespace) -> int:
     except UsageError:
         raise
     except SaturateError as problem:
-        show(nothing(request.argv, problem.message))
+        show(nothing(request, problem.message))
         show_log(problem)
         raise
     except KeyboardInterrupt:
-        show(nothing(request.argv, "interrupted"))
+        show(nothing(request, "interrupted"))
         raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
@@ -68,10 +72,11 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def nothing(command: list[str], reason: str) -> DrillResult:
+def nothing(request: Request, reason: str) -> DrillResult:
     """The object for a drill that could not be carried out."""
-    return DrillResult(run="", command=command, resume_command=command, verdict="inconclusive", reason=reason,
-                       next_command=shlex.join(["saturate", "drill", "--", *command]))
+    again = ["saturate", "drill", *request.options(request.resume_args), "--", *request.argv]
+    return DrillResult(run="", command=request.argv, resume_command=request.argv, verdict="inconclusive", reason=reason,
+                       next_command=shlex.join(again))
 
 
 def words(text: str) -> list[str]:

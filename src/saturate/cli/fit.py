@@ -52,13 +52,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
     request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
+    asked = Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most)
     try:
         with one_signal_interrupts():
-            found = fit(Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most), Progress(sys.stderr))
+            found = fit(asked, Progress(sys.stderr))
     except UsageError:
         raise
     except SaturateError as problem:
-        show(nothing(command, problem.message))
+        show(nothing(asked, problem.message))
         show_log(problem)
         raise
     except Interrupted as interruption:
@@ -69,7 +70,7 @@ def execute(arguments: argparse.Namespace) -> int:
             print(f"measured so far, not proved: a batch of {interruption.found.measured_batch}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        show(nothing(command, "interrupted"))
+        show(nothing(asked, "interrupted"))
         raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout

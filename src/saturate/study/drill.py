@@ -79,6 +79,21 @@ class Request:
     step: str | None = None
     seed: int = 0
 
+    def options(self, resume_args: list[str]) -> list[str]:
+        """What makes `drill` ask the same question again, with these arguments to resume with; how long it may take is left out."""
+        given = {
+            "--kills": str(self.kills) if self.kills != Request.kills else None,
+            "--steps": str(self.steps) if self.steps is not None else None,
+            "--seed": str(self.seed) if self.seed != Request.seed else None,
+        }
+        words = [word for name, value in given.items() if value is not None for word in (name, value)]
+        return [*([f"--resume-args={shlex.join(resume_args)}"] if resume_args else []), *words, *self.common_options()]
+
+    def common_options(self) -> list[str]:
+        """Those that other verbs understand as well."""
+        given = {"--step": self.step, "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None}
+        return [word for name, value in given.items() if value is not None for word in (name, value)]
+
 
 @dataclass
 class Reference:
@@ -198,12 +213,11 @@ class _Work:
         saves = reference.saves if reference else []
         missing = verdict == "starts_over" and not unfinished and not request.resume_args
         if verdict == "resumes_exactly":
-            following = ["saturate", "tune", "--", *request.argv]
+            following = ["saturate", "tune", *request.common_options(), "--", *request.argv]
         else:
             files = [[_short(path, request.cwd) for path in save.paths] for save in saves]
-            words = shlex.join(resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing
-                               else request.resume_args)
-            following = ["saturate", "drill", *([f"--resume-args={words}"] if words else []), "--", *request.argv]
+            words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
+            following = ["saturate", "drill", *request.options(words), "--", *request.argv]
         remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
         if verdict == "starts_over" and request.resume_args and not unfinished:
             remedy = f"make the script load its newest checkpoint when it is given {shlex.join(request.resume_args)}"

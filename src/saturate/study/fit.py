@@ -28,7 +28,7 @@ from saturate.study.ending import in_our_words
 from saturate.study.fit_knob import KnobSearch, knob_value, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
 from saturate.study.fit_search import MOST_TRIALS, Search
-from saturate.study.fit_state import Refused, in_proportion
+from saturate.study.fit_state import Refused, in_proportion, without_limit
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
@@ -61,6 +61,20 @@ class Asked:
     knob: str | None = None
     most: int | None = None
 
+    def options(self) -> list[str]:
+        """What makes `fit` ask the same question again, as words of a command line; how long it may take is left out."""
+        given = {
+            "--memory": str(self.memory_bytes) if self.memory_bytes is not None else None,     # exact: a rounded one may be more
+            "--target": self.target if self.target != Asked.target else None,
+            "--max": str(self.most) if self.most is not None else None,
+        }
+        words = [word for name, value in given.items() if value is not None for word in (name, value)]
+        return [*words, *([f"--knob={self.knob}"] if self.knob is not None else []), *self.request.options()]
+
+    def command(self, *more: str) -> str:
+        """The same question again, with `more` options."""
+        return shlex.join(["saturate", "fit", *self.options(), *more, "--", *self.request.argv])
+
 
 def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
     """Search, and write record and report into a run folder.
@@ -70,6 +84,8 @@ def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
     request = asked.request
     if asked.knob is not None:
         knob_value(request.argv, asked.knob, request.cwd)        # a command that cannot be searched is refused before anything runs
+    if asked.memory_bytes is None and not _accelerated():
+        raise without_limit()
     lock = StudyLock(request.directory)
     try:
         with in_our_words(request.directory):
@@ -122,12 +138,17 @@ def _searcher(asked: Asked, study: Study, bench: MeteredBench, workload: Workloa
     request = asked.request
     common: dict[str, Any] = {
         "bench": bench, "memory_bytes": asked.memory_bytes, "target": asked.target, "asked_most": asked.most,
-        "accelerated": any(os.path.exists(path) for path in _ACCELERATORS), "budget_s": request.budget_s,
+        "accelerated": _accelerated(), "budget_s": request.budget_s,
         "deadline": study.started + request.budget_s, "say": study.say,
     }
     if asked.knob is None:
         return Search(**common)
     return KnobSearch(**common, knob=asked.knob, workload=workload)
+
+
+def _accelerated() -> bool:
+    """Whether the limit may be one of an accelerator: which it is, only the process can tell."""
+    return any(os.path.exists(path) for path in _ACCELERATORS)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -161,7 +182,9 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         seconds=round(time.monotonic() - study.started, 1),
         report=str(study.report_path),
     )
-    return msgspec.structs.replace(found, next_command=_next(asked, found))
+    late = bool(study.needs_budget) or not (too_short or interrupted or refusal) and _for_want_of_time(search)
+    longer = ["--budget", f"{math.ceil(LONGER * asked.request.budget_s / 60)}m"] if late else []
+    return msgspec.structs.replace(found, next_command=_next(asked, found, longer if late or interrupted else None))
 
 
 def _answer(asked: Asked, search: Search) -> int | None:
@@ -304,18 +327,23 @@ def _advice_on_training(search: Search, answer: int) -> list[str]:
 LONGER = 3
 
 
-def _next(asked: Asked, found: Fit) -> str:
+def _for_want_of_time(search: Search) -> bool:
+    """Whether more time may prove a size where none was proved: one ran for a few steps, or the time had ended, or nothing went wrong."""
+    if search.trials >= MOST_TRIALS:
+        return False
+    return search.likely is not None or search.left_s() <= 0 or not any(one.reason for one in search.tried)
+
+
+def _next(asked: Asked, found: Fit, again: list[str] | None) -> str:
+    """What to type next. `again`: options with which the same question may be answered, where it was not."""
     argv = asked.request.argv
-    memory = ["--memory", sizes.show(asked.memory_bytes).replace(" ", "").replace(",", "")] if asked.memory_bytes else []
     if found.verdict == "refused" and asked.knob is None:
-        return shlex.join(["saturate", "fit", *memory, "--knob=--batch-size", "--", *argv])
-    if found.verdict == "inconclusive" and found.measured_batch is not None and found.trial_count < MOST_TRIALS:
-        knob = [f"--knob={asked.knob}"] if asked.knob is not None else []
-        longer = math.ceil(LONGER * asked.request.budget_s / 60)
-        return shlex.join(["saturate", "fit", *memory, *knob, "--budget", f"{longer}m", "--", *argv])
+        return asked.command("--knob=--batch-size")
+    if found.verdict == "inconclusive" and again is not None:
+        return asked.command(*again)
     if found.micro_batch is not None and asked.knob is not None:
         argv = with_knob(argv, asked.knob, found.micro_batch, asked.request.cwd)
-    return shlex.join(["saturate", "tune", "--", *argv])
+    return shlex.join(["saturate", "tune", *asked.request.options(), "--", *argv])
 
 
 def _write(study: Study, found: Fit) -> None:
@@ -328,6 +356,6 @@ def _write(study: Study, found: Fit) -> None:
         study.say(f"the report could not be written: {error}")
 
 
-def nothing(command: list[str], reason: str) -> Fit:
+def nothing(asked: Asked, reason: str) -> Fit:
     """The object where nothing could even begin."""
-    return Fit(command=command, verdict="inconclusive", reason=reason)
+    return Fit(command=asked.request.argv, verdict="inconclusive", reason=reason, next_command=asked.command())

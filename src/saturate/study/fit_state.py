@@ -137,8 +137,7 @@ class State:
             self.limit_bytes = self.bench.asking.device_limit_bytes = wanted or room
         elif device == "cpu":
             if wanted is None:
-                raise UsageError("saturate fit: on a CPU, say how much memory the command may use",
-                                 remedy="saturate fit --memory 4GiB -- COMMAND")
+                raise without_limit()
             _check_available(wanted)
             self.limit_bytes = wanted
             self.bench.asking.limit_bytes = process.meter.limit_bytes = wanted
@@ -236,6 +235,10 @@ class State:
             return None, ""
         quota = machine_facts.cpu_count()
         return min(1.0, self.throughput.busy_cores(knee) / quota), f"{quota:g} cores"
+
+
+def without_limit() -> UsageError:
+    return UsageError("saturate fit: on a CPU, say how much memory the command may use", remedy="saturate fit --memory 4GiB -- COMMAND")
 
 
 def in_proportion(size: int, factor: float) -> int:
