@@ -20,10 +20,11 @@ from tune_kit import no_traceback_of_ours, untouched
 from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.records.fit import SizeTried
-from saturate.study.fit import _advice, _advice_on_loaders, _loaders, _note_on_loaders, _write, nothing
+from saturate.study.fit import Asked, _advice, _advice_on_loaders, _loaders, _note_on_loaders, _write, nothing
 from saturate.study.fit_knob import knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
+from saturate.study.state import Request
 from saturate.trial import meter
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
@@ -120,7 +121,8 @@ def test_the_margin_is_wide_only_where_the_c_librarys_heaps_hold_the_batch():
 
 def test_words_that_are_not_utf8_are_saved(tmp_path):
     study = SimpleNamespace(folder=tmp_path, report_path=tmp_path / "report.html", say=print)
-    _write(study, nothing(["python", os.fsdecode(b"tr\xff.py")], "too short"))
+    request = Request(["python", os.fsdecode(b"tr\xff.py")], tmp_path, {}, tmp_path / ".saturate")
+    _write(study, nothing(Asked(request), "too short"))
     assert json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
     assert "tr?.py" in study.report_path.read_text(encoding="utf-8")
 
