@@ -134,13 +134,31 @@ def test_the_embedded_record_can_be_read_back():
     assert again.notes == record.notes
 
 
-def test_argument_values_stand_in_the_reproduce_commands_only():
-    text = render(studies.big_win())
-    before, _, after = text.partition('<section id="reproduce"')
-    assert "s3cret-value" not in before
-    section, _, data = after.partition("</section>")
-    assert "--config small.yaml --api-token s3cret-value" in section
-    assert "s3cret-value" not in data
+def test_argument_values_are_left_out_of_the_whole_page():
+    record = studies.big_win()
+    text = render(record)
+    assert "s3cret-value" not in text and "small.yaml" not in text
+    section = text.partition('<section id="reproduce"')[2].partition("</section>")[0]
+    assert "train.py --config \u2026 --api-token \u2026" in section and "stand as \u2026 here" in section
+    bare = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, command=["python", "train.py"]))
+    assert "stand as \u2026 here" not in render(bare)
+
+
+def test_measure_again_asks_the_same_question():
+    record = msgspec.structs.replace(studies.big_win(), options=["--fit", "20", "--only", "compile"])
+    assert "saturate tune --fit 20 --only compile -- " in Page(render(record)).text
+
+
+def test_a_page_of_a_study_that_changed_nothing_agrees_with_itself():
+    record = studies.big_win()
+    refused = msgspec.structs.replace(
+        record, staircase=record.staircase[:1], split_after={}, result=msgspec.structs.replace(
+            record.result, tuned=record.result.baseline, speedup=1.0, speedup_ci=None, verdict="inconclusive", verified=None,
+            techniques=[msgspec.structs.replace(o, fate="not_tried", reason="not named with --only", gain=None, gain_ci=None)
+                        for o in record.result.techniques]))
+    text = Page(render(refused)).text
+    assert "none was tried" in text and " applicable" not in text.partition("Measured staircase")[0]
+    assert "tried:" not in text and "No step time was measured" not in text and "Nothing was kept on top of it" in text
 
 
 @pytest.mark.parametrize(

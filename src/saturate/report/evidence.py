@@ -9,6 +9,10 @@ from saturate.report.sections import facts, rows, section
 
 FINAL = "final set"
 _LINE = "M0 5H28"
+_VALUES_LEFT_OUT = (
+    "The values of the script\u2019s arguments stand as \u2026 here, because pages are passed on and a value may be a token: put "
+    "those of your own command in their place."
+)
 
 
 def numerics(record: StudyRecord, curves: list[NumericsCurve], points: int) -> Markup:
@@ -232,8 +236,9 @@ def reproduce(record: StudyRecord) -> Markup:
             "See it as the code you would write yourself",
             words.shell(["saturate", "recipe", "show", result.recipe, "--as-code"]),
         ),
-        ("Measure again", words.shell(["saturate", "tune", "--", *result.command])),
+        ("Measure again", words.again_command(record)),
     ]
+    hidden = any("\u2026" in word for word in result.command)
     settings: list[tuple[str, object]] = [
         ("Recipe", tag("code", result.recipe)),
         ("Seed", str(record.seed) if record.seed is not None else "the workload\u2019s own"),
@@ -244,7 +249,7 @@ def reproduce(record: StudyRecord) -> Markup:
     return section(
         "reproduce",
         "Reproduce",
-        "",
+        _VALUES_LEFT_OUT if hidden else "",
         tag("ol", *(tag("li", text, tag("pre", tag("code", command))) for text, command in steps), class_="steps"),
         facts(settings, "facts plain small"),
     )

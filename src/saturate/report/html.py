@@ -7,7 +7,7 @@ import msgspec
 from saturate.records.result import StudyRecord
 from saturate.report import evidence, sections, style
 from saturate.report.markup import Markup, tag
-from saturate.report.trim import LADDER, Limits, redact, trim
+from saturate.report.trim import LADDER, Limits, command_without_values, trim
 
 #: The page stays below this many bytes whatever the record holds.
 MAX_BYTES = 1_000_000
@@ -30,8 +30,10 @@ def render(record: StudyRecord) -> str:
     """The page for one study, less than `MAX_BYTES` in UTF-8.
 
     Long texts, lists and series are cut only as far as the size demands, and the page says so. The command stands in
-    it as the user typed it, in the section "Reproduce"; the embedded data has it without the values of its arguments.
+    it without the values of its arguments, like in every file that is saved.
     """
+    command = command_without_values(record.result.command)
+    record = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, command=command))
     page = ""
     for limits in LADDER:
         shown = trim(record, limits)
@@ -88,8 +90,7 @@ def _page(record: StudyRecord, shown: StudyRecord, limits: Limits) -> str:
 
 def _embedded(record: StudyRecord) -> Markup:
     """The record as JSON that cannot end its own element, nor mean anything else to an HTML or a script parser."""
-    result = msgspec.structs.replace(record.result, command=redact(record.result.command))
-    text = msgspec.json.encode(msgspec.structs.replace(record, result=result)).decode()
+    text = msgspec.json.encode(record).decode()
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)

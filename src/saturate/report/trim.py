@@ -98,14 +98,23 @@ def redact(command: list[str]) -> list[str]:
     return command[:1] + [name(word) for word in command[1:]]
 
 
-def without_values(record: Told) -> Told:
-    """A record with a `command` and a `next_command`, without the values of the workload's arguments: what is saved is passed on,
-    and may not carry a token. The script's name stays: it is no argument of it, and tells records apart."""
-    words: list[str] = record.command       # type: ignore[attr-defined]
-    command = redact(words)
-    script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[0] != "-"), None)
+def command_without_values(command: list[str]) -> list[str]:
+    """A command as it may be saved: what is saved is passed on, and an argument may be a token. The script's name stays: it is no
+    argument of it, and tells records apart.
+
+    >>> command_without_values(["python", "-u", "train.py", "--token", "t0k3n", "small"])
+    ['python', '-u', 'train.py', '--token', '…', '…']
+    """
+    shown = redact(command)
+    script = next((i for i, word in enumerate(command) if word.endswith(".py") and word[0] != "-"), None)
     if script is not None:
-        command[script] = words[script]
+        shown[script] = command[script]
+    return shown
+
+
+def without_values(record: Told) -> Told:
+    """A record with a `command` and a `next_command`, without the values of the workload's arguments."""
+    command = command_without_values(record.command)       # type: ignore[attr-defined]
     following: str = record.next_command    # type: ignore[attr-defined]
     ours, dashes, theirs = following.partition(" -- ")
     return msgspec.structs.replace(

@@ -294,13 +294,20 @@ def break_even(record: StudyRecord) -> str:
 
 
 def shell(command: list[str]) -> str:
-    """A command as a shell takes it, without characters that a terminal could act on."""
-    return clean(shlex.join(command))
+    """A command as a shell takes it, without characters that a terminal could act on. Values that were left out (\u2026) are
+    not quoted: they are to be replaced."""
+    return clean(" ".join(word if "\u2026" in word and shlex.quote(word.replace("\u2026", "x")) == word.replace("\u2026", "x")
+                          else shlex.quote(word) for word in command))
 
 
 def run_command(record: StudyRecord) -> str:
     """The command that trains with the recipe."""
     return shell(["saturate", "run", record.result.recipe, "--", *record.result.command])
+
+
+def again_command(record: StudyRecord) -> str:
+    """The command that asks the same question again: it resumes the study, or repeats it where it is finished."""
+    return shell(["saturate", "tune", *record.options, "--", *record.result.command])
 
 
 def next_command(record: StudyRecord) -> str:
@@ -312,7 +319,7 @@ def next_command(record: StudyRecord) -> str:
         return shell(["saturate", "fit", *_options_of_fit(record), "--", *record.result.command])
     if kind in ("noisy", "inconclusive") or "--budget" in record.options:
         # The same command resumes the study: rounds that were measured are not measured again.
-        return shell(["saturate", "tune", *record.options, "--", *record.result.command])
+        return again_command(record)
     topic = {"unverified": "rejected_numerics", "nothing": "no_difference", "slower": "slower"}.get(
         kind, "inconclusive"
     )

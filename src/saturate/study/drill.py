@@ -120,11 +120,24 @@ def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
             identity = hashlib.sha256(asked.encode()).hexdigest()
             work = _Work(request, new_run(request.directory, identity), say)
             result = work.done()
-            saved = msgspec.structs.replace(trim.without_values(result), resume_command=trim.redact(result.resume_command))
-            (work.folder / "drill.json").write_text(encoded(saved), encoding="utf-8")
+            (work.folder / "drill.json").write_text(encoded(as_saved(result, request.resume_args)), encoding="utf-8")
             return result
     finally:
         lock.release()
+
+
+def as_saved(result: DrillResult, resume_args: list[str]) -> DrillResult:
+    """The record without the values of arguments: neither of the command's own, nor of those that are added to resume it."""
+    saved = trim.without_values(result)
+    shown = trim.command_without_values([*result.command, *resume_args])
+    saved = msgspec.structs.replace(saved, resume_command=shown)
+    if not resume_args:
+        return saved
+    added = " ".join(shown[len(result.command):])
+    following = saved.next_command
+    if following.startswith("saturate drill "):
+        following = f'saturate drill --resume-args="{added}" -- {" ".join(saved.command)}'
+    return msgspec.structs.replace(saved, next_command=following, remedy=saved.remedy.replace(shlex.join(resume_args), added))
 
 
 class _Work:
