@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from saturate.cli import tune
+from saturate.records.result import StepTime
 from saturate.study import summary
 from saturate.study.fates import Fate
 from saturate.study.state import Request
@@ -60,3 +61,9 @@ def test_the_options_of_a_request_ask_the_same_question_again():
     again = asked(asked(line).options())
     assert again.identity() == asked(line).identity() and again.directory == Path("/tmp/elsewhere")
     assert asked([]).options() == []
+
+
+def test_a_baseline_that_was_measured_is_a_stair_even_where_nothing_was_searched():
+    result = SimpleNamespace(baseline=StepTime(step_ms=61.3))
+    assert [(s.label, s.step_ms) for s in summary._staircase(SimpleNamespace(search=None), result)] == [("baseline", 61.3)]
+    assert summary._staircase(SimpleNamespace(search=None), SimpleNamespace(baseline=StepTime())) == []

@@ -107,7 +107,12 @@ def _change(record: StudyRecord, won: bool) -> Markup | None:
     if before is None or after is None:
         return None
     full = max(before, after)
-    lines = [("before", before, "base"), ("after", after, "tuned") if won else ("tried", after, "time")]
+    if won:
+        lines = [("before", before, "base"), ("after", after, "tuned")]
+    elif words.kept(record) or record.result.speedup_ci is not None:
+        lines = [("before", before, "base"), ("tried", after, "time")]
+    else:       # nothing was put in the baseline's place: its own time is the only one
+        lines = [("baseline", before, "base")]
     return tag(
         "div",
         rows(
@@ -127,9 +132,9 @@ def _change(record: StudyRecord, won: bool) -> Markup | None:
 def _frame(record: StudyRecord) -> list[tuple[str, object]]:
     """The numbers that a reader needs to weigh the verdict."""
     result = record.result
-    considered = [outcome for outcome in result.techniques if outcome.fate != "not_applicable"]
+    kept, tried = len(words.kept(record)), len(_of(record, _TRIED))
     pairs = [
-        ("Techniques kept", f"{len(words.kept(record))} of {len(considered)} applicable"),
+        ("Techniques kept", f"{kept} of {kept + tried} tried" if kept + tried else "none was tried"),
         (
             "Noise floor (A/A)",
             "\u00b1" + words.percent(result.noise_floor) if result.noise_floor is not None else words.UNMEASURED,
@@ -176,6 +181,9 @@ def staircase(record: StudyRecord) -> Markup:
         if title:
             label = join([label, tag("br"), tag("span", title, class_="soft small")])
         lines.append((label, chart, value))
+    if len(lines) == 1:
+        lede = "Time of one step of the unchanged script, in milliseconds. Nothing was kept on top of it."
+        return section("staircase", "Measured staircase", lede, rows(lines))
     return section(
         "staircase",
         "Measured staircase",

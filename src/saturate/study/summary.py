@@ -213,9 +213,11 @@ def _measured_in(base: Set, candidate: Candidate) -> Set:
 
 def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
     """Baseline, then the kept techniques in the order they were added, each as it was measured then."""
-    if not study.search or not result.baseline.step_ms:
+    if not result.baseline.step_ms:
         return []
     steps = [StairStep(label="baseline", step_ms=result.baseline.step_ms, speedup=1.0, speedup_ci=(1.0, 1.0))]
+    if not study.search:
+        return steps
     fitted = study.search.fitted
     speedup = 1.0 + fitted.gain if fitted else 1.0
     if fitted:
