@@ -9,8 +9,10 @@ import subprocess
 
 import analyses
 import pytest
+import studies
 from test_report_browser import BROWSER, draw
 
+from saturate.report import html as report_html
 from saturate.report.analysis_html import render
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
@@ -26,16 +28,16 @@ def test_the_parts_of_the_bar_are_as_long_as_they_are_told(tmp_path, width):
     assert abs(computed / (computed + idled) - 560 / (560 + 644.35)) < 0.02
 
 
-@pytest.mark.parametrize("name", ["input_bound", "profile", "ranks", "hostile"])
-def test_nothing_is_wider_than_a_phone(tmp_path, name):
+def probed(tmp_path, text, width, script):
+    """What `script` finds in a page of this width: it sees the page as `page`, and calls `tell` with a text."""
     # A frame, because a headless window is never narrower than 500 pixels.
-    frame = f'<iframe id="f" width="390" height="800" srcdoc="{html.escape(render(analyses.ALL[name]()))}"></iframe>'
-    script = (
-        "<script>onload = () => { const root = document.getElementById('f').contentDocument.documentElement;"
-        "document.body.dataset.width = root.scrollWidth + '/' + root.clientWidth }</script>"
+    frame = f'<iframe id="f" width="{width}" height="800" srcdoc="{html.escape(text)}"></iframe>'
+    code = (
+        "<script>onload = () => { const page = document.getElementById('f').contentDocument;"
+        f"const tell = text => document.body.dataset.found = text; {script} }}</script>"
     )
     page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><meta charset=utf-8><body>{frame}{script}</body>", encoding="utf-8")
+    page.write_text(f"<!doctype html><meta charset=utf-8><body>{frame}{code}</body>", encoding="utf-8")
     done = subprocess.run(
         [
             BROWSER,
@@ -53,6 +55,36 @@ def test_nothing_is_wider_than_a_phone(tmp_path, name):
         env={**os.environ, "HOME": str(tmp_path)},
         check=False,
     )
-    found = re.search(r'data-width="(\d+)/(\d+)"', done.stdout)
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found, done.stderr[-2000:]
-    assert int(found[1]) <= int(found[2]), f"{found[1]} pixels in {found[2]}"
+    return html.unescape(found[1])
+
+
+@pytest.mark.parametrize("name", ["input_bound", "profile", "ranks", "hostile"])
+def test_nothing_is_wider_than_a_phone(tmp_path, name):
+    inner = "const root = page.documentElement; tell(root.scrollWidth + '/' + root.clientWidth)"
+    shown, room = probed(tmp_path, render(analyses.ALL[name]()), 390, inner).split("/")
+    assert int(shown) <= int(room), f"{shown} pixels in {room}"
+
+
+#: The texts of a compact table's cells, and of the axes of plots, of which a single word stands on more than one line.
+BROKEN = """
+const broken = [];
+for (const box of page.querySelectorAll(".compact th, .compact td, td.num, .axis span")) {
+  const texts = page.createTreeWalker(box, NodeFilter.SHOW_TEXT);
+  for (let text = texts.nextNode(); text; text = texts.nextNode())
+    for (const word of text.data.matchAll(/[^ ]+/g)) {
+      const range = page.createRange();
+      range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
+    }
+}
+tell(page.querySelectorAll("td.num").length + " numbers: " + broken.join(" "))
+"""
+
+
+@pytest.mark.parametrize("page", ["a win", "a profile"])
+def test_no_number_and_no_name_is_cut_on_a_phone(tmp_path, page):
+    text = report_html.render(studies.big_win()) if page == "a win" else render(analyses.profile())
+    number, broken = probed(tmp_path, text, 360, BROKEN).split(" numbers: ")
+    assert int(number) > 5 and broken == ""

@@ -61,8 +61,6 @@ color:var(--soft);line-height:1}
 .defs dd{font-weight:400;line-height:1.55;max-width:46rem}
 .problems li{padding:.7rem 1rem;background:var(--panel);border-left:3px solid var(--ink);margin-top:.6rem}
 .fine{margin-top:1rem}
-.compact td.num{white-space:nowrap}
-@media(min-width:44.01rem){:is(th,td).num{white-space:nowrap}}
 @media(max-width:44rem){
 .roofline{height:18rem}
 .cards>li{padding:.9rem 1rem}

@@ -50,8 +50,8 @@ def table(
     foot: list[object] | None = None,
     class_: str = "stacked",
 ) -> Markup:
-    """A table, whose rows turn into labelled blocks on a narrow screen if `stacked`. `numeric` columns are set to the
-    right, `short` ones keep their words whole."""
+    """A table, whose rows turn into labelled blocks on a narrow screen if `stacked`; another one scrolls in its own box where
+    it is too wide. `numeric` columns are set to the right, `short` ones keep their words whole."""
     css = {**dict.fromkeys(short, "short"), **dict.fromkeys(numeric, "num")}
 
     def cell(index: int, content: object) -> Markup:
@@ -62,4 +62,8 @@ def table(
     head = tag("tr", *(tag("th", name, scope="col", class_=css.get(index)) for index, name in enumerate(columns)))
     body = [tag("tr", *(cell(index, content) for index, content in enumerate(row))) for row in rows]
     end = [tag("tfoot", tag("tr", *(cell(index, content) for index, content in enumerate(foot))))] if foot else []
-    return tag("table", tag("thead", head), tag("tbody", *body), *end, aria_label=label, class_=class_)
+    made = tag("table", tag("thead", head), tag("tbody", *body), *end, aria_label=label, class_=class_)
+    if "stacked" in class_.split():
+        return made
+    # What scrolls has to be reached by the keyboard as well.
+    return tag("div", made, class_="scroll", role="region", aria_label=label, tabindex="0")

@@ -213,10 +213,11 @@ def step_split(record: StudyRecord) -> Markup:
         return join([tag("span", class_=f"swatch shade{index % SHADES}", aria_hidden="true"), part])
 
     def line(head: object, values: list[float]) -> list[object]:
-        shown: list[object] = [head, *(milliseconds(value) for value in values)]
+        shown: list[object] = [head, *(words.ms(value) for value in values)]
         return shown + [_change_text(*values)] if len(values) == 2 else shown
 
-    head = ["Part", "Before", *(["After", "Change"] if after else [])]
+    # The unit stands in the head: with it in every cell, the table would not fit on a phone.
+    head = ["Part", "Before, ms", *(["After, ms", "Change, ms"] if after else [])]
     body = [
         line(swatch(index, part), [split.get(part, 0.0) for _, split in columns]) for index, part in enumerate(names)
     ]
@@ -250,7 +251,7 @@ def _diagnosis(record: StudyRecord) -> list[Markup]:
     ]
     return [
         tag("h3", "What limits the baseline"),
-        table(["Cause", "What it could give", "Seen in a short profile"], lines, label="Findings", numeric=[1], class_="compact"),
+        table(["Cause", "What it could give", "Seen in a short profile"], lines, label="Findings", short=[1], class_="stacked causes"),
     ]
 
 
@@ -261,7 +262,7 @@ def _total(split: Mapping[str, float]) -> float:
 def _change_text(before: float, after: float) -> str:
     difference = after - before
     minus = "\u2212" if difference < 0 else "+"
-    return "0" if difference == 0 else f"{minus}{words.ms(abs(difference))}{NBSP}ms"
+    return "0" if difference == 0 else f"{minus}{words.ms(abs(difference))}"
 
 
 def techniques(record: StudyRecord) -> Markup:

@@ -77,7 +77,8 @@ a{color:var(--accent)}
 :focus-visible{outline:2px solid var(--accent);outline-offset:3px;border-radius:2px}
 .skip{position:absolute;left:-99rem}
 .skip:focus{left:1rem;top:1rem;background:var(--page);padding:.5rem 1rem}
-.num{text-align:right}
+.num{text-align:right;white-space:nowrap}
+:is(.num,.value,dd,th){overflow-wrap:break-word}
 .soft{color:var(--soft)}
 .small{font-size:.875rem}
 .nowrap{white-space:nowrap}
@@ -115,10 +116,14 @@ h3{font-size:1rem;font-weight:650;margin:2rem 0 .6rem}
 .short.rows>li{grid-template-columns:11rem minmax(0,1fr) 7rem}
 .two.rows>li{grid-template-columns:4rem minmax(0,1fr) 8rem}
 
+.scroll{overflow-x:auto}
+.compact td{overflow-wrap:break-word}
+td>div:has(>.swatch){display:flex;align-items:baseline}
 table{width:100%;border-collapse:collapse;margin-top:1.25rem;font-size:.9375rem}
 th{font-size:.8125rem;font-weight:500;color:var(--soft);text-align:left;vertical-align:bottom;
 padding:.4rem 1rem .4rem 0;border-bottom:1px solid var(--rule)}
-th.num{text-align:right}
+th.num{text-align:right;white-space:nowrap}
+:is(.num,.value,dd,th){overflow-wrap:break-word}
 th.short,td.short{white-space:nowrap}
 td{padding:.7rem 1rem .7rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th:last-child,td:last-child{padding-right:0}
@@ -127,14 +132,15 @@ tbody tr:last-child td{border-bottom:0}
 td b{font-weight:650}
 td .sub{display:block;color:var(--soft);font-size:.875rem}
 td.num .sub{white-space:nowrap}
-.swatch{display:inline-block;width:.8em;height:.8em;margin-right:.6em;border-radius:2px}
+.swatch{display:inline-block;width:.8em;height:.8em;margin-right:.6em;border-radius:2px;flex:none}
 .fate{white-space:nowrap}
 .sign{width:1em;height:1em;vertical-align:-.14em;margin-right:.45em;fill:none;stroke:currentColor;stroke-width:1.6;
 stroke-linecap:round;stroke-linejoin:round}
 .sign.strong{stroke-width:2.4}
 .win .status .sign,.fits .status .sign,.keep .sign{color:var(--accent)}
 
-h3+table{margin-top:0}
+h3+table,h3+.scroll>table{margin-top:0}
+.causes th:nth-child(1){width:30%}
 .outcomes{table-layout:fixed}
 .outcomes th:nth-child(1){width:33%}
 .outcomes th:nth-child(3){width:13%}
@@ -169,9 +175,9 @@ svg.sign{display:inline-block}
 margin-top:1.5rem}
 figcaption{font-size:.875rem;line-height:1.45}
 figcaption b{font-weight:650}
-.canvas{display:grid;grid-template-columns:3.2rem minmax(0,1fr);gap:0 .5rem;margin-top:.6rem;font-size:.75rem;
+.canvas{display:grid;grid-template-columns:4rem minmax(0,1fr);gap:0 .5rem;margin-top:.6rem;font-size:.75rem;
 color:var(--soft);line-height:1}
-.canvas .axis{display:flex;flex-direction:column;justify-content:space-between;text-align:right}
+.canvas .axis{white-space:nowrap;display:flex;flex-direction:column;justify-content:space-between;text-align:right}
 .canvas .below{grid-column:2;display:flex;justify-content:space-between;padding-top:.4rem}
 .plot{width:100%;height:8.5rem;background:var(--panel);overflow:hidden}
 .plot.strip{height:3.5rem}
@@ -202,11 +208,12 @@ header{padding-top:1.75rem}
 .bar{overflow:hidden}
 .compact{font-size:.875rem}
 .compact td,.compact th{padding-right:.5rem}
+.compact th{white-space:normal}
 .stacked,.stacked :is(thead,tbody,tfoot,tr,td){display:block}
 .stacked thead{position:absolute;left:-99rem}
 .stacked tr{padding:.8rem 0;border-bottom:1px solid var(--rule)}
 .stacked td{padding:.12rem 0;border:0;text-align:left;white-space:normal;display:grid;
-grid-template-columns:7.5rem minmax(0,1fr)}
+grid-template-columns:7.5rem minmax(0,1fr);column-gap:.5rem}
 .stacked td::before{content:attr(data-label);color:var(--soft);font-size:.8125rem;line-height:1.75}
 .stacked td:first-child{display:block}
 .stacked td:first-child::before,.stacked td:empty{display:none}
