@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import re
 import types
 import typing
+from pathlib import Path
 
 import pytest
 
-from saturate.cli import explain, main
+from saturate.cli import _meanings, explain, main
 from saturate.findings import _api, _registry
+from saturate.records import drill, fit, inference, result
 from saturate.records.analysis import Limit
+from saturate.report.inference_words import MEANINGS
+from saturate.trace import integrity
+from saturate.trial.outcome import KINDS
 
 
 def call(capsys, *words: str) -> tuple[int, str, str]:
@@ -31,6 +38,44 @@ def broken_rule(monkeypatch):
 
 def test_every_limit_has_a_meaning():
     assert set(explain.LIMITS) == set(typing.get_args(Limit))
+
+
+@pytest.mark.parametrize(("explained", "printed"), [
+    (explain.VERDICTS, typing.get_args(result.Verdict)), (explain.FATES, typing.get_args(result.Fate)),
+    (_meanings.FIT_VERDICTS, typing.get_args(fit.FitVerdict)), (_meanings.FIT_SIZES, typing.get_args(fit.SizeOutcome)),
+    (_meanings.DRILL_OUTCOMES, typing.get_args(drill.Outcome)), (_meanings.TRIAL_OUTCOMES, KINDS),
+], ids=["verdicts", "fates", "fit", "sizes", "drill", "trials"])
+def test_every_word_that_a_record_may_hold_has_a_meaning(explained, printed):
+    assert set(explained) == set(printed)
+    for word in printed:
+        said = explain.explanation(word)
+        assert explained[word] in said and len(explained[word].split()) > 5
+
+
+def test_every_fate_of_an_inference_candidate_has_a_meaning():
+    assert set(MEANINGS) | set(explain.FATES) >= set(typing.get_args(inference.Fate))
+
+
+def problems_of_traces() -> set[str]:
+    """The ids of problems that the sources name: `Problem(id=...)`, `_say("...")`, and pairs of an id and a message."""
+    found = set(integrity.READING)
+    files = [*Path(integrity.__file__).parent.glob("*.py"), Path(explain.__file__).with_name("_analysis.py")]
+    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
+            found |= {word.value.value for word in node.keywords if word.arg == "id" and isinstance(word.value, ast.Constant)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "_say":
+            found.add(node.args[0].value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append" and isinstance(node.args[0], ast.Tuple):
+            found |= {part.value for part in ast.walk(node.args[0].elts[0]) if isinstance(part, ast.Constant) and "-" in str(part.value)}
+        elif isinstance(node, ast.Tuple):
+            found |= {part.value for part in node.elts if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                      and re.fullmatch("[a-z]+(-[a-z]+)+", part.value)} & set(_meanings.TRACE_PROBLEMS)
+    return {word for word in found if isinstance(word, str) and re.fullmatch("[a-z]+(-[a-z]+)*", word)}
+
+
+def test_every_problem_of_a_trace_has_a_meaning():
+    assert problems_of_traces() == set(_meanings.TRACE_PROBLEMS)
+    assert "problem of a trace" in explain.explanation("lost-records")
 
 
 def test_everything_it_lists_is_explained(capsys):

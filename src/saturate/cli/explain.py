@@ -1,4 +1,5 @@
-"""Explain a technique, finding, verdict, limit, fate, numerics class or error code; without an id, list them all."""
+"""Explain a technique, finding, verdict, outcome, limit, fate, problem of a trace, numerics class or error code; without an id, list
+them all."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import inspect
 from types import ModuleType
 
 from saturate import errors
+from saturate.cli import _meanings
 from saturate.cli._output import paint, table
 
 VERDICTS = {
@@ -55,10 +57,17 @@ LIMITS = {
     "unknown": "The evidence does not carry a verdict. The reason is beside it: no steps, lost records, or no roofline.",
 }
 
-_GROUPS = (("verdict", VERDICTS), ("fate", FATES), ("numerics class", NUMERICS), ("limit", LIMITS))
+_GROUPS = (
+    ("verdict", VERDICTS), ("fate", FATES), ("numerics class", NUMERICS), ("limit", LIMITS), ("verdict of fit", _meanings.FIT_VERDICTS),
+    ("size in fit", _meanings.FIT_SIZES), ("outcome of a drill", _meanings.DRILL_OUTCOMES),
+    ("outcome of a trial", _meanings.TRIAL_OUTCOMES), ("problem of a trace", _meanings.TRACE_PROBLEMS),
+)
 
-
-_PLURALS = {"numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates"}
+_PLURALS = {
+    "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit",
+    "size in fit": "sizes in fit", "outcome of a drill": "outcomes of a drill", "outcome of a trial": "outcomes of a trial",
+    "problem of a trace": "problems of a trace",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -45,8 +45,7 @@ OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffe
 OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
 
 #: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
-READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "out-of-range": OF_THE_DEVICE,
-           "lost-calls": ["gaps", "roofline"]}
+READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls": ["gaps", "roofline"]}
 
 
 def problems(trace: Trace, launches: Column) -> list[Problem]:

@@ -1,0 +1,127 @@
+"""What the words mean that `fit`, `drill`, the trials of a study and the readers of traces print: the cause, and what to do."""
+
+from __future__ import annotations
+
+FIT_VERDICTS = {
+    "fits": "A batch was proved: it trained below the limit by the margin, in a fresh process. Give the script that size.",
+    "nothing_fits": "No size that was tried stays below the limit, often not even a batch of 1, because what is held between steps is too "
+                    "much by itself. Give a larger --memory, or try saturate tune --fit LIMIT: some techniques need less.",
+    "refused": "There is nothing to search, and the reason says why: the size of the batch could not be set from outside. Where the "
+               "script has an argument for it, name that: --knob=--batch-size.",
+    "inconclusive": "No size was proved, because the budget ended, the workload did, or every size that was to be proved failed. A size "
+                    "that was only measured is no answer. A longer --budget, or a longer run of the script, would decide it.",
+}
+
+FIT_SIZES = {
+    "fits": "It ran below the limit by the margin.",
+    "too_close": "It ran, but not below the limit by the margin: another step may need more. A smaller size is tried.",
+    "out_of_memory": "It needed more memory than the limit. A smaller size is tried.",
+    "allocator_retries": "It ran, but the device's allocator had to free its cache to go on, which costs time in each step. A smaller "
+                         "size is tried.",
+    "failed": "It ended for another reason than memory. The reason is beside it, and the log of the process is kept.",
+    "out_of_time": "The budget ended before it had run long enough. A longer --budget tries it.",
+}
+
+DRILL_OUTCOMES = {
+    "resumes_exactly": "After the kill it trained on the same batches, with the same losses, as without it. Nothing is to be done.",
+    "resumes_reordered": "Every sample of the epoch came once, but in another order than without the kill. Save and restore the random "
+                         "states, or seed the sampler by epoch.",
+    "inconclusive": "Whether it resumes could not be told, and the reason says why. A longer drill may tell: --steps N, --budget TIME.",
+    "no_checkpoint": "Nothing had been saved when it was killed. Save earlier or more often, or drill longer: --steps N, --budget TIME.",
+    "ends_early": "Started again, it ended before the uninterrupted run would have. Count what is left to do from the checkpoint's own "
+                  "step, not from that of the process.",
+    "state_not_restored": "It resumed at the right place, but with other parameters, or another state of the optimizer, the scheduler or the "
+                          "random generators. Save and load all of them.",
+    "skips_data": "Data that were never used were left out after it was resumed. Save the loader's position together with the update "
+                  "that it belongs to.",
+    "repeats_data": "Data of the epoch that were used before the checkpoint came again. Save and restore the loader's state, or skip what "
+                    "was used.",
+    "starts_over": "It began at the first update again: nothing was resumed. Make the script load its newest checkpoint, or name the "
+                   "argument that makes it do so: --resume-args.",
+    "cannot_load": "Started again, it failed. The end of its traceback is in the record; often a checkpoint was only half written when it "
+                   "was killed: write to a temporary file and rename it.",
+}
+
+TRIAL_OUTCOMES = {
+    "ok": "The trial saw enough, and saturate stopped it. Nothing is to be done.",
+    "too_short": "The command ended normally before enough steps were seen. Give it more steps or epochs for the study.",
+    "never_trained": "The command ended normally without one training step. Check that its arguments make it train.",
+    "no_step": "It trains, but what repeats could not be recognised as a step. Say what ends one: --step backward:N or --step optimizer:N.",
+    "not_in_time": "Its first step did not come within the budget. A longer --budget waits for it.",
+    "several_trainings": "Several of its processes train independently of each other. Give saturate the command of one of them.",
+    "no_agent": "The code that watches never woke up inside the command: another interpreter, or one that was started so that it cannot "
+                "be entered (python -S or -I). Start the training with plain python.",
+    "crashed": "A Python exception ended it. The reason quotes it, and the log has the whole traceback.",
+    "command_not_found": "The command does not exist or cannot be executed. Check its name and path.",
+    "out_of_memory_device": "The accelerator's memory did not suffice. Lower the batch size or close other programs on this device.",
+    "out_of_memory_host": "The machine's memory did not suffice: an allocation failed, or the kernel killed the process. Lower the batch "
+                          "size or the number of loader workers, or free memory.",
+    "shared_memory_full": "/dev/shm did not suffice for the loader's workers. Enlarge it (docker run --shm-size=8g) or use fewer workers.",
+    "disk_full": "There was no space left where the script writes. Free some, or point --dir at another disk.",
+    "hung": "It made no progress for too long, without ending. Look at what it waits for; where a step takes that long, a longer "
+            "--timeout waits.",
+    "killed_by_signal": "A signal ended it. One that a program brings upon itself (SIGSEGV, SIGABRT) points at native code; any other was "
+                        "sent from outside.",
+    "supervisor_died": "The process that watches the command was killed. A command must not kill its parent process; if it does not, memory "
+                       "may have run out.",
+    "exited": "It ended with an exit code of its own. The end of its log says why.",
+    "cage_refused": "The isolation of trials could not be set up. saturate doctor says what this machine allows.",
+    "agent_failed": "saturate's own code failed inside the command. That is a mistake of saturate: please report it with the log.",
+    "clock_disagrees": "The clock of the command and that of saturate disagree, as where it runs in another machine or changes its time. "
+                       "Run saturate where the training runs.",
+    "not_applied": "A technique refused to be applied, and the reason says why. It is left out; the others are tried.",
+    "failed_to_apply": "A technique raised an exception when it was applied. It is left out; the log has the traceback.",
+    "not_active": "A technique was set but did not take effect, so its time says nothing. It is left out.",
+    "motif_differs": "With the technique, a step consists of other events than the baseline's, so the two cannot be compared. It is left out; "
+                     "where the step was recognised wrongly, --step says what ends one.",
+    "trains_otherwise": "In a timed run it did not train as the baseline does. It is left out.",
+    "over_limit": "It needs more memory than was asked for with --fit. It is left out; a larger limit would admit it.",
+}
+
+TRACE_PROBLEMS = {
+    "lost-records": "Launches have no kernel, or more than 1 % of events could not be read, so the device was busier than the trace shows. "
+                    "Record fewer steps, or with less detail.",
+    "maybe-lost-records": "The profiler says that it may have lost events. Record fewer steps, or with less detail, to be sure.",
+    "lost-calls": "More than 1 % of calls have no possible time, so gaps and operators cannot be attributed. Record again.",
+    "unmatched-kernels": "Fewer than 95 % of kernels have a launch of their own, so gaps and operators cannot be attributed. Record the CPU's "
+                         "activities as well as the device's, from before the first of these kernels was launched.",
+    "launched-before-recording": "Kernels were launched before the recording began. They are not lost; the gaps before them are not attributed. "
+                                 "A step of warm-up in the profiler's schedule avoids it.",
+    "duplicate-ids": "Events share an id with another one of their process, so what they launched may be attributed wrongly. Do not join traces "
+                     "of several runs into one file.",
+    "zero-durations": "More than 1 % of device events have no duration, so short work may be hidden. A profiler whose clock counts "
+                      "nanoseconds avoids it.",
+    "negative-durations": "Events end before they start. They are left out, and above 1 % nothing is concluded. Record again.",
+    "kernels-before-launch": "More than 1 % of kernels start before the calls that launch them: the clocks of device and host do not agree, so "
+                             "gaps, waits and the parts of a step are not known. Record again, or with a newer driver.",
+    "graph-replay": "Kernels that are replayed from a graph belong to one launch and to no operator. Record without CUDA graphs to attribute "
+                    "them.",
+    "whole-graphs": "Launches of CUDA graphs are recorded as a whole. Record their nodes to see the kernels: nsys profile --cuda-graph-trace=node.",
+    "no-steps": "The trace marks no steps, so shares are of the whole span. Call profiler.step() after each step.",
+    "no-accelerator": "No work of an accelerator was recorded, so the analysis is of the CPU's operators. Where there is one, record its "
+                      "activities too.",
+    "unknown-accelerator": "The calls of a device were recorded whose own events are not read, or could not be. What rests on busy and idle time "
+                           "is not known.",
+    "unknown-device": "Device events do not say which device they ran on. They are shown as a device of their own.",
+    "devices-not-told-apart": "Several processes used devices that each gives the same number, and the file does not say which is which. Record "
+                              "each process into its own file.",
+    "work-outside-steps": "Part of the device's work lies outside the steps, and the shares of steps leave it out. Mark it as steps, or judge it "
+                          "by the span.",
+    "profiler-overhead": "The profiler's own work takes more than 5 % of the window, so the step is slower than without it. Record with less "
+                         "detail: without stacks, shapes or memory.",
+    "truncated": "The file ends too early. It was read as far as it goes, and nothing is concluded from it. Let the profiler finish, and copy the "
+                 "file whole.",
+    "concatenated": "More follows behind the end of the trace, and was not read. Split files that were joined.",
+    "damaged-gzip": "The compressed data are damaged, or their checksum is wrong. Copy the file again, or record again.",
+    "damaged-events": "Part of the file is no event that can be read, and was passed over. Copy the file again, or record again.",
+    "malformed-events": "A few events have no name, no time or values that no event has, and were left out. Nothing is to be done where they are "
+                        "few.",
+    "malformed-facts": "What the file says of the machine or the run is not what it should be, and was not used. Nothing is to be done.",
+    "not-quite-json": "The file holds numbers (nan, inf), escapes or bytes that JSON does not know; they were read as unknown. A newer torch "
+                      "writes them rightly.",
+    "below-nanoseconds": "Times have more decimals than nanoseconds need, and were rounded. Nothing is to be done.",
+    "no-events": "The file holds nothing that torch.profiler records. Check that it is the trace that was meant.",
+    "unfinished-write": "Another program has the file open, and what it has not yet written back was not read. Close it, and read again.",
+    "not-one-run": "The files cannot be the ranks of one run, so nothing is said of who waited for whom. Give the files of one run only.",
+    "unreadable": "One of several files could not be read, and was left out. The message names it and says why.",
+}
