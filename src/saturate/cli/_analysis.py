@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from saturate.cli._output import with_program
 from saturate.errors import TraceError
 from saturate.findings import _registry as rules
 from saturate.machine import ceilings
@@ -90,13 +91,13 @@ class Progress:
 def analysed(files: Sequence[Path], progress: Progress, **look: Any) -> Shown:
     """The record, its text, and what makes its page."""
     record = analysis_of(files, progress)
-    return record, terminal.summary(record, **look), lambda: analysis_html.render(record)
+    return record, with_program(terminal.summary(record, **look)), lambda: analysis_html.render(record)
 
 
 def compared(old: Path, new: Path, progress: Progress, **look: Any) -> Shown:
     """The same of a comparison."""
     record = compare(analysis_of([old], progress), analysis_of([new], progress), rules.judges)
-    return record, analysis_compare.summary(record, **look), lambda: analysis_html.render_comparison(record)
+    return record, with_program(analysis_compare.summary(record, **look)), lambda: analysis_html.render_comparison(record)
 
 
 def kept(done: Trimmed) -> str:

@@ -123,5 +123,6 @@ TRACE_PROBLEMS = {
     "no-events": "The file holds nothing that torch.profiler records. Check that it is the trace that was meant.",
     "unfinished-write": "Another program has the file open, and what it has not yet written back was not read. Close it, and read again.",
     "not-one-run": "The files cannot be the ranks of one run, so nothing is said of who waited for whom. Give the files of one run only.",
+    "ranks": "A note on how far the ranks of one run could be compared, such as clocks that do not agree. The message says what it concerns.",
     "unreadable": "One of several files could not be read, and was left out. The message names it and says why.",
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from saturate.errors import UsageError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 UNCUT = 100_000     # cells: no line is longer
 
@@ -64,3 +68,35 @@ def place_of(path: Path, what: str) -> Path:
     if cause:
         raise UsageError(f"{what} cannot write {path}", cause=cause)
     return place
+
+
+def with_program(summary: str) -> str:
+    """A summary whose `next` command can be typed as it stands: it begins with what `saturate` is called here. Records that are
+    saved keep the plain name, because they are read elsewhere."""
+    return _NEXT.sub(lambda found: found[1] + program() + " ", summary)
+
+
+#: What stands before the program's name in the last line of a summary, with or without colour.
+_NEXT = re.compile(r"^((?:\x1b\[[\d;]*m)*next +(?:\x1b\[[\d;]*m)*)saturate ", re.MULTILINE)
+
+
+def program() -> str:
+    """What to type for the saturate that runs: its name where the shell finds just this one under it, else the path that it was
+    started by. As part of another program (a test, a notebook) it is called by its name."""
+    began, found = os.path.realpath(sys.argv[0] or "."), shutil.which("saturate")
+    if os.path.basename(began) == "__main__.py" and Path(began).parent == _PACKAGE:       # python -m saturate
+        beside = os.path.join(os.path.dirname(sys.executable), "saturate")
+        named = found is not None and os.path.realpath(found) == os.path.realpath(beside)
+        return "saturate" if named else f"{_from_here(sys.executable)} -m saturate"
+    if os.path.basename(began) != "saturate" or (found is not None and os.path.realpath(found) == began):
+        return "saturate"
+    return _from_here(sys.argv[0])
+
+
+def _from_here(path: str) -> str:
+    """A file as a shell takes it: from the working directory where it lies below, with a slash, or else it would be looked up."""
+    path = os.path.abspath(path)
+    inside = os.path.relpath(path)
+    if not inside.startswith(os.pardir):
+        path = inside if os.sep in inside else os.path.join(os.curdir, inside)
+    return shlex.quote(path)

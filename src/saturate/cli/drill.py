@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, width
+from saturate.cli._output import coloured, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.drill import DrillResult
@@ -68,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
-    print(report.summary(result, width=width(stream), color=coloured(stream)), file=stream)
+    print(with_program(report.summary(result, width=width(stream), color=coloured(stream))), file=stream)
     return 0
 
 

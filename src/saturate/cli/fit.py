@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
-from saturate.cli._output import coloured, width
+from saturate.cli._output import coloured, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.encoding import encoded
@@ -75,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
-    print(report.summary(found, width=width(stream), color=coloured(stream), blocks=blocks), file=stream)
+    print(with_program(report.summary(found, width=width(stream), color=coloured(stream), blocks=blocks)), file=stream)
     return 0
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
-from saturate.cli._output import coloured, width
+from saturate.cli._output import coloured, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, TooNoisy, UsageError
 from saturate.records.encoding import encoded
@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
     found = error or summary.verdict_error(record)
     stream = sys.stderr if arguments.json else sys.stdout
     if found is None or (error is None and isinstance(found, TooNoisy)):
-        print(terminal.summary(record, width=width(stream), color=coloured(stream)), file=stream)
+        print(with_program(terminal.summary(record, width=width(stream), color=coloured(stream))), file=stream)
     if found is not None:
         show_log(found)
         raise found
