@@ -67,3 +67,8 @@ def test_a_baseline_that_was_measured_is_a_stair_even_where_nothing_was_searched
     result = SimpleNamespace(baseline=StepTime(step_ms=61.3))
     assert [(s.label, s.step_ms) for s in summary._staircase(SimpleNamespace(search=None), result)] == [("baseline", 61.3)]
     assert summary._staircase(SimpleNamespace(search=None), SimpleNamespace(baseline=StepTime())) == []
+
+
+def test_the_reason_of_what_cannot_be_verified_does_not_say_so_again():
+    refused = SimpleNamespace(refusal="cannot verify: it does not repeat itself", error=None)
+    assert summary._verified(refused) == (None, "it does not repeat itself")

@@ -139,7 +139,7 @@ def _verified(study: Study) -> tuple[bool | None, str]:
     if study.error is not None:
         return None, study.error.message
     if study.refusal:
-        return None, study.refusal
+        return None, study.refusal.removeprefix("cannot verify: ")      # None says it already
     if study.search is None:
         return None, "the study ended before anything could be verified"
     if not study.search.kept:
