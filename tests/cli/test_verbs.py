@@ -171,6 +171,7 @@ def test_report_prints_the_newest(capsys, tmp_path):
 
 @pytest.mark.parametrize("verb, reason", [
     ("tune", lambda found: found["verified_reason"]), ("profile", lambda found: found["unknown"]["verdict"]),
+    ("fit", lambda found: found["reason"]), ("drill", lambda found: found["reason"]),
 ])
 def test_even_an_error_of_our_own_prints_the_object(verb, reason, capsys, monkeypatch, tmp_path):
     """Whoever reads the JSON must not meet an empty file; the traceback is still ours to show."""

@@ -66,6 +66,9 @@ def execute(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show(nothing(request, "interrupted"))
         raise
+    except Exception as bug:
+        show(nothing(request.argv, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
     print(with_program(report.summary(result, width=width(stream), color=coloured(stream))), file=stream)

@@ -72,6 +72,9 @@ def execute(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show(nothing(asked, "interrupted"))
         raise
+    except Exception as bug:
+        show(nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
