@@ -158,6 +158,16 @@ def test_it_is_never_raced_and_says_why():
         assert not answer and "advise --forecast" in answer.reason
 
 
+def test_the_lines_for_a_recipe_can_be_read_whatever_the_folder_is_called():
+    import tomllib
+
+    module = _registry.load()["incremental-checkpoint"]
+    lines = module.as_code(module.Options(store='a "b\\c\n\u00e9')).splitlines()[1:]
+    assert all(line.startswith("# ") for line in lines)
+    read = tomllib.loads("\n".join(line[2:] for line in lines))["technique"][0]
+    assert read["options"]["store"] == 'a "b\\c\n\u00e9'
+
+
 def test_it_does_not_stack_with_another_checkpoint_writer():
     registry = _registry.load()
     others = [module for module in registry.values() if module.TECHNIQUE.id != "incremental-checkpoint"

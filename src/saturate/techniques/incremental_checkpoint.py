@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import shutil
 import sys
@@ -155,4 +156,4 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return ("# There is nothing in torch to write for this; put it into a recipe:\n"
-            f'# [[technique]]\n# id = "{TECHNIQUE.id}"\n# options = {{ store = "{options.store}", chain = {options.chain} }}')
+            f'# [[technique]]\n# id = "{TECHNIQUE.id}"\n# options = {{ store = {json.dumps(options.store, ensure_ascii=False)}, chain = {options.chain} }}')
