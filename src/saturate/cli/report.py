@@ -1,4 +1,4 @@
-"""Print the path of the last report that `saturate tune` wrote."""
+"""Print the path of the newest report in the study folder: of `tune`, `profile`, `fit` or `optimize`."""
 
 from __future__ import annotations
 
