@@ -92,6 +92,9 @@ def test_any_trace(device: list[dict[str, Any]], rows: list[tuple[Any, ...]], fa
         assert all(0.0 <= share <= 1.0 + 1e-12 for share in shares(one))
         missing = [name for name in one.__struct_fields__ if getattr(one, name) is None and name != "rank"]
         assert set(missing) <= set(one.unknown), "what is missing has a reason"
+        for each in one.roofline.operators if one.roofline else ():
+            assert {name for name in each.__struct_fields__ if getattr(each, name) is None} == set(each.unknown)
+            assert all(each.unknown.values())
         seen = observations(trace, one)
         assert seen.integrity_blocks <= {block for problem in analysis.integrity.problems for block in problem.blocks}
         for share in (seen.busy, seen.input_wait, seen.sync_idle, seen.device_wait, seen.overhead,

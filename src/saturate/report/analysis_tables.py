@@ -29,7 +29,7 @@ def operators(found: list[Operator], told: str) -> Markup:
             ]
         )
         roof = f"{100 * each.efficiency:.0f} %" if each.efficiency is not None else "\u2013"
-        reason = "; ".join(reason for reason in each.unknown.values() if reason != told)
+        reason = "; ".join(reason for reason in dict.fromkeys(each.unknown.values()) if reason != told)
         return [
             str(rank),
             name,

@@ -115,7 +115,7 @@ def _name(trace: Trace, device: int) -> str:
 def _judge(trace: Trace, device: int, group: Group, roof: Roof | None, reason: str) -> _Judged:
     record = group.record()
     if group.cost is None:
-        return _Judged(record)
+        return _Judged(_without(record, group.reason))
     if roof is None:
         return _Judged(_without(record, reason))
     path = path_of(group, roof)
@@ -178,4 +178,10 @@ def _fills(trace: Trace, device: int, group: Group) -> bool:
 
 
 def _without(record: Operator, reason: str) -> Operator:
-    return msgspec.structs.replace(record, unknown=record.unknown | {"efficiency": reason})
+    """The record with the reason beside each value that it does not have."""
+    missing = [name for name in _MODELLED if getattr(record, name) is None]
+    return msgspec.structs.replace(record, unknown={**dict.fromkeys(missing, reason), **record.unknown})
+
+
+#: What is known of an operator only where its cost is, or its roof.
+_MODELLED = ("flops", "bytes", "limit", "inefficient", "efficiency", "recoverable_ns")
