@@ -32,12 +32,34 @@ def _fused(optimizer, monkeypatch=None):
     return context
 
 
-def _trained(parameter, optimizer, change=lambda parameter, optimizer, step: None, turn=lambda gradient: gradient, steps=4):
+def _backward_then_step(optimizer, backward):
+    backward()
+    optimizer.step()
+
+
+def _step_by_position(optimizer, backward):
+    optimizer.zero_grad()
+    optimizer.step(backward)
+
+
+def _step_by_keyword(optimizer, backward):
+    optimizer.zero_grad()
+    optimizer.step(closure=backward)
+
+
+STEPS = (_backward_then_step, _step_by_position, _step_by_keyword)
+
+
+def _trained(parameter, optimizer, change=lambda parameter, optimizer, step: None, turn=lambda gradient: gradient, steps=4,
+             by=_backward_then_step):
     torch.manual_seed(1)
+
+    def backward():
+        parameter.grad = turn(torch.randn(6, 4))
+
     for step in range(steps):
         change(parameter, optimizer, step)
-        parameter.grad = turn(torch.randn(6, 4))
-        optimizer.step()
+        by(optimizer, backward)
     return parameter.detach().clone()
 
 
@@ -61,15 +83,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lies_otherwise_is_updated_as_it_was(kind, case):
+def test_what_lies_otherwise_is_updated_as_it_was(kind, case, by):
     start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     plain, fused = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     wanted = _trained(plain, _optimizer(kind, plain), **CASES[case])
     optimizer = _optimizer(kind, fused)
     context = _fused(optimizer)
-    torch.testing.assert_close(_trained(fused, optimizer, **CASES[case]), wanted)
+    torch.testing.assert_close(_trained(fused, optimizer, by=by, **CASES[case]), wanted)
     assert optimizer.param_groups[0]["fused"]
     context.undo()
     assert not optimizer.param_groups[0].get("fused") and not optimizer._optimizer_step_pre_hooks
@@ -95,8 +118,9 @@ def test_a_parameter_with_gaps_is_left_alone():
         _fused(_optimizer("Adam", parameter))
 
 
+@pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_the_first_gap_on_the_script_s_kernels_go_on(kind):
+def test_from_the_first_gap_on_the_script_s_kernels_go_on(kind, by):
     wide = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
     def gaps(parameter, optimizer, step):
@@ -111,7 +135,7 @@ def test_from_the_first_gap_on_the_script_s_kernels_go_on(kind):
     wanted = _trained(plain, _optimizer(kind, plain), gaps)
     optimizer = _optimizer(kind, fused)
     context = _fused(optimizer)
-    torch.testing.assert_close(_trained(fused, optimizer, gaps), wanted)
+    torch.testing.assert_close(_trained(fused, optimizer, gaps, by=by), wanted)
     assert not optimizer.param_groups[0].get("fused") and not optimizer.defaults.get("fused")
     proof = fused_optimizer.active(Evidence(notes=context.notes), fused_optimizer.Options())
     assert not proof.active and "do not fill" in proof.evidence
@@ -143,6 +167,20 @@ def test_a_scaled_gradient_is_divided_where_the_fused_kernel_would_have(overflow
     assert not optimizer.param_groups[0].get("fused")
 
 
+def test_a_closure_keeps_what_it_is_called_with_and_returns():
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = _optimizer("Adam", parameter)
+    context = _fused(optimizer)
+
+    def closure():
+        parameter.grad = _turned(torch.ones(6, 4))
+        return torch.tensor(7.0)
+
+    assert float(optimizer.step(closure)) == 7.0 and float(optimizer.step(closure=closure)) == 7.0
+    assert optimizer.step(closure=None) is None and optimizer.step(None) is None
+    context.undo()
+
+
 def test_one_element_long_dimensions_say_nothing():
     """A 1x1 convolution in channels-last: its strides differ from its gradient's, its memory does not."""
     parameter = torch.nn.Parameter(torch.randn(8, 4, 1, 1).to(memory_format=torch.channels_last))
@@ -156,8 +194,9 @@ def test_one_element_long_dimensions_say_nothing():
     assert "switched" in context.notes["fused-optimizer"]
 
 
+@pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize("after", ["a load", "an average is swapped in"])
-def test_channels_last_keeps_the_script_s_fused_kernels_right(after):
+def test_channels_last_keeps_the_script_s_fused_kernels_right(after, by):
     """A state or parameters that come contiguous from elsewhere, under kernels that the script itself had chosen."""
 
     def trained(convert):
@@ -178,8 +217,8 @@ def test_channels_last_keeps_the_script_s_fused_kernels_right(after):
             elif step == 2:
                 model.weight.data = model.weight.data.clone(memory_format=torch.contiguous_format)
             optimizer.zero_grad()
-            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-            optimizer.step()
+            batch = torch.randn(2, 3, 8, 8)
+            by(optimizer, lambda batch=batch: model(batch).square().mean().backward())
         context.undo()
         assert not optimizer._optimizer_step_pre_hooks
         return model.weight.detach().clone()
@@ -187,16 +226,19 @@ def test_channels_last_keeps_the_script_s_fused_kernels_right(after):
     torch.testing.assert_close(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_a_parameter_that_comes_late_has_its_first_momentum_from_the_script_s_own_kernels(dampening):
+def test_a_parameter_that_comes_late_has_its_first_momentum_from_the_script_s_own_kernels(dampening, by):
     def trained(fuse):
         first, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
         optimizer = torch.optim.SGD([first, late], lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.1)
         context = _fused(optimizer) if fuse else None
         for step in range(5):
-            first.grad = torch.full((3,), 1.0 + step)
-            late.grad = torch.full((3,), 2.0 + step) if step >= 2 else None
-            optimizer.step()
+            def backward(step=step):
+                first.grad = torch.full((3,), 1.0 + step)
+                late.grad = torch.full((3,), 2.0 + step) if step >= 2 else None
+
+            by(optimizer, backward)
             assert optimizer.state_dict()["param_groups"][0]["fused"] is None
             if fuse:
                 assert optimizer.param_groups[0]["fused"] is (True if step != 2 else None)

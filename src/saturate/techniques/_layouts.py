@@ -24,6 +24,8 @@ class Layouts:
     def align(self) -> str:
         """Lay each gradient and state out as its parameter; why that is not enough, or ""."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return ""
         gradients = [p.grad for p in parameters]
         if any([gradient.is_sparse for gradient in gradients]):
             return "gradients are sparse"

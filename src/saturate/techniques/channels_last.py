@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.techniques._layouts import Layouts
 
@@ -193,9 +193,13 @@ def _keep_alike(context: Any, optimizer: Any) -> None:
     """What the script loads or makes later is laid out as it would be without us, which the script's fused kernels do not see."""
     layouts = Layouts(context.torch, optimizer)
 
-    def before_step(*_: Any) -> None:
-        if not context.torch.compiler.is_compiling():
+    def before_step(_: Any, args: Any, kwargs: Any) -> Any:
+        if context.torch.compiler.is_compiling():
+            return None
+        with_closure = _closures.around(args, kwargs, layouts.align)
+        if with_closure is None:
             layouts.align()
+        return with_closure
 
     context.on_undo(optimizer.register_step_pre_hook(before_step).remove)
     context.on_undo(optimizer.register_load_state_dict_post_hook(lambda _: layouts.forget()).remove)

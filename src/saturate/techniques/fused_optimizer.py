@@ -25,9 +25,10 @@ CPU, so a checkpoint loads without saturate; after `load_state_dict` the flags a
 alone as a whole.
 
 Fused kernels look at no strides: they update wrongly where a gradient or a state lies in another order in memory than its
-parameter. Before each step such a one is laid out as its parameter; from the first parameter on that does not fill its memory
-(a slice of another tensor), or is not floating point, the script's own kernels go on. They also take a step of SGD in which a
-parameter without momentum comes beside others that have it, as after a layer was unfrozen.
+parameter. Before each update (with `step(closure)`, after the closure has made the gradients) such a one is laid out as its
+parameter; from the first parameter on that does not fill its memory (a slice of another tensor), or is not floating point, the
+script's own kernels go on. They also take a step of SGD in which a parameter without momentum comes beside others that have it,
+as after a layer was unfrozen.
 
 References
 ----------
@@ -43,7 +44,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
-from saturate.techniques import _common
+from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.techniques._layouts import Layouts, dense
 
@@ -155,8 +156,18 @@ class _Switch:
                 group.pop(flag, None)
             self._move_steps(group, on_device=bool(group.get("capturable") or group.get("fused")))
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.stopped or self.torch.compiler.is_compiling():
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Look when the gradients of this step are there: now, or after the closure that makes them."""
+        if self.torch.compiler.is_compiling():
+            return None
+        with_closure = _closures.around(args, kwargs, self.look)
+        if with_closure is None:
+            self.look()
+        return with_closure
+
+    def look(self) -> None:
+        """Choose the kernels of the step that goes on, which reads the flags of its groups after its closure."""
+        if self.stopped:
             return
         if self.paused:
             self.paused = False
