@@ -141,13 +141,15 @@ def test_from_the_first_gap_on_the_script_s_kernels_go_on(kind, by):
     assert not proof.active and "do not fill" in proof.evidence
 
 
+@pytest.mark.parametrize("gap", [False, True])
 @pytest.mark.parametrize("overflow", [False, True])
-def test_a_scaled_gradient_is_divided_where_the_fused_kernel_would_have(overflow):
+def test_a_scaler_divides_gradients_as_it_did(overflow, gap):
+    """What says that an optimizer divides them itself is not set: frameworks then refuse to clip gradients."""
     def trained(parameter, optimizer):
         torch.manual_seed(1)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
-            if step == 2:
+            if step == 2 and gap:
                 room = torch.zeros(6, 8)
                 room[:, :4] = parameter.data
                 parameter.data = room[:, :4]
@@ -163,8 +165,9 @@ def test_a_scaled_gradient_is_divided_where_the_fused_kernel_would_have(overflow
     wanted = trained(plain, _optimizer("Adam", plain))
     optimizer = _optimizer("Adam", fused)
     _fused(optimizer)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
     torch.testing.assert_close(trained(fused, optimizer), wanted)
-    assert not optimizer.param_groups[0].get("fused")
+    assert bool(optimizer.param_groups[0].get("fused")) == (not gap)
 
 
 def test_a_closure_keeps_what_it_is_called_with_and_returns():

@@ -112,7 +112,6 @@ def apply(context: Any, options: Options) -> str:
         context.on_undo(optimizer.register_step_pre_hook(switch.before_step).remove)
         for flag, value in _FLAGS.items():      # groups that are added later
             context.set_item(optimizer.defaults, flag, value)
-        context.set_attribute(optimizer, "_step_supports_amp_scaling", True)
         context.set_attribute(optimizer, "__getstate__", switch.pickled)
         switch.on()
     context.note(TECHNIQUE.id, f"{len(fusable)} optimizer(s) switched")
@@ -177,7 +176,7 @@ class _Switch:
             self._stop(reason)
         elif self._some_momentum():
             self.paused = True
-            self._own_kernels()
+            self.off()
 
     def _some_momentum(self) -> bool:
         """Whether a group of SGD has parameters with momentum and without: its fused kernel knows no first step of a few."""
@@ -190,21 +189,9 @@ class _Switch:
     def _stop(self, reason: str) -> None:
         """The script's own kernels, from this very step on."""
         self.stopped = True
-        self._own_kernels()
-        self.optimizer.defaults.update(self.user_defaults)
-        self.optimizer._step_supports_amp_scaling = False
-        self.note(f"{STOPPED}: {reason}")
-
-    def _own_kernels(self) -> None:
-        """The script's, in the step that begins."""
-        optimizer = self.optimizer
         self.off()
-        scale = getattr(optimizer, "grad_scale", None)
-        if scale is not None:               # a scaler has left the division, and the step that is skipped, to the fused kernel
-            overflow = optimizer.found_inf is not None and bool(optimizer.found_inf)
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-                parameter.grad = None if overflow else parameter.grad / scale
-            optimizer.grad_scale = optimizer.found_inf = None
+        self.optimizer.defaults.update(self.user_defaults)
+        self.note(f"{STOPPED}: {reason}")
 
     def _flags(self) -> list[dict[str, Any]]:
         """The user's flags of each group; a group that was added later has those of the first."""
