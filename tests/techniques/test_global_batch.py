@@ -109,6 +109,57 @@ def test_schedules_that_set_the_rate_follow_the_rule(context):
     assert step_with_sgd(1.0, schedule) == pytest.approx(-4 * first)
 
 
+@pytest.mark.parametrize("by", ["position", "keyword"])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_closure_sees_and_sets_the_script_s_own_rate(context, by, rate):
+    """By hand, and by a scheduler that multiplies the rate which it finds."""
+    global_batch.apply(context, global_batch.Options(factor=4))
+    sizes(context, batch_size=4, shuffle=True)
+    parameter, seen, moved = torch.nn.Parameter(torch.zeros(())), [], []
+    optimizer = torch.optim.SGD([parameter], lr=rate if isinstance(rate, float) else rate.clone())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def closure():
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        parameter.grad = torch.ones(())
+        if len(seen) == 3:
+            optimizer.param_groups[0]["lr"] = 1.0
+        else:
+            schedule.step()
+
+    for _ in range(4):
+        before = float(parameter.detach())
+        optimizer.step(**{"closure": closure}) if by == "keyword" else optimizer.step(closure)
+        moved.append(before - float(parameter.detach()))
+    assert seen == pytest.approx([0.1, 0.05, 0.025, 1.0])
+    assert moved == pytest.approx([0.2, 0.1, 4.0, 2.0], rel=1e-5)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5 == float(schedule.get_last_lr()[0])
+
+
+def test_an_optimizer_that_reads_its_rate_before_its_closures_is_scaled(context):
+    """LBFGS, which calls one again and again."""
+    def rate(scaled):
+        if scaled:
+            global_batch.apply(context, global_batch.Options(factor=4, rule="linear"))
+            sizes(context, batch_size=4, shuffle=True)
+        parameter, seen = torch.nn.Parameter(torch.ones(())), []
+        optimizer = torch.optim.LBFGS([parameter], lr=0.01, max_iter=3)
+
+        def closure():
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            loss = parameter.square()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert seen == [0.01] * len(seen) and len(seen) > 1
+        return parameter.detach()
+
+    plain = rate(scaled=False)
+    assert rate(scaled=True) < plain - 0.05
+
+
 def test_a_step_that_raises_does_not_raise_the_rate_for_good(context):
     global_batch.apply(context, global_batch.Options(factor=4))
     sizes(context, batch_size=4, shuffle=True)

@@ -26,8 +26,8 @@ How it is applied
 To DataLoaders that shuffle (or draw from a random or distributed sampler) and state a batch size, when they are built;
 others, evaluation loaders among them, and datasets smaller than the new batch stay as they are; so does a loader with the
 dataset, the sampler, the `collate_fn` and the new size of an earlier one: a framework built that again. The learning rate is
-multiplied for the length of each `optimizer.step()` only: schedules, whichever way they set it, logs and checkpoints keep
-the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
+multiplied for the length of each `optimizer.step()` only, less that of its closure: schedules, whichever way they set it, logs
+and checkpoints keep the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
 keeps its learning rate, and so does one whose groups hold no `lr`; a line on stderr says so. Momentum and Adam's betas stay.
 
 References
@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _closures
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -94,7 +95,7 @@ def apply(context: Any, options: Options) -> str:
     rates = Rates(options, loaders)
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    context.on_undo(register_optimizer_step_pre_hook(rates.raise_rates).remove)
+    context.on_undo(register_optimizer_step_pre_hook(rates.before_step).remove)
     context.on_undo(register_optimizer_step_post_hook(rates.restore).remove)
     return f"training batches {options.factor} times as large, learning rate by rule {options.rule}"
 
@@ -153,21 +154,27 @@ class Rates:
         self._raised: list[tuple[Any, Any, Any]] = []       # (group, the script's own rate, ours)
         self._told: set[str] = set()
 
-    def raise_rates(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step. What an earlier one left that raised, or a wrapper that shares the groups, is taken back first."""
-        self.restore(optimizer, args, kwargs)
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """What an earlier step left that raised, or a wrapper that shares the groups, is taken back first. A closure sees, and may
+        set, the script's own rates. They are larger before it too: LBFGS reads its rate there."""
+        self.restore(optimizer)
         scale = self._scale(type(optimizer).__name__) if self.loaders.made else 1.0
         if scale == 1.0:
-            return
+            return None
         if not all("lr" in group for group in optimizer.param_groups):
             self._keeps(type(optimizer).__name__, "no lr in the groups of")
-            return
+            return None
+        self._raise(optimizer, scale)
+        return _closures.around(args, kwargs, before=lambda: self.restore(optimizer), after=lambda: self._raise(optimizer, scale))
+
+    def _raise(self, optimizer: Any, scale: float) -> None:
+        self.restore(optimizer)
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * scale
             self._raised.append((group, own, group["lr"]))
 
-    def restore(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After a step."""
+    def restore(self, optimizer: Any, *_: Any) -> None:
+        """After a step, and for its closure."""
         kept = []
         for entry in self._raised:
             group, own, ours = entry
