@@ -274,6 +274,26 @@ def test_an_overflow_skips_exactly_one_step_and_halves_the_scale():
     context.undo()
 
 
+def test_an_overflow_in_a_closure_skips_that_very_step():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    context, optimizer = scaled([weight], initial_scale=64.0)
+    inside, factors = [], iter([float("inf"), 1.0, float("inf"), 1.0])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (seen(weight, inside) * next(factors)).sum()
+        loss.backward()
+        return loss
+
+    values = []
+    for step in range(4):
+        optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        values.append(weight.item())
+    assert values[0] == 1.0 and values[1] < 1.0 and values[2] == values[1] and values[3] < values[2]
+    assert inside[1] == 32.0 and inside[3] == 16.0
+    context.undo()
+
+
 def test_nested_backward_is_scaled_once():
     from torch.utils.checkpoint import checkpoint
 

@@ -23,8 +23,9 @@ How it is applied
 -----------------
 `torch.autograd.backward` is replaced. It scales what goes in and divides the accumulated gradients before it returns, so
 gradient clipping, logging and custom optimizers see true gradients, and so does a script that asks for those of its inputs.
-Scaling by a power of two rounds nothing. Where an overflow was found, the optimizer's gradients are set to None before its step,
-which therefore changes nothing. An optimizer that steps inside of backward cannot be served and raises.
+Scaling by a power of two rounds nothing. Where an overflow was found, the optimizer's gradients are set to None before its update
+(after the closure of `step(closure)`), which therefore changes nothing. An optimizer that steps inside of backward cannot be
+served and raises.
 
 What looks at gradients while backward goes on would see scaled ones. Where the script hooks a tensor or the backward of a module,
 or retains the gradient of an intermediate tensor, the technique withdraws with a line on stderr: the training goes on in float32.
@@ -47,7 +48,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -271,9 +272,16 @@ class _Scaler:
                 grad._values() if grad.is_sparse else grad)
         return list(lists.values())
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self.passes and self._nested():
             raise RuntimeError("fp16-autocast cannot serve an optimizer that steps inside of backward")
+        with_closure = _closures.around(args, kwargs, lambda: self._decide(optimizer))
+        if with_closure is None:
+            self._decide(optimizer)
+        return with_closure
+
+    def _decide(self, optimizer: Any) -> None:
+        """Drop the gradients if a backward pass overflowed; the scale of the next one."""
         # A list: another thread may add to them. What no optimizer holds may stay infinite for ever, and stops no step.
         flags = [flag for (owner, _), flag in list(self.overflow.items()) if owner == id(optimizer)]
         if any(flag.item() for flag in flags):
