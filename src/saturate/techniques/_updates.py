@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from saturate.techniques import _common
+from saturate.techniques import _closures, _common
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
 #: of so many.
@@ -299,12 +299,19 @@ class Updates:
 
     # -- the script steps --------------------------------------------------------------------------------------------
 
-    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before the script's own step. With `zero_grad(set_to_none=False)` a parameter whose gradient does not arrive is
-        updated with zeros: its momentum goes on."""
+    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Before the script's own step. What its closure does comes between backward and step as well."""
+        with_closure = _closures.around(args, kwargs, before=lambda: self.in_step.discard(id(optimizer)),
+                                        after=lambda: self._updates(optimizer))
+        if with_closure is None:
+            self._updates(optimizer)
+        self._in_closure = self._in_closure or with_closure is not None
+        return with_closure
+
+    def _updates(self, optimizer: Any) -> None:
+        """All gradients have arrived. With `zero_grad(set_to_none=False)` a parameter whose gradient did not is updated with zeros:
+        its momentum goes on."""
         self.in_step.add(id(optimizer))
-        closure = len(args) > 1 or kwargs.get("closure") is not None        # `args` begin with the optimizer
-        self._in_closure = self._in_closure or closure
         if self.phase != "off" and any([self._written(owned) for owned in self.owned.values() if owned.optimizer is optimizer]):
             self._object("parameters are written between backward and step")
         if self.phase == "updating":
