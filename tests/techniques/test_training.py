@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import itertools
@@ -185,6 +186,30 @@ def test_gradients_that_something_else_holds_are_zeroed_in_place(hold):
         assert context.notes.get("zero-grad-none", "").startswith("1 gradients dropped") is technique
         context.undo()
         return [*model.parameters(), free, *keep]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_a_closure_without_a_backward_pass_leaves_zeros():
+    """As where a framework's training step skips a batch: momentum goes on."""
+    def trained(technique):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        context = context_of(model, optimizer)
+        if technique:
+            zero_grad_none.apply(context, zero_grad_none.Options())
+
+        def closure(skipped):
+            optimizer.zero_grad(set_to_none=False)
+            if not skipped:
+                model(torch.ones(1, 3)).square().sum().backward()
+
+        for step in range(4):
+            optimizer.step(functools.partial(closure, skipped=step == 2))
+        assert ("zero-grad-none" in context.notes) is technique
+        context.undo()
+        return list(model.parameters())
 
     assert all(map(torch.equal, trained(True), trained(False)))
 

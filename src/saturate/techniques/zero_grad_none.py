@@ -20,9 +20,10 @@ gets its zeros before the optimizer looks, so momentum and weight decay act on i
 
 How it is applied
 -----------------
-`zero_grad` of each optimizer instance is replaced, where it is that of torch. When the next backward ends (or a step begins without
-one), what it left out is filled with zeros; a gradient that the script itself drops after that stays dropped. Still zeroed in place
-are gradients that something else holds or that lie in a larger memory (views of one flat buffer), and sparse ones.
+`zero_grad` of each optimizer instance is replaced, where it is that of torch. When the next backward ends (or a step begins, or
+its closure ends, without one), what it left out is filled with zeros; a gradient that the script itself drops after that stays
+dropped. Still zeroed in place are gradients that something else holds or that lie in a larger memory (views of one flat buffer),
+and sparse ones.
 
 References
 ----------
@@ -38,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
+from saturate.techniques import _closures
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -82,8 +84,16 @@ def apply(context: Any, options: Options) -> str:
     if not optimizers:
         raise NotApplied(f"{type(context.optimizers[0]).__name__} has a zero_grad of its own")
     emptied: list[Any] = []         # parameters whose gradients were dropped, and no backward has ended since
+
+    def fill() -> None:
+        _fill(context.torch, emptied)
+
+    def before_step(_: Any, args: Any, kwargs: Any) -> Any:
+        fill()
+        return _closures.around(args, kwargs, fill)
+
     for optimizer in optimizers:
-        context.on_undo(optimizer.register_step_pre_hook(lambda *_: _fill(context.torch, emptied)).remove)
+        context.on_undo(optimizer.register_step_pre_hook(before_step).remove)
         context.set_attribute(optimizer, "zero_grad", _dropping(context, optimizer, emptied))
     autograd = context.torch.autograd
     original = autograd.backward
@@ -92,7 +102,7 @@ def apply(context: Any, options: Options) -> str:
     def backward(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         if emptied:
-            _fill(context.torch, emptied)
+            fill()
         return found
 
     context.set_attribute(autograd, "backward", context.torch._disable_dynamo(backward))
