@@ -17,6 +17,7 @@ from saturate.techniques._api import NotApplied
 
 # Not at the exit: the dataclass of its module, made there, hides a Ctrl-C from the shell.
 from saturate.techniques._chunks import out_of_memory
+from saturate.techniques._interrupts import from_signal_handler
 
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
 WATCHED_ENTRIES = 16
@@ -165,9 +166,9 @@ def report_no_step(session: Any) -> None:
     gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)})
 
 
-def report_failure(session: Any, text: str) -> None:
-    """The agent failed before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
-    sys.stderr.write(f"saturate: the agent failed and withdrew; the run goes on without it\n{text}")
+def report_failure(session: Any, text: str, how: str = "failed") -> None:
+    """The agent failed, or `how` it ended, before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
+    sys.stderr.write(f"saturate: the agent {how} and withdrew; the run goes on without it\n{text}")
     if session.plan["mode"] == "run" or session.phase == "asleep" or not session.plan.get("socket"):
         return
     from saturate.agent.gate import Gate
@@ -241,7 +242,9 @@ def apply_stage(session: Any, stage: str, before_training: bool = False) -> None
             if before_training:
                 continue
             problem = f"not_applied: {_GONE_ON if session.placed else ''}{refusal}"
-        except Exception as error:  # noqa: BLE001 - third-party code: named in the report, the run goes on
+        except Exception as error:  # third-party code: named in the report, the run goes on
+            if from_signal_handler(error):
+                raise
             problem = f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
         if problem:
             session.context.forget(entry["id"])

@@ -59,7 +59,7 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
         if capture.get("aligned"):
             randomness.align(torch, capture["seed"])
     session = Session(torch, plan)
-    session.guard(seams.install, session)
+    session.guard(session.whole, seams.install, session)
     if plan.get("drill"):
         from saturate.agent.drill import Drill
 

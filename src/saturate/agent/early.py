@@ -72,7 +72,7 @@ class FirstForward:
             self._restore()
         elif any(id(p) in trained for p in module.parameters()):
             self._restore()
-            self._begin(module, tuple(optimizers), list(trained.values()))
+            session.whole(self._begin, module, tuple(optimizers), list(trained.values()))
 
     def _begin(self, module: Any, optimizers: tuple[Any, ...], trained: list[Any]) -> None:
 

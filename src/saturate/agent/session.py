@@ -15,6 +15,7 @@ import weakref
 from typing import Any
 
 from saturate.agent import leaves, motif, observe, override, succession, takeover
+from saturate.techniques._interrupts import from_signal_handler
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -49,6 +50,7 @@ class Session:
         self.undo: list[Any] = []
         self.phase = "asleep"
         self.dead = False
+        self.half_done = False                  # see `whole`
         step = plan.get("step")
         self.step = motif.Step(step["token"], step["count"], tuple(step["tokens"])) if step else None
         self.awaited = bool(step and step.get("told") and not plan.get("drill"))     # what the user said ends a step, and has not come yet
@@ -75,7 +77,7 @@ class Session:
         self._crowded = 64                      # as many are looked through for dead ones
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
         self.step_counts: dict[int, int] = {}
-        self.stepping = 0
+        self.stepping: list[int] = []           # optimizers whose steps are under way, by id
         self._stepper: weakref.ref[Any] | None = None   # whose step is under way
         self._evaluations = 0                           # of its closure, in this step
         self._stepping_since = 0
@@ -108,16 +110,28 @@ class Session:
     # -- a guest fails open --------------------------------------------------------------------------------------
 
     def guard(self, function: Any, *args: Any) -> Any:
-        """Run our own code on a path that the user's code is on. If we fail, take everything back and go silent."""
+        """Run our own code on a path that the user's code is on. If we fail, take everything back and go silent. What a signal
+        handler of the script raises meanwhile is the script's: it passes, and we stay, unless something is half done."""
         if self.dead:
             return None
         try:
             return function(*args)
-        except Exception as error:  # noqa: BLE001 - the user's training must go on whatever is wrong with us
-            self._fail(error)
+        except Exception as error:  # the user's training must go on whatever is wrong with us
+            interrupted = from_signal_handler(error)
+            if not interrupted or self.half_done:
+                self._fail(error, "was interrupted by a signal handler of the script" if interrupted else "failed")
+            if interrupted:
+                raise
             return None
 
-    def _fail(self, error: Exception) -> None:
+    def whole(self, function: Any, *args: Any) -> Any:
+        """Run what must not stay half done."""
+        self.half_done = True
+        result = function(*args)
+        self.half_done = False
+        return result
+
+    def _fail(self, error: Exception, how: str) -> None:
         import traceback
 
         self.dead = True
@@ -128,17 +142,17 @@ class Session:
             except Exception as nested:  # noqa: BLE001 - go on taking back the rest
                 text += f"\nand while undoing: {nested!r}"
         try:
-            self._tell_failure(text)
+            self._tell_failure(text, how)
         except Exception:  # noqa: BLE001, S110 - the controller is gone, or what failed fails here as well: nobody is left to tell
             pass
 
-    def _tell_failure(self, text: str) -> None:
+    def _tell_failure(self, text: str, how: str) -> None:
         if self.gate is not None:
             self.gate.tell({"at": "agent_failed", "error": text})
         else:
             from saturate.agent import application
 
-            application.report_failure(self, text)
+            application.report_failure(self, text, how)
 
     @property
     def asleep(self) -> bool:
@@ -150,7 +164,7 @@ class Session:
     def signs_of_training(self) -> None:
         """Something that only a training process does: construct a loader, an optimizer or DDP, run backward."""
         if self.phase == "asleep" and not self.dead:
-            self.guard(self._wake)
+            self.guard(self.whole, self._wake)
 
     def _wake(self) -> None:
         from torch.utils.data import get_worker_info
@@ -258,20 +272,25 @@ class Session:
         self._token(motif.CLOSURE)
 
     def step_begins(self, optimizer: Any) -> None:
-        self.stepping += 1
+        self._not_stepping(optimizer)       # a step that an exception ended has not come to `step_ends`
+        self.stepping.append(id(optimizer))
         if self.step is None or self.step.token == motif.CLOSURE:
             self._stepper, self._evaluations, self._stepping_since = weakref.ref(optimizer), 0, _CLOCK()
         if self.splitting:
             self._began = _CLOCK()
 
     def step_ends(self, optimizer: Any) -> None:
-        self.stepping = max(0, self.stepping - 1)
+        self._not_stepping(optimizer)
         if self.asleep:
             return
         if self.splitting:
             self._add_part("optimizer")
         self.step_counts[id(optimizer)] = self.step_counts.get(id(optimizer), 0) + 1
         self.guard(self._stepped, optimizer)
+
+    def _not_stepping(self, optimizer: Any) -> None:
+        if id(optimizer) in self.stepping:
+            del self.stepping[self.stepping.index(id(optimizer)):]
 
     def _stepped(self, optimizer: Any) -> None:
         self._token(self._name(optimizer))
@@ -423,14 +442,14 @@ class Session:
             self.watchdog.boundary(self)
         if self.phase == "active":
             if self.succeeded and self.plan["techniques"] and takeover.due(self):
-                takeover.move(self)
+                self.whole(takeover.move, self)
             if self.gate is not None and self.capture is None:
-                self.gate.boundary(self.evaluated)
+                self.whole(self.gate.boundary, self.evaluated)
                 self.released()
         else:
             from saturate.agent import application
 
-            application.advance(self)
+            self.whole(application.advance, self)
         self.evaluated = False
 
     def released(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.techniques import _common, _replay
+from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._surroundings import Surroundings
 
 #: Operators whose results are worth keeping: they cost most and their results are small beside it.
@@ -154,6 +155,8 @@ def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, 
     except NotRepeatable:
         raise
     except Exception as error:  # the block runs plainly, so whatever is wrong lies in running it under watch
+        if from_signal_handler(error):
+            raise
         raise NotRepeatable(f"its forward does not run under watch: {type(error).__name__}: {error}") from error
     finally:
         left = _replay.changed_attribute(held)

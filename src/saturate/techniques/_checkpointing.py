@@ -18,6 +18,7 @@ from saturate.techniques import _activations, _common
 from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
 from saturate.techniques._inputs import growth, marked, shapes, without_cache
+from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._replay import checkpointed, why_not_arguments
 from saturate.techniques._surroundings import Surroundings
 
@@ -135,7 +136,9 @@ class Checkpointing:
         """What is only for us must not stop the script's training."""
         try:
             work(*arguments)
-        except Exception as error:  # noqa: BLE001 - the script's own graph is walked; nothing is applied
+        except Exception as error:  # the script's own graph is walked; nothing is applied
+            if from_signal_handler(error):
+                raise
             self._stop(f"it could not be measured: {type(error).__name__}: {error}")
 
     def _deaf(self) -> None:

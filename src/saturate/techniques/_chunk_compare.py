@@ -12,6 +12,7 @@ from saturate.techniques._chunk_modes import Randomness, devices_of, steady
 from saturate.techniques._chunk_plan import Joined, NotSplittable, Plan, bounds
 from saturate.techniques._chunk_proof import _OTHER_OUTPUTS, Proof
 from saturate.techniques._chunks import free, out_of_memory
+from saturate.techniques._interrupts import from_signal_handler
 
 
 def compare(module: Any, inner: Any, skeleton: Any, inputs: list[Any], plan: Plan, most: int, chunks: int, torch: Any) -> int:
@@ -28,7 +29,9 @@ def compare(module: Any, inner: Any, skeleton: Any, inputs: list[Any], plan: Pla
                 return most
             except NotSplittable as reason:
                 raise NotSplittable(f"with {most} samples in {min(most, chunks)} chunks, {reason}") from None
-            except Exception as error:  # noqa: BLE001 - the user's module on a part of its batch may raise anything
+            except Exception as error:  # the user's module on a part of its batch may raise anything
+                if from_signal_handler(error):
+                    raise
                 if not out_of_memory(error, torch):
                     raise NotSplittable(f"on a part of the batch it raises {type(error).__name__}") from None
             free(torch)

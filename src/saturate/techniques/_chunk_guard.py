@@ -20,6 +20,7 @@ from saturate.techniques._chunk_plan import NotSplittable, Plan
 from saturate.techniques._chunk_proof import SAMPLES, Watch, census, prove
 from saturate.techniques._chunk_rescue import Batch, Rescue
 from saturate.techniques._chunks import Call, Listener, free, out_of_memory, without_frames
+from saturate.techniques._interrupts import from_signal_handler
 
 #: Outside of everything that changes how a module computes, a compiler included.
 ORDER = 95
@@ -119,7 +120,9 @@ class Guard:
             plan = self.plans.get(key)
             chunks = self.policy.chunks(size, plan.samples(inputs)) if plan is not None else 1
             watch = Watch(module, (args, kwargs), inputs, self.torch) if key not in self.plans else None
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with us, the script's own forward runs
+        except Exception as error:  # whatever is wrong with us, the script's own forward runs
+            if from_signal_handler(error):
+                raise
             self._give_up(_in_words(error))
             return inner(module, *args, **kwargs)
         if watch is not None:
@@ -143,7 +146,7 @@ class Guard:
                 return Call(torch, module, inner, skeleton, plan, samples, chunks, listener).run(inputs)
             except Exception as error:
                 fits_not = out_of_memory(error, torch)
-                if fits_not and chunks >= samples:
+                if (fits_not and chunks >= samples) or from_signal_handler(error):
                     raise
                 why = str(error) if isinstance(error, NotSplittable) else _in_words(error)
                 failure = without_frames(error)
@@ -185,7 +188,9 @@ class Guard:
                 self._refuse(key, problem)
             else:
                 self._examine(inner, module, skeleton, inputs, key)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
             self._give_up(_in_words(error))
         return output
 

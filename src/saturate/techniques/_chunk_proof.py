@@ -24,6 +24,7 @@ from saturate.techniques._chunk_modes import (
 )
 from saturate.techniques._chunk_plan import Joined, Layout, NotSplittable, Plan, gradient_of_part, share_of_loss
 from saturate.techniques._chunks import FILLS, out_of_memory
+from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._surroundings import Surroundings
 
 #: Samples of the live batch that a proof runs; fewer where memory does not hold them. The two chunks are uneven.
@@ -132,7 +133,9 @@ def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any)
                     return Proof(module, inner, skeleton, inputs, torch, dim, samples).plan()
                 except NotSplittable as reason:
                     reasons.append(str(reason))
-                except Exception as error:  # noqa: BLE001 - the user's module on a part of its batch may raise anything
+                except Exception as error:  # the user's module on a part of its batch may raise anything
+                    if from_signal_handler(error):
+                        raise
                     text = str(error).splitlines()
                     reasons.append(f"on a part of the batch it raises {type(error).__name__}: {text[0] if text else ''}")
                     if out_of_memory(error, torch):

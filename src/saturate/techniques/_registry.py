@@ -21,6 +21,7 @@ from typing import Any
 from saturate import plugins
 from saturate.errors import TechniqueError
 from saturate.techniques._api import ACTS_ON, FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
+from saturate.techniques._interrupts import from_signal_handler
 
 GROUP = "saturate.techniques"
 
@@ -48,6 +49,8 @@ def load_checked(name: str, path: str | None, check: Callable[[ModuleType], list
     try:
         module = _import(name, path)
     except Exception as error:  # third-party code may raise anything; it is named and raised again
+        if from_signal_handler(error):
+            raise
         raise TechniqueError(
             f"the technique {name} does not load",
             cause=f"{type(error).__name__}: {error}",

@@ -42,6 +42,7 @@ from saturate.data import device_copies
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+from saturate.techniques._interrupts import from_signal_handler
 
 TECHNIQUE = Technique(
     id="device-prefetch",
@@ -104,7 +105,9 @@ def install(context: Any, copies: Any, kind: str = "cuda") -> None:
         batch = original(self)
         try:
             copies.next_batch(batch, device_copies.waiting_batch(self))
-        except Exception as error:  # noqa: BLE001 - a guest: the training has its batch, and copies it itself
+        except Exception as error:  # a guest: the training has its batch, and copies it itself
+            if from_signal_handler(error):
+                raise
             copies.forget(f"{type(error).__name__}: {error}")
         return batch
 

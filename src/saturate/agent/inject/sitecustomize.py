@@ -45,8 +45,12 @@ class _Guest:
             callback = self.callbacks.pop(name, None)
             if callback is not None:
                 callback(module)
-        except Exception as error:  # noqa: BLE001 - a guest fails open: the user's program must run whatever happens here
-            self.stays_out(f"the agent could not start ({type(error).__name__}: {error})")
+        except Exception as error:  # a guest fails open: the user's program must run whatever happens here
+            interrupts = sys.modules.get("saturate.techniques._interrupts")
+            interrupted = interrupts is not None and interrupts.from_signal_handler(error)
+            self.stays_out(f"the agent could not start ({type(error).__name__}: {error})", leaves=not interrupted)
+            if interrupted:             # a time limit, say: the program's to catch
+                raise
 
     def load(self):
         """Start the agent: what it has to do after which import. {} where it cannot live here."""
@@ -67,6 +71,7 @@ class _Guest:
             module = sys.modules["saturate"] = module_from_spec(spec)
             spec.loader.exec_module(module)
         from saturate.agent import bootstrap
+        from saturate.techniques import _interrupts  # noqa: F401 - for `imported`
 
         return bootstrap.start(self.plan)
 
@@ -77,9 +82,9 @@ class _Guest:
 
             watchdog.leave()
 
-    def stays_out(self, why):
+    def stays_out(self, why, leaves=True):
         sys.stderr.write(f"saturate: {why}; nothing was changed\n")
-        if self.plan.get("strict"):
+        if leaves and self.plan.get("strict"):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(3)         # the environment does not allow what was asked; an exception could be caught
