@@ -24,6 +24,8 @@ _OTHER = re.compile(r"linalg_(?!.*norm|cross|diagonal|check|vecdot)|cdist|_fft_|
 #: Namespaces of torch itself. Nobody knows what another's operator does.
 _TORCH = {"aten", "prim", "prims", "rngprims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
           "symm_mem"}
+#: Why a sum is not known where a mode that counts has not seen everything.
+ELSEWHERE = "modules of the model ran in another thread, whose operations are not seen"
 #: A count depends on the format of complex numbers only.
 _FORMAT, _COMPLEX = "float32", "complex64"
 
@@ -122,6 +124,7 @@ def flop_counter(torch: Any, again: Callable[[], bool] = lambda: False) -> Any:
             self.flops = 0
             self.recomputed = 0
             self.missed = 0
+            self.off = False            # it may stay on the stack of a thread that does not come back: see `agent.threadbound`
             self.left_out: dict[str, str] = {}
 
         @property
@@ -131,6 +134,8 @@ def flop_counter(torch: Any, again: Callable[[], bool] = lambda: False) -> Any:
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if self.off:
+                return function(*args, **kwargs)
             try:
                 flops = flops_of(torch, function, args, kwargs)
                 self.flops += flops

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from saturate.agent import motif
+from saturate.agent import flopcount, motif, threadbound
 from saturate.agent.observe import all_modules, devices, trained_parameters
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
@@ -35,6 +36,8 @@ class Inspection:
         self.differentiates_gradients = False
         self.gradients_read: bool | None = None
         self._counter: Any = None
+        self._thread = threading.current_thread()       # not its number, which another thread gets once it has ended
+        self._elsewhere = False         # whether modules ran in another thread
         self._called: dict[int, Any] = {}
         self._stack: list[int] = []
         self._outermost: Any = None
@@ -67,6 +70,7 @@ class Inspection:
 
         def before(m: Any, args: Any) -> None:
             if id(m) in watched:
+                self._elsewhere |= threading.current_thread() is not self._thread and not in_backward()
                 if not self._stack and m.training and self.session.torch.is_grad_enabled() and not in_backward():
                     self._called[id(m)] = m
                     self.calls += 1
@@ -107,20 +111,26 @@ class Inspection:
     def _count_flops(self, torch: Any) -> None:
         if self.session.plan["mode"] != "trial" or self.session.plan["techniques"]:
             return          # only the baseline is asked, and never where numerics are compared
-        from saturate.agent import flopcount
-
         self._counter = flopcount.flop_counter(torch)
-        self._counter.__enter__()
-        self._undo.append(lambda: self._counter.__exit__(None, None, None))
+        counting = threadbound.enter_mode(self._counter)
+
+        def stop() -> None:
+            self._counter.off = True
+            self._elsewhere |= threading.current_thread() is not self._thread
+            self.session.leave(counting)
+
+        self._undo.append(stop)
 
     @property
     def flops(self) -> int | None:
-        return None if self._counter is None or self._counter.unknown else self._counter.flops
+        return None if self._counter is None or self.flops_unknown else self._counter.flops
 
     @property
     def flops_unknown(self) -> str:
         """Why `flops` is None, where they were counted."""
-        return self._counter.unknown if self._counter is not None else ""
+        if self._counter is None:
+            return ""
+        return self._counter.unknown or flopcount.ELSEWHERE * self._elsewhere
 
     @property
     def flops_left_out(self) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from saturate.agent import flopcount, kinds, memorylines
+from saturate.agent import flopcount, kinds, memorylines, threadbound
 from saturate.agent.inspection import running_backward
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
 
-_ELSEWHERE = "modules of the model ran in another thread, whose operations are not seen"
 _EVALUATED = "each step that was counted held an evaluation (a call of eval()), whose operations are not the training's"
 
 
@@ -44,7 +43,7 @@ class ModuleCosts(Window):
         self._before: list[tuple[bool, list[tuple[list[int], Any, Any]]]] = []   # timed before: with an evaluation? what
         self._open: list[list[Any]] = []
         self._counter: Any = None
-        self._held: list[Any] = []
+        self._held: list[threadbound.Entered] = []
         self._hooks: list[Any] = []
         self._thread = threading.get_ident()
 
@@ -67,7 +66,7 @@ class ModuleCosts(Window):
         self._modes = _get_current_dispatch_mode_stack
         self._parts = {id(part) for module in self.session.context.modules for part in module.modules()}
         self._counter = flopcount.flop_counter(self.torch, self._recomputing)
-        self._counter.__enter__()
+        self._held.append(threadbound.enter_mode(self._counter))
         self.on_undo(self._stop_counting)
         self._hook(self._counting_begins, self._counting_ends)
         self._watch_saved()
@@ -78,7 +77,7 @@ class ModuleCosts(Window):
     def finish(self) -> None:
         steps = self._add_up()
         evaluated = self.session.evaluated
-        unknown = self._counter.unknown or _ELSEWHERE * self.elsewhere or _EVALUATED * evaluated
+        unknown = self._counter.unknown or flopcount.ELSEWHERE * self.elsewhere or _EVALUATED * evaluated
         known = kinds.bytes_of([p for m in self.session.context.modules for p in m.parameters()])
         self.result.update(
             modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
@@ -105,9 +104,9 @@ class ModuleCosts(Window):
             self._hooks.pop().remove()
 
     def _stop_counting(self) -> None:
+        self._counter.off = True
         while self._held:
-            self._held.pop().__exit__(None, None, None)
-        self._counter.__exit__(None, None, None)
+            self.session.leave(self._held.pop())
 
     def _watch_backward(self) -> None:
         """What `backward` and `grad` of torch.autograd look up, whoever imported them how."""
@@ -195,7 +194,7 @@ class ModuleCosts(Window):
 
     def _unseen(self) -> bool:
         """Whether this is a thread that the counter does not see: a mode belongs to one. autograd hands it on to its own."""
-        return threading.get_ident() != self._thread and self._counter not in self._modes()
+        return self._counter not in self._modes()
 
     def _allocated(self) -> int:
         """Bytes that live tensors take, or on a CPU, whose allocator keeps no count, what is kept for the backward pass."""
@@ -208,23 +207,26 @@ class ModuleCosts(Window):
 
         def pack(tensor: Any) -> Any:
             key, size = kinds.storage_of(tensor)
-            if key not in parameters:
+            if key not in parameters and keeping in self._held:
                 if key not in self.saved and self.device != "cuda":
                     self.lines.add(size, sys._getframe(1))
                 self.saved[key] = size
             return tensor.detach()
 
+        def on_top() -> bool:
+            top = self.torch._C._autograd._top_saved_tensors_default_hooks(True)
+            return top is not None and top[0] is pack
+
         graph = self.torch.autograd.graph
         hooks = graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        hooks.__enter__()
-        self._held.append(hooks)
+        keeping = threadbound.Entered(hooks, on_top)
+        self._held.append(keeping)
         original = graph.disable_saved_tensors_hooks
 
         @contextlib.contextmanager
         def disabled(message: str) -> Iterator[None]:
             """torch.func asks for a while without such hooks, and refuses where there are some: ours step aside."""
-            top = self.torch._C._autograd._top_saved_tensors_default_hooks(True)
-            aside = hooks in self._held and top is not None and top[0] is pack
+            aside = keeping in self._held and on_top()
             if aside:
                 hooks.__exit__(None, None, None)
             try:

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from saturate.agent import kinds, observe
+from saturate.agent import kinds, observe, threadbound
 from saturate.agent.hostsyncs import HostSyncs
 from saturate.agent.window import Window
 
@@ -34,6 +34,8 @@ _LABEL_MS = 0.02
 _LABEL_SHARE = 0.005
 
 _TAKEN = "the script runs torch.profiler itself at this moment: switch that off, then profile"
+
+_THREADS = "the steps run in more than one thread, and torch.profiler has to be stopped where it was started"
 
 _HOST_NAME = re.compile(rb'("host_name"\s*:\s*)"[^"]*"')
 _HEAD_BYTES = 1 << 16       # what stands before the events
@@ -57,6 +59,7 @@ class Recording(Window):
         super().__init__(session, order)
         self.profile: Any = None
         self._running = False
+        self._entered: Any = None
         self._ours = False          # while this window itself calls the profiler
         self.began_ns = 0
         self.syncs: Any = None
@@ -77,17 +80,20 @@ class Recording(Window):
         )
         if self.order.get("recorder") == "nsys":
             profile = Marks(torch)
-        if self._taken() or self._prepared():
+        if self._taken() or self._prepared() or self._elsewhere():
             return
         self.profile = profile
         self._watch_profilers()
         try:
-            self._call(profile.start)
+            self._call(self._start)
         except RuntimeError as error:       # other tools on the same device (Nsight, CUPTI) can be in the way
             self.result["problem"] = f"torch.profiler could not be started: {error}"
             return
         self._running = True
         self.on_undo(self._stop)
+
+    def _start(self) -> None:
+        self._entered = threadbound.Entered(self.profile, lambda: True)
 
     def _taken(self) -> bool:
         """Whether the script profiles itself just now: there is one profiler per process, and it is the script's."""
@@ -101,6 +107,12 @@ class Recording(Window):
         if any(each.entered and each.kineto_results is None for each in gc.get_objects() if issubclass(type(each), kind)):
             self.result["problem"] = _TAKEN
         return "problem" in self.result
+
+    def _elsewhere(self) -> bool:
+        """Whether the steps run in several threads. A profiler that is stopped in another one ends the process."""
+        if self.session.several_threads:
+            self.result["problem"] = _THREADS
+        return bool(self.session.several_threads)
 
     def _watch_profilers(self) -> None:
         """End the recording before a profiler of the script's starts (its schedule may reach its turn at any step)."""
@@ -127,7 +139,7 @@ class Recording(Window):
             self._ours = False
 
     def begin(self) -> None:
-        if not self._running or self._taken():
+        if not self._running or self._taken() or self._elsewhere():
             return
         torch = self.torch
         label = torch.autograd.profiler.record_function
@@ -158,11 +170,11 @@ class Recording(Window):
         self._call(self.profile.step)
 
     def turn(self) -> None:
-        if self.began_ns and self._running:
+        if self.began_ns and self._running and not self._elsewhere():
             self._call(self.profile.step)
 
     def finish(self) -> None:
-        if not self.began_ns or not self._running:
+        if not self.began_ns or not self._running or self._elsewhere():
             return
         self._stop()
         ended_ns = time.time_ns()
@@ -178,7 +190,7 @@ class Recording(Window):
     def _stop(self) -> None:
         if self._running:
             self._running = False
-            self._call(self.profile.stop)
+            self._call(lambda: self.session.leave(self._entered))
 
     def _keep_from_compiler(self) -> None:
         """What compiled code calls in Python is compiled as well: our own functions would look like recompilations."""
@@ -294,6 +306,13 @@ class Marks:
 
     def start(self) -> None:
         """Nothing has to warm up."""
+
+    def __enter__(self) -> Marks:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
 
     def step(self) -> None:
         profiler = self._torch.autograd.profiler

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from typing import Any
 
-from saturate.agent import leaves, motif, observe, override, succession, takeover
+from saturate.agent import leaves, motif, observe, override, succession, takeover, threadbound
 from saturate.techniques._interrupts import from_signal_handler
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
@@ -97,6 +98,9 @@ class Session:
         self.watchdog: Any = None
         self.scaler: weakref.ref[Any] | None = None     # what scales the script's losses
         self.inspection: Any = None
+        self.behind: list[Any] = []             # see `leave`
+        self.thread: Any = None                 # where the latest step ended
+        self.several_threads = False            # whether steps end in more than one
         self.batching: Any = None               # batches of other sizes than the script's: see agent.batching
         self.window: Any = None                 # a close look at a few steps: see agent.profiling
         self.seen: dict[str, Any] | None = None # what the last one saw
@@ -153,6 +157,11 @@ class Session:
             from saturate.agent import application
 
             application.report_failure(self, text, how)
+
+    def leave(self, entered: threadbound.Entered) -> None:
+        """Leave it now, or at an event in its own thread."""
+        if not entered.leave():
+            self.behind.append(entered)
 
     @property
     def asleep(self) -> bool:
@@ -373,6 +382,8 @@ class Session:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _token(self, token: str) -> None:
+        if self.behind:
+            self.behind = [entered for entered in self.behind if not entered.leave()]
         self.counts[token] = self.counts.get(token, 0) + 1
         if self.awaited:
             self._await()
@@ -428,6 +439,8 @@ class Session:
 
     def _boundary(self) -> None:
         self.boundaries += 1
+        before, self.thread = self.thread, threading.current_thread()
+        self.several_threads |= before not in (None, self.thread)
         if self.batching is not None:
             self.batching.stepped(self.evaluated)
         if self.window is not None:
