@@ -80,6 +80,7 @@ def place(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...]) -
     context.modules, context.optimizers = modules, optimizers
     apply_stage(session, "model")
     session.placed += 1
+    session.placed_at = session.boundaries
 
 
 def _outdated(session: Any, other_modules: bool) -> set[str]:
@@ -280,7 +281,7 @@ def report_run(session: Any) -> None:
 
 
 def _report_end(session: Any) -> None:
-    """The script of a `run` has trained, and ended before all techniques had their turn."""
+    """The script of a `run` has trained, and ended: say which techniques had no turn, or nothing to act on."""
     tried = {entry["id"] for entry, _ in session.applied}
     late = [entry["id"] for entry in session.plan["techniques"] if entry["id"] not in tried]
     short = _died_of_memory(session)
@@ -291,6 +292,10 @@ def _report_end(session: Any) -> None:
                    "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
         sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: {why}\n")
         report_run(session)
+    if session.boundaries > session.placed_at and os.getpid() == session.pid and observe.rank() == 0 and not session.inspection.compiled:
+        for owner, names in session.context.never_called().items():
+            sys.stderr.write(f"saturate: {owner} did not take effect: the script trains without calling the forward of "
+                             f"{', '.join(sorted(names))}, which it acts on\n")
 
 
 def _died_of_memory(session: Any) -> bool:

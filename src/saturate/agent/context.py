@@ -38,6 +38,8 @@ class Context:
         self.changes: list[str] = []            # the patch manifest: one line per change
         self.loader_rewrites: list[Any] = []
         self._undo: list[tuple[str, Any]] = []
+        self._uncalled: set[int] = set()        # wrapped modules that were not called in training mode since, by id
+        self._roots: list[tuple[str, Any]] = [] # (owner, one of `modules` that it wrapped)
         self._stacks: dict[int, tuple[Any, list[tuple[int, Any]]]] = {}     # id(module) -> (module, wrappers by order)
 
     modules = property(lambda self: self._training.modules, lambda self, found: setattr(self._training, "modules", found))
@@ -66,15 +68,41 @@ class Context:
         stack.sort(key=lambda entry: entry[0])
         self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped (training mode only)")
         self.on_undo(lambda: self._unwrap(module, entry))
-        _bind_forward(module, [wrapper for _, wrapper in stack])
+        self._uncalled.add(id(module))
+        if any(module is root for root in self.modules):
+            self._roots.append((self.owner, module))
+        self._bind(module)
+
+    def _bind(self, module: Any) -> None:
+        uncalled, compiler = self._uncalled, self.torch.compiler
+
+        def noted(inner: Any) -> Any:
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not compiler.is_compiling() and uncalled:
+                    uncalled.discard(id(self))
+                return inner(self, *args, **kwargs)
+
+            return forward
+
+        _bind_forward(module, [*(wrapper for _, wrapper in self._stacks[id(module)][1]), noted])
+
+    def never_called(self) -> dict[str, set[str]]:
+        """Techniques that wrapped what is trained and of which no forward was called in training mode since: classes by technique."""
+        found: dict[str, set[str]] = {}
+        for owner, module in self._roots:
+            found.setdefault(owner, set()).add(type(module).__name__)
+        return {owner: names for owner, names in found.items()
+                if all(id(module) in self._uncalled for other, module in self._roots if other == owner)}
 
     def _unwrap(self, module: Any, entry: tuple[int, Any]) -> None:
         stack = self._stacks[id(module)][1]
         stack[:] = [other for other in stack if other is not entry]
         _unbind(module)
+        self._roots[:] = [(owner, root) for owner, root in self._roots if owner != self.owner or root is not module]
         if stack:
-            _bind_forward(module, [wrapper for _, wrapper in stack])
+            self._bind(module)
         else:
+            self._uncalled.discard(id(module))
             del self._stacks[id(module)]
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
@@ -142,10 +170,10 @@ class Context:
 
 def forward_overridden(module: Any) -> bool:
     """Whether a script or library replaced `forward` on the instance, as `torch.compile` does with that of its own class."""
-    return _own_forward(module) is not None
+    return own_forward(module) is not None
 
 
-def _own_forward(module: Any) -> Any:
+def own_forward(module: Any) -> Any:
     """The forward that an instance has instead of its class's, or None. A wrapped module that was pickled and loaded carries
     its own plain method there, which is no replacement."""
     own = vars(module).get("forward")
@@ -236,7 +264,7 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
     """
     if is_ours(module):
         _unbind(module)
-    own = _own_forward(module)
+    own = own_forward(module)
     original = _class_forward(module) if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
     inner = original
     for wrap in wrappers:
@@ -260,7 +288,7 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         with _unwrapped([self]):
             twin = copy.deepcopy(self, memo)
         if own is not None:
-            if _own_forward(twin) is not None:      # a copy of TorchScript has none until it is called
+            if own_forward(twin) is not None:      # a copy of TorchScript has none until it is called
                 _bind_forward(twin, wrappers)       # around its own forward: that of `self` has the weights of `self`
         elif type(twin) is type(self):          # one with a class of its own, as graphs have, has a forward of its own
             bind(twin)

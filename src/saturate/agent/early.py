@@ -15,6 +15,7 @@ import types
 from typing import Any
 
 from saturate.agent import memory, observe
+from saturate.agent.context import own_forward
 from saturate.agent.inspection import user_compiles
 
 #: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
@@ -49,6 +50,7 @@ class FirstForward:
         self.session = session
         self.apply_stage = apply_stage
         self.calls = 0
+        self._replaced: tuple[Any, Any] | None = None       # a module that was called, and what stood in place of its forward
         torch, owner = session.torch, session.torch.nn.Module
         original = vars(owner)["__call__"]
 
@@ -71,18 +73,37 @@ class FirstForward:
         if session.phase == "active" or self.calls > MOST_CALLS:
             self._restore()
         elif any(id(p) in trained for p in module.parameters()):
+            called = self._settled(module)
+            if called is None:
+                return
             self._restore()
-            session.whole(self._begin, module, tuple(optimizers), list(trained.values()))
+            session.whole(self._begin, called, tuple(optimizers), list(trained.values()))
+
+    def _settled(self, module: Any) -> Any:
+        """The module whose own forward is about to be called; None until that is known. Lightning and Fabric put a function in
+        place of it that takes itself away and runs `training_step`: the next call shows whether it did."""
+        distributed = self.session.torch.nn.parallel.DistributedDataParallel
+        if isinstance(module, distributed) and _for_one_call(own_forward(module.module)):
+            return None
+        if self._replaced is not None:
+            holder, replaced = self._replaced
+            return holder if own_forward(holder) is replaced else module
+        if _for_one_call(own_forward(module)):
+            self._replaced = module, own_forward(module)
+            return None
+        return module
 
     def _begin(self, module: Any, optimizers: tuple[Any, ...], trained: list[Any]) -> None:
-
         session = self.session
-        owners = front(observe.all_modules(session.torch), {id(p) for p in trained}, module)
+        identities = {id(p) for p in trained}
+        everything = observe.all_modules(session.torch)
+        owners = front(everything, identities, module)
         distributed = session.torch.nn.parallel.DistributedDataParallel
+        wrapped = any(isinstance(m, distributed) and any(id(p) in identities for p in m.parameters()) for m in everything)
         modules = tuple(m.module if isinstance(m, distributed) else m for m in owners)
         if session.plan.get("early_facts") and observe.rank() == 0:
             with open(session.plan["early_facts"], "w", encoding="utf-8") as file:
-                json.dump(_facts(session, modules, optimizers, trained, modules != tuple(owners)), file)
+                json.dump(_facts(session, modules, optimizers, trained, wrapped), file)
         session.context.device = trained[0].device.type
         if session.plan.get("device_limit_bytes"):
             memory.DeviceMemory(session).limit(session.plan["device_limit_bytes"])
@@ -92,6 +113,11 @@ class FirstForward:
             context.early = True
             self.apply_stage(session, "model", before_training=True)
             context.early = False
+
+
+def _for_one_call(forward: Any) -> bool:
+    """Whether this may be in place of a forward for one call only. What stays is a method, or says what it wraps."""
+    return isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
 
 
 def front(modules: list[Any], trained: set[int], called: Any) -> list[Any]:

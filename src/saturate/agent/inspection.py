@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from saturate.agent import flopcount, motif, threadbound
+from saturate.agent.context import own_forward
 from saturate.agent.observe import all_modules, devices, trained_parameters
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
@@ -19,8 +20,9 @@ READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
 class Inspection:
     """One step under observation: which modules with trained parameters are called, outermost and in training mode.
 
-    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Where
-    the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
+    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Under
+    DistributedDataParallel, Lightning and Fabric put a function in place of its forward for the call, which runs `training_step`:
+    what is called inside of those two counts. Where the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
     """
 
     def __init__(self, session: Any):
@@ -34,6 +36,7 @@ class Inspection:
         self.host_to_device_bytes = 0
         self.checkpointed = False
         self.differentiates_gradients = False
+        self.distributed = False
         self.gradients_read: bool | None = None
         self._counter: Any = None
         self._thread = threading.current_thread()       # not its number, which another thread gets once it has ended
@@ -66,11 +69,18 @@ class Inspection:
     def _watch_calls(self, modules: list[Any]) -> None:
         """By hooks of all modules: those of a module are pickled with it, and stay in its copies."""
         in_backward = running_backward(self.session.torch)
-        watched = {id(m) for m in modules}
+        watched = {id(m): own_forward(m) for m in modules}
+        distributed = self.session.torch.nn.parallel.DistributedDataParallel
+
+        def passes_on(m: Any) -> bool:
+            return isinstance(m, distributed) or own_forward(m) is not watched[id(m)]
 
         def before(m: Any, args: Any) -> None:
             if id(m) in watched:
                 self._elsewhere |= threading.current_thread() is not self._thread and not in_backward()
+                if not self._stack and passes_on(m):
+                    self.distributed |= isinstance(m, distributed)
+                    return
                 if not self._stack and m.training and self.session.torch.is_grad_enabled() and not in_backward():
                     self._called[id(m)] = m
                     self.calls += 1
@@ -213,7 +223,7 @@ class Inspection:
         distributed = self.session.torch.nn.parallel.DistributedDataParallel
         inner = [m.module if isinstance(m, distributed) else m for m in modules]
         self.modules = tuple(m for m in inner if next(m.parameters(), None) is not None)
-        self.distributed = any(isinstance(getattr(m, "_orig_mod", m), distributed) for m in modules)
+        self.distributed |= any(isinstance(getattr(m, "_orig_mod", m), distributed) for m in modules)
         self._called.clear()
 
     def describe(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -71,6 +72,7 @@ class Session:
         self.succession: succession.Succession | None = None
         self.stepped: dict[str, weakref.ref[Any]] = {}          # optimizers by name, the latest that stepped last
         self.placed = 0                         # how often techniques were applied to what is trained
+        self.placed_at = sys.maxsize            # boundaries before the latest time
         self.moved_to: set[str] = set()         # optimizers that techniques act on, or did
         self.lagging = 0                        # steps of optimizers that techniques do not act on
         self.steps_before: dict[int, int] = {}  # `step_counts` at the latest gate
