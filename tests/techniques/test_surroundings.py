@@ -16,6 +16,7 @@ from torch.nn import functional  # noqa: E402 - after the import that decides wh
 from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import activation_checkpointing, dynamic_batch, micro_batch  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
+from saturate.techniques._chunk_modes import Held  # noqa: E402
 from saturate.techniques._surroundings import Surroundings  # noqa: E402
 
 TECHNIQUES = {
@@ -223,3 +224,59 @@ def test_generators_are_found_but_for_those_of_everybody(make):
     assert Surroundings(module, torch).generator == ""
     module.deep = {"own": [make()]}
     assert Surroundings(module, torch).generator == type(make()).__name__
+
+
+class Runner:
+    """As a Trainer: it holds the module, and a loader with a generator of its own."""
+
+    def __init__(self, module):
+        self.inside, self.generator, self.steps = {"module": module}, torch.Generator(), 0
+
+
+class Run(torch.nn.Module):
+    """As a LightningModule: it knows its Trainer, which its forward does not ask."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(2, 2)
+        self._runner = Runner(self)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Asks(Run):
+    def forward(self, x):
+        return self.body(x) + self.noise()
+
+    def noise(self):
+        return torch.rand(1, generator=self._runner.generator)
+
+
+class Guided(Run):
+    """Its runner does not lead back to it: whoever calls the forward may have given it what it draws from."""
+
+    def __init__(self):
+        super().__init__()
+        self._runner.inside.clear()
+
+
+def test_what_runs_the_module_is_not_its_own():
+    module = Run()
+    around, held = Surroundings(module, torch), Held(module, torch)
+    assert not around.generator
+    module._runner.steps = 5
+    assert not around.restore() and module._runner.steps == 5
+    with held.as_it_was():
+        assert module._runner.steps == 5
+
+
+@pytest.mark.parametrize("kind", [Asks, Guided])
+def test_what_its_forward_may_reach_is(kind):
+    module = kind()
+    around, held = Surroundings(module, torch), Held(module, torch)
+    assert around.generator == "Generator"
+    module._runner.steps = 5
+    with held.as_it_was():
+        assert module._runner.steps == 0
+    assert around.restore() and module._runner.steps == 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from saturate.techniques._chunk_plan import NotSplittable
-from saturate.techniques._surroundings import _CLOSED, _CONTAINERS, MOST_BYTES, _fill, _same
+from saturate.techniques._surroundings import _CLOSED, _CONTAINERS, MOST_BYTES, _fill, _same, attributes
 
 
 class Randomness:
@@ -94,11 +94,12 @@ class Held:
     def __init__(self, module: Any, torch: Any):
         own = vars(torch.nn.Module())
         closed = (*_CLOSED, torch.nn.Module, torch.Tensor)
-        self._parts = [(part, dict(vars(part).items())) for part in module.modules()]
+        self._parts: list[tuple[Any, dict[str, Any]]] = []
         self._things: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[dict[str, Any], list[tuple[str, Any, int, Any]]]] = []
-        for part, held in self._parts:
-            values = [value for name, value in held.items() if name not in own and not isinstance(value, closed)]
+        for part, found in attributes(module):
+            self._parts.append((part, dict(vars(part).items())))
+            values = [value for name, value in found.items() if name not in own and not isinstance(value, closed)]
             things = [value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None) for value in values]
             self._things += [(thing, copy.copy(thing)) for thing in (part._modules, *things) if isinstance(thing, _CONTAINERS)]
             self._buffers.append((part._buffers, [(name, buffer, *_kept(buffer, torch)) for name, buffer in part._buffers.items()]))

@@ -3,7 +3,8 @@ its classes, and in what its code names. A forward that changes some of it (stat
 a random generator that lies there, is not the same when it runs twice or in parts.
 
 The look is bounded: of long containers it goes into some places, and it ends after so many things. Code of libraries is not
-followed.
+followed. Nor is an attribute that the forward does not name and that leads back to the module: it belongs to what runs the module,
+as the Trainer does that a LightningModule knows, with its loaders, optimizers and callbacks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from saturate.techniques import _trees
 
 #: Things that are looked at, at most, and of one container.
 MOST, EACH = 50_000, 256
+
+#: Things that are looked at to see whether an attribute leads back to the module.
+MOST_BACK = 2_000
 
 #: A tensor or array of more bytes is not copied: it is told by its version only, and cannot be put back.
 MOST_BYTES = 1 << 20
@@ -131,13 +135,70 @@ class Surroundings:
 def _starts(module: Any) -> Iterator[Any]:
     """Of a module and those inside it: their attributes but torch's own, and those and the forward of their classes."""
     classes = {}
-    for part in module.modules():
-        yield from (value for name, value in vars(part).items() if name not in _trees.TORCH_S_OWN)
+    for part, values in attributes(module):
+        yield from values.values()
         classes.update(dict.fromkeys(type(part).__mro__))
     for kind in classes:
         if not kind.__module__.startswith(("torch.", "builtins")):
             yield from (value for name, value in vars(kind).items() if isinstance(value, _CONTAINERS) and not name.startswith("__"))
             yield vars(kind).get("forward")
+
+
+def attributes(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Of each module inside, its attributes but torch's own, and but those that belong to what runs the module."""
+    parts = list(module.modules())
+    own = {id(part) for part in parts} | {id(parameter) for parameter in module.parameters()}
+    for part in parts:
+        yield part, {name: value for name, value in vars(part).items() if name not in _trees.TORCH_S_OWN
+                     and not (_is_object(value) and name not in _named(type(part)) and _leads_to(value, own))}
+
+
+def _is_object(value: Any) -> bool:
+    closed = (*_CLOSED, *_CONTAINERS, types.FunctionType, types.MethodType, functools.partial)
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (*closed, sys.modules["torch"].nn.Module))
+
+
+def _leads_to(value: Any, own: set[int]) -> bool:
+    pending, met = collections.deque([value]), {}
+    for _ in range(MOST_BACK):
+        if not pending:
+            return False
+        thing = pending.popleft()
+        if id(thing) in own:
+            return True
+        if isinstance(thing, (*_PLAIN, *_CLOSED, sys.modules["torch"].nn.Module)) or id(thing) in met:
+            continue
+        met[id(thing)] = thing
+        if isinstance(thing, (*_CONTAINERS, tuple)):
+            pending.extend(_spread(thing))
+        elif isinstance(inside := getattr(thing, "__dict__", None), dict):
+            pending.extend(inside.values())
+    return False
+
+
+@functools.lru_cache(4096)
+def _named(kind: type) -> frozenset[str]:
+    """The names and texts in the code of a class's forward, and of the methods and properties that it names in turn."""
+    found: set[str] = set()
+    pending = ["forward"]
+    while pending:
+        name = pending.pop()
+        for base in kind.__mro__:
+            member = vars(base).get(name)
+            function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+            code = getattr(function, "__code__", None)
+            if code is None or ("site-packages" in code.co_filename and name != "forward"):
+                continue
+            new = _names_in(code) - found
+            found |= new
+            pending.extend(new)
+    return frozenset(found)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inside = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return texts.union(code.co_names, *map(_names_in, inside))
 
 
 def _spread(thing: Any) -> list[Any]:
