@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import meter, outcome
+from saturate.trial import meter, outcome, process
 from saturate.trial.launch import Chosen
 from saturate.trial.process import TrialEnded
 
@@ -297,6 +297,76 @@ subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zer
 def test_a_launcher_does_not_hide_why_its_process_failed(log: str) -> None:
     ended = outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None)
     assert (ended.kind, ended.reason) == ("crashed", "ValueError: no such file of mine")
+
+
+ATEXIT = f"{_RAISED}ValueError: heads\nclosing the logger\n"
+MAKE = f"{_RAISED}ValueError: heads\nmake: *** [Makefile:2: train] Error 1\n"
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "t.py", line 1, in <module>
+  | ExceptionGroup: heads (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: inner
+    +------------------------------------
+USDT: profiler_stop
+"""
+
+
+@pytest.mark.parametrize("log, said", [(ATEXIT, "ValueError: heads"), (MAKE, "ValueError: heads"), (GROUP, "ExceptionGroup: heads (1 sub-exception)")],
+                         ids=["atexit", "make", "group"])
+def test_what_is_printed_after_an_exception_is_not_why_it_ended(log, said) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 2}, log, 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", said)
+
+
+def test_who_asks_for_input_gets_the_remedy_whatever_is_printed_afterwards() -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}EOFError: EOF when reading a line\nbye\n", 0, False, None)
+    assert "< FILE" in ended.remedy
+
+
+@pytest.mark.parametrize("log", [
+    f"{_RAISED}OSError: [Errno 25] Inappropriate ioctl for device\nbye\n", f"{_RAISED}_curses.error: setupterm: could not find terminal\n",
+    "stty: 'standard input': Inappropriate ioctl for device\n",
+])
+def test_a_command_that_needs_a_terminal_is_told_that_there_is_none(log) -> None:
+    """Seen: it was told to work without saturate first, which it does."""
+    assert "have no terminal" in outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None).remedy
+
+
+def test_a_time_limit_of_the_commands_own_is_named() -> None:
+    ended = outcome.classify({"ended": "exit", "code": 124}, "epoch 3\n", 0, True, None)
+    assert ended.kind == "exited" and "`timeout`" in ended.reason and "take `timeout` out" in ended.remedy
+
+
+SHORT = TRAIN.replace("while True", "for _ in range(60)")
+IN_A_CHILD = """
+import subprocess, sys, time
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, *sys.argv, "child"]); time.sleep(100)
+"""
+THEN_EXEC = """
+import os, sys; os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+"""
+
+
+@pytest.mark.parametrize("source", [IN_A_CHILD + SHORT, SHORT + THEN_EXEC], ids=["child", "exec"])
+def test_a_command_that_goes_on_after_its_training_was_too_short(source, script, start, monkeypatch) -> None:
+    """Seen: `train.sh` with an evaluation after the training, and folds in a process each, were out of memory."""
+    monkeypatch.setattr(process, "GRACE_S", 2.0)
+    trial = start(str(script(source)), step=STEP)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 100)
+    assert ended.value.outcome.kind == "too_short" and "while the command goes on" in ended.value.outcome.reason
+
+
+def test_an_exception_is_the_reason_though_the_launcher_goes_on(script, start, monkeypatch) -> None:
+    monkeypatch.setattr(process, "GRACE_S", 2.0)
+    trial = start(str(script(IN_A_CHILD + SHORT + "\nraise ValueError('heads')")), step=STEP)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 100)
+    assert (ended.value.outcome.kind, ended.value.outcome.reason) == ("crashed", "ValueError: heads")
 
 
 @pytest.mark.parametrize("piped", [True, False])

@@ -126,14 +126,14 @@ def _connect(session: Any) -> None:
 
 
 def _farewell(session: Any) -> None:
-    """The script has ended by itself: say after how many steps. A profiler that still runs when the interpreter goes down takes
-    the process with it."""
+    """The script has ended by itself: say after how many steps, and whether by an exception. A profiler that still runs when the
+    interpreter goes down takes the process with it."""
     if session.asleep:
         return
     if session.window is not None:
         session.guard(session.window.withdraw)
     try:
-        session.gate.tell({"at": "ended", "steps": session.steps_seen, **_batches(session)})
+        session.gate.tell({"at": "ended", "steps": session.steps_seen, "raised": _uncaught() is not None, **_batches(session)})
     except OSError:
         pass        # the controller is gone: nobody is left to tell
 
@@ -298,6 +298,11 @@ def _report_end(session: Any) -> None:
                              f"{', '.join(sorted(names))}, which it acts on\n")
 
 
+def _uncaught() -> BaseException | None:
+    """The exception that ended the script, which the interpreter keeps for debuggers."""
+    return getattr(sys, "last_value", None)
+
+
 def _died_of_memory(session: Any) -> bool:
-    error = getattr(sys, "last_value", None)        # what ended the script; it is kept for debuggers
+    error = _uncaught()
     return error is not None and out_of_memory(error, session.torch)

@@ -319,6 +319,8 @@ class Worker:
                                 f"above the limit of {sizes.show(self._meter.limit_bytes)}", log)
         if report is None:
             return WorkerFailed("failed", "the process that watches it was killed", log, outside=True)
+        if report["ended"] == "killed":
+            return WorkerFailed("failed", "its process closed the connection and ran on", log)
         if report.get("code") == 0:
             return WorkerFailed("failed", "its process ended itself in the middle of a request", log)
         outcome = classify(report, log, 0, True, None)

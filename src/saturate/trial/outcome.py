@@ -89,11 +89,21 @@ _NO_INPUT = "if it reads its standard input: trials get that from a file only, a
 PIPED_INPUT = ("what waits on standard input is a pipe's, which can be read only once, so trials get none of it: give it as a file, as "
                "in `saturate tune -- COMMAND < FILE`")
 
+#: What a command that asks its terminal for something is told: trials have none.
+_ASKED_TERMINAL = re.compile(r"Inappropriate ioctl for device|^_curses\.error")
+_NO_TERMINAL = ("trials write to a file and have no terminal: let the command do without one (shutil.get_terminal_size() in place of "
+                "os.get_terminal_size(), say)")
+
+#: What coreutils' `timeout` ends with when it has ended its command.
+_TIMEOUT_CODE = 124
+_TIMEOUT_REMEDY = "take `timeout` out of the command, or give it longer than --budget: saturate ends the command itself"
+
 _TRACEBACK = "Traceback (most recent call last)"
 #: Between the exceptions of one chain.
 _CHAINS = ("During handling of the above exception, another exception occurred:",
            "The above exception was the direct cause of the following exception:")
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
+_GROUP = "  | "                                           # and Python before each line of an exception group
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 #: What a launcher raises because a process of its own failed; why it failed was printed before.
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException")
@@ -107,12 +117,12 @@ _REMEDIES = {
 
 
 def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bool, injectable: str | None,
-             last: LastWords | None = None) -> Outcome:
-    """Name the end of a process that ended by itself.
+             last: LastWords | None = None, raised: bool = False) -> Outcome:
+    """Name the end of a process that ended by itself, or of a command that went on without the process that trained.
 
     `report` is the supervisor's last line (None: it died), `log` the end of the output, `steps` how many training steps
     were seen, `greeted` whether the agent ever connected, `injectable` an interpreter option that defeats injection,
-    `last` what the agent left where it never connected.
+    `last` what the agent left where it never connected, `raised` whether an exception ended the process that trained.
     """
     if report is None:
         return Outcome("supervisor_died", "the process that watches the command was killed",
@@ -124,8 +134,8 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("command_not_found", _last_line(log), "check the command's name and path")
     if code == 0:
         return _ended_well(steps, greeted, injectable, last)
-    if code is None:
-        return Outcome("hung", "it stopped training without ending", "see what it does after its last step")
+    if code is None and not raised:
+        return _went_on(steps) if greeted else Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     told = _decisive(log)
     for kind, pattern in _PATTERNS:
         match = re.search(pattern, told, re.MULTILINE)
@@ -133,17 +143,21 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
             return Outcome(kind, _line_of(told, match.start()), _REMEDIES.get(kind, ""))
     if report.get("log_problem"):
         return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
+    if code is None:
+        return Outcome("crashed", _raised(log) or "an exception ended the process that trained, while the command goes on")
     number = -code if code < 0 else code - 128
     if number in _SIGNALS:
         if number == signal.SIGKILL:
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
                            _REMEDIES["out_of_memory_host"])
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
+    if code == _TIMEOUT_CODE:
+        return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
     if _TRACEBACK in log:
-        said = _below_launchers(log) or _last_line(log)
-        return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else "")
+        said = _raised(log) or _last_line(log)
+        return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(said))
     said = _last_line(log)
-    return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"))
+    return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(said))
 
 
 def stalled(timeout_s: float, greeted: bool, printed: bool, injectable: str | None) -> Outcome:
@@ -177,13 +191,22 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWor
         return no_step(f"the script trained to its end, but no step was recognised (the latest events: {last.events})", last.wrong_step)
     steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
-        why = f"a measurement takes {MANY_STEPS} or more" if steps < MANY_STEPS else "these were over before enough of them were measured"
-        return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {why}")
+        return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {_why_more(steps)}")
     if injectable:
         return _ignores_us(injectable)
     return Outcome("never_trained", "it does not train, as far as can be seen: it ended without a backward pass or an optimizer's step",
                    "check that it trains with PyTorch (loss.backward(), not torch.func or torch.autograd.grad alone), and that "
                    "Python is started with PYTHONPATH kept (a script that sets it: PYTHONPATH=.:$PYTHONPATH)")
+
+
+def _went_on(steps: int) -> Outcome:
+    """The process that trained is gone, and what started it (a shell script, a loop over folds) still ran when we had waited."""
+    return Outcome("too_short", f"the process that trained ended, or became another program, after {steps} training steps, while the command goes on",
+                   f"give that process more steps or epochs: {_why_more(steps)}, all of them in one process")
+
+
+def _why_more(steps: int) -> str:
+    return f"a measurement takes {MANY_STEPS} or more" if steps < MANY_STEPS else "these were over before enough of them were measured"
 
 
 def _exit_code(report: dict[str, object]) -> int | None:
@@ -223,6 +246,11 @@ def _decisive(log: str) -> str:
     return "".join(lines[start:])
 
 
+def _for_terminal(said: str) -> str:
+    """The remedy where the command failed for want of a terminal; "" where it did not."""
+    return _NO_TERMINAL if _ASKED_TERMINAL.search(said) else ""
+
+
 def _exceptions(log: str) -> list[tuple[str, str, str]]:
     """(rank, class, line) of the exception below each traceback."""
     inside: dict[str, bool] = {}
@@ -230,7 +258,7 @@ def _exceptions(log: str) -> list[tuple[str, str, str]]:
     for line in log.splitlines():
         mark = _RANK.match(line)
         rank = mark.group() if mark else ""
-        text = line[len(rank):]
+        text = line[len(rank):].removeprefix(_GROUP)
         exception = _EXCEPTION.match(text)
         if _TRACEBACK in text:
             inside[rank] = True
@@ -240,15 +268,17 @@ def _exceptions(log: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def _below_launchers(log: str) -> str | None:
-    """Where the last exception is a launcher's: the one below it. Of several ranks' the first, since the others may only have
-    lost their peer. None where it is not a launcher's, or nothing else was printed."""
+def _raised(log: str) -> str | None:
+    """The last exception in the log, whatever was printed after it; where that is a launcher's, the one below it. Of several
+    ranks' then the first, since the others may only have lost their peer. None where there is no exception."""
     found = _exceptions(log)
-    if not found or found[-1][1] not in _LAUNCHERS:
+    if not found:
         return None
     causes = [(rank, text) for rank, kind, text in found if kind not in _LAUNCHERS]
+    if found[-1][1] not in _LAUNCHERS or not causes:
+        return found[-1][2]
     ranks = [text for rank, text in causes if rank]
-    return ranks[0] if ranks else causes[-1][1] if causes else None
+    return ranks[0] if ranks else causes[-1][1]
 
 
 def _line_of(log: str, position: int) -> str:

@@ -39,6 +39,9 @@ CLOCK_BLOCKS = 4
 #: times the silence that would be a hang.
 PATIENCE = 4
 
+#: How long a command may take to end by itself once the process that trained is gone.
+GRACE_S = 20.0
+
 
 def clock_problem(began: int, stamps: list[int], ended: int) -> str | None:
     """Why the agent's stamps of one block are not believed; None when they are. All are nanoseconds of CLOCK_MONOTONIC,
@@ -382,14 +385,14 @@ class Trial:
         """The gate closed by itself: find out how the workload ended."""
         if self.ended is not None:
             return TrialEnded(self.ended)
-        report = self._shut(grace_s=20.0)
+        report = self._shut(grace_s=GRACE_S)
         hello = self.server.hello()
-        last = [notice["steps"] for notice in self.server.notices if notice["at"] == "ended"]
-        steps = max([self.steps, hello["steps_so_far"] if hello else 0, *last])
+        last = [notice for notice in self.server.notices if notice["at"] == "ended"]
+        steps = max([self.steps, hello["steps_so_far"] if hello else 0, *(notice["steps"] for notice in last)])
         # What it said last is kept and shown; a token in it is not.
         said = redaction.without_secrets(self.output(), self.workload.environment)
         self.ended = classify(report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
-                              self._last_words() if hello is None else None)
+                              self._last_words() if hello is None else None, raised=any(notice.get("raised") for notice in last))
         if self.ended.kind in ("crashed", "exited") and not self.ended.remedy and input_withheld():
             self.ended = dataclasses.replace(self.ended, remedy=PIPED_INPUT)
         return TrialEnded(self.ended)

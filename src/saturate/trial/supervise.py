@@ -128,10 +128,11 @@ def main(path):
     log = Log(spec["log"])
     try:
         status = _watch(workload, reader, wake_reader, log, attributes)
+        if status is None:          # it may have ended by itself just before it was to be ended
+            status = _reap(workload)
     finally:
         _kill(tree, older)
-    killed = _reap(workload)        # all of them: in a container, nobody else may
-    status = killed if status is None else status
+    _reap(workload)                 # all of them: in a container, nobody else may. How they were killed is no news
     os.set_blocking(reader, False)
     _drain(reader, log)
     log.close()
