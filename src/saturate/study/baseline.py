@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 
-from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine import facts as machine_facts
 from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
-from saturate.study import sources
+from saturate.study import ending, sources
 from saturate.study.bench import Bench, Live, Pace
 from saturate.study.candidates import Set
 from saturate.study.state import Study
@@ -180,16 +179,7 @@ def failed(study: Study, outcome: Outcome) -> bool:
         study.refusal = f"{outcome.reason}; {outcome.remedy}"
         study.say(f"cannot measure: {study.refusal}")
         return False
-    if outcome.kind == "no_agent":
-        raise InjectionDefeated("saturate cannot reach this command", cause=outcome.reason, remedy=outcome.remedy)
-    cause = f"{outcome.kind.replace('_', ' ')}: {outcome.reason}"
-    if outcome.kind in ("agent_failed", "cage_refused", "clock_disagrees"):
-        raise EnvironmentProblem("saturate fails here, not the command", cause=cause, evidence=str(log),
-                                 remedy=outcome.remedy or "saturate doctor looks for the cause")
-    raise WorkloadFailed(
-        "the command fails by itself; nothing else was tried", cause=cause,
-        evidence=str(log), remedy=outcome.remedy or "make the command work without saturate first",
-    )
+    raise ending.failure(outcome, "the command fails by itself; nothing else was tried", "make the command work without saturate first", str(log))
 
 
 def race_mode(study: Study) -> str:

@@ -23,14 +23,13 @@ from pathlib import Path
 import msgspec
 
 import saturate
-from saturate.errors import EnvironmentProblem, InjectionDefeated, WorkloadFailed
 from saturate.machine.fingerprint import script_of
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded
 from saturate.report import trim
 from saturate.study import baseline, drilling
 from saturate.study.drilling import Chain, Ran
-from saturate.study.ending import in_our_words
+from saturate.study.ending import OURS, failure, in_our_words
 from saturate.study.resume_option import resume_words, source_of
 from saturate.study.store import StudyLock, new_run
 from saturate.trial.process import Workload
@@ -205,18 +204,13 @@ class _Work:
         if ended is None or ended.kind in drilling.ENDED_WELL:
             return
         self.we_failed(ran)
-        if ended.kind == "no_agent":
-            raise InjectionDefeated("saturate cannot reach this command", cause=ended.reason, remedy=ended.remedy)
-        cause = f"{ended.kind.replace('_', ' ')}: {ended.reason}"
-        raise WorkloadFailed("the command fails by itself; nothing was killed", cause=cause, evidence=str(ran.log),
-                             remedy=ended.remedy or "make the command work without saturate first")
+        raise failure(ended, "the command fails by itself; nothing was killed", "make the command work without saturate first", str(ran.log))
 
     def we_failed(self, ran: Ran) -> None:
         """Raise what is no fault of the command."""
         ended = ran.ended
-        if ended is not None and ended.kind in ("agent_failed", "cage_refused"):
-            raise EnvironmentProblem("saturate fails here, not the command", cause=f"{ended.kind.replace('_', ' ')}: {ended.reason}",
-                                     evidence=str(ran.log), remedy=ended.remedy or "saturate doctor looks for the cause")
+        if ended is not None and ended.kind in OURS:
+            raise failure(ended, "", "", str(ran.log))
 
     # -- the record ----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, StudyDamaged, WorkloadFailed
+from saturate.errors import (
+    EnvironmentProblem,
+    InjectionDefeated,
+    SaturateError,
+    SaturateFailed,
+    StudyDamaged,
+    WorkloadFailed,
+)
 from saturate.records.result import StudyRecord
+from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
 
@@ -22,6 +30,27 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
+#: Ends of a trial that are no fault of the command.
+OURS = ("agent_failed", "cage_refused", "clock_disagrees")
+
+
+def failure(outcome: Outcome, problem: str, otherwise: str, evidence: str = "") -> SaturateError:
+    """What to raise where the command as it is ended so: `problem` and, where the end suggests no remedy, `otherwise` are said
+    of a failure of its own."""
+    cause = f"{outcome.kind.replace('_', ' ')}: {outcome.reason}"
+    if outcome.kind == "no_agent":
+        return InjectionDefeated("saturate cannot reach this command", cause=outcome.reason, remedy=outcome.remedy)
+    if outcome.kind in OURS:
+        return EnvironmentProblem("saturate fails here, not the command", cause=cause, evidence=evidence,
+                                  remedy=outcome.remedy or "saturate doctor looks for the cause")
+    return WorkloadFailed(problem, cause=cause, evidence=evidence, remedy=outcome.remedy or otherwise)
+
+
+def failed_again(outcome: Outcome) -> SaturateError:
+    """What to raise where the command ran before, and now ended so."""
+    return failure(outcome, "the command failed when it was run again", "run it several times without saturate")
+
+
 @contextmanager
 def in_our_words(folder: Path) -> Iterator[None]:
     """Turn what the workload, the study file and the operating system may raise into a SaturateError with cause and remedy, and
@@ -31,10 +60,7 @@ def in_our_words(folder: Path) -> Iterator[None]:
     except SaturateError:
         raise
     except TrialEnded as ended:
-        raise WorkloadFailed(
-            "the command failed when it was run again", cause=f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}",
-            remedy=ended.outcome.remedy or "run it several times without saturate",
-        ) from ended
+        raise failed_again(ended.outcome) from ended
     except msgspec.ValidationError as error:
         raise StudyDamaged(
             "the study holds an answer that is none", cause=str(error),

@@ -24,7 +24,6 @@ from saturate.errors import (
     StudyDamaged,
     TechniqueError,
     TooNoisy,
-    WorkloadFailed,
 )
 from saturate.measure import race
 from saturate.measure.race import Limits
@@ -34,7 +33,7 @@ from saturate.report import words
 from saturate.study import baseline, deadline, fitting, profile, sources, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
-from saturate.study.ending import Interrupted, in_our_words
+from saturate.study.ending import Interrupted, failed_again, in_our_words
 from saturate.study.racing import Racer, Result
 from saturate.study.search import CannotVerify, Search
 from saturate.study.state import Request, Study
@@ -279,8 +278,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
             baseline.alternate(study, f"it failed beside another of its kind ({ended.outcome.reason})")
             racer.alternate()
             return _noise(study, racer, base, end)
-        raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason,
-                             remedy=ended.outcome.remedy) from ended
+        raise failed_again(ended.outcome) from ended
     racer.learn_noise(study.aa.pairs, study.aa.work)
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
@@ -347,7 +345,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
             _drop(study, kept, "inconclusive", ended.outcome.reason)
             return
         if ended.side == "a":
-            raise WorkloadFailed("the command failed when it was run again", evidence=ended.outcome.reason) from ended
+            raise failed_again(ended.outcome) from ended
         study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")
         study.say(f"  {study.notes[-1]}")
         _drop(study, kept, "failed", ended.outcome.reason)

@@ -1,0 +1,35 @@
+"""Whose fault the end of a trial is, said in an error with the exit code of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from saturate.errors import EnvironmentProblem, InjectionDefeated, SaturateError, WorkloadFailed
+from saturate.study import ending
+from saturate.trial.outcome import KINDS, Outcome
+from saturate.trial.process import TrialEnded
+
+
+@pytest.mark.parametrize("kind", ending.OURS)
+def test_what_fails_on_our_side_after_the_baseline_is_not_the_commands(kind) -> None:
+    """Seen: an agent that could not write a file had the user run the command several times without saturate."""
+    with pytest.raises(EnvironmentProblem) as raised, ending.in_our_words(Path("study")):
+        raise TrialEnded(Outcome(kind, "OSError: [Errno 27] File too large"))
+    error = raised.value
+    assert (error.exit_code, error.message) == (3, "saturate fails here, not the command") and "doctor" in error.remedy
+
+
+def test_what_fails_on_the_commands_side_stays_the_commands() -> None:
+    with pytest.raises(WorkloadFailed, match="run again") as raised, ending.in_our_words(Path("study")):
+        raise TrialEnded(Outcome("crashed", "ValueError: heads"))
+    assert raised.value.exit_code == 4 and raised.value.cause == "crashed: ValueError: heads"
+
+
+def test_an_agent_that_never_woke_up_is_no_failure_of_the_command() -> None:
+    assert isinstance(ending.failed_again(Outcome("no_agent", "`python -I` ignores PYTHONPATH")), InjectionDefeated)
+
+
+def test_every_end_has_an_error() -> None:
+    assert all(isinstance(ending.failed_again(Outcome(kind, "")), SaturateError) for kind in KINDS) and set(ending.OURS) <= set(KINDS)
