@@ -369,6 +369,16 @@ def test_an_exception_is_the_reason_though_the_launcher_goes_on(script, start, m
     assert (ended.value.outcome.kind, ended.value.outcome.reason) == ("crashed", "ValueError: heads")
 
 
+@pytest.mark.parametrize("launcher", [["setsid"], ["sh", "-c", '"$@" & sleep 0.3', "sh"]], ids=["setsid", "background"])
+def test_a_training_in_the_background_is_asked_into_the_foreground(launcher, script, start) -> None:
+    """Seen: it was told that it does not train with PyTorch. A session's leader, as a job of a shell, has `setsid` fork."""
+    trial = start(*launcher, sys.executable, str(script("import time; time.sleep(1)\n" + TRAIN)), step=STEP)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    found = ended.value.outcome
+    assert found.kind == "never_trained" and "left a process running" in found.reason and "foreground" in found.remedy
+
+
 @pytest.mark.parametrize("piped", [True, False])
 def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) -> None:
     """Seen: `echo lr=0.1 | saturate tune -- ...` was told to make the command work first."""

@@ -94,6 +94,9 @@ _ASKED_TERMINAL = re.compile(r"Inappropriate ioctl for device|^_curses\.error")
 _NO_TERMINAL = ("trials write to a file and have no terminal: let the command do without one (shutil.get_terminal_size() in place of "
                 "os.get_terminal_size(), say)")
 
+#: What a command that puts its training into the background is told.
+_IN_THE_FOREGROUND = "run the training in the foreground, such that the command lasts as long as it (`setsid` forks: `setsid --wait`)"
+
 #: What coreutils' `timeout` ends with when it has ended its command.
 _TIMEOUT_CODE = 124
 _TIMEOUT_REMEDY = "take `timeout` out of the command, or give it longer than --budget: saturate ends the command itself"
@@ -133,7 +136,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     if code in (126, 127) and "saturate: could not start" in log:
         return Outcome("command_not_found", _last_line(log), "check the command's name and path")
     if code == 0:
-        return _ended_well(steps, greeted, injectable, last)
+        return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))))
     if code is None and not raised:
         return _went_on(steps) if greeted else Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     told = _decisive(log)
@@ -186,7 +189,7 @@ def no_step(reason: str, wrong_step: str) -> Outcome:
     return Outcome("no_step", reason, NO_STEP_REMEDY)
 
 
-def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None) -> Outcome:
+def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None, left: int) -> Outcome:
     if last is not None and not last.recognised and last.steps >= A_FEW_STEPS:
         return no_step(f"the script trained to its end, but no step was recognised (the latest events: {last.events})", last.wrong_step)
     steps = max(steps, last.steps if last is not None else 0)
@@ -194,6 +197,10 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWor
         return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {_why_more(steps)}")
     if injectable:
         return _ignores_us(injectable)
+    if left:
+        processes = "a process" if left == 1 else f"{left} processes"
+        return Outcome("never_trained", f"it does not train, as far as can be seen: it ended and left {processes} running, with no backward pass "
+                       "or optimizer's step until then; a trial is over when its command is", _IN_THE_FOREGROUND)
     return Outcome("never_trained", "it does not train, as far as can be seen: it ended without a backward pass or an optimizer's step",
                    "check that it trains with PyTorch (loss.backward(), not torch.func or torch.autograd.grad alone), and that "
                    "Python is started with PYTHONPATH kept (a script that sets it: PYTHONPATH=.:$PYTHONPATH)")

@@ -6,7 +6,8 @@ It adopts every orphan of the trial (child subreaper), so daemons stay in the tr
 controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. So does a byte: a
 fork of the controller may hold the pipe open. The workload's output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
 
-Standard library only. It writes one JSON line to its standard output when the workload has ended.
+Standard library only. It writes one JSON line to its standard output when the workload has ended; in it, `left` is
+how many processes of the tree still ran then.
 """
 
 import ctypes
@@ -126,10 +127,12 @@ def main(path):
     if attributes:
         attributes.begin()
     log = Log(spec["log"])
+    left = 0
     try:
         status = _watch(workload, reader, wake_reader, log, attributes)
         if status is None:          # it may have ended by itself just before it was to be ended
             status = _reap(workload)
+        left = tree.running(os.getpid())
     finally:
         _kill(tree, older)
     _reap(workload)                 # all of them: in a container, nobody else may. How they were killed is no news
@@ -138,7 +141,7 @@ def main(path):
     log.close()
     report = {"ended": "killed"} if status is None else _describe(status)
     try:
-        os.write(1, json.dumps({**report, "log_problem": log.problem}).encode() + b"\n")
+        os.write(1, json.dumps({**report, "left": left, "log_problem": log.problem}).encode() + b"\n")
     except BrokenPipeError:
         pass                                        # nobody is left to read it
 

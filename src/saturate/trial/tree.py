@@ -47,6 +47,11 @@ def state(pid: int) -> str:
         return ""
 
 
+def running(pid: int) -> int:
+    """How many descendants have not ended."""
+    return sum(state(process) not in ("Z", "X", "") for process in descendants(pid))
+
+
 def freeze(pid: int, timeout_s: float = 5.0) -> bool:
     """SIGSTOP every descendant until none runs; False when some did not stop in time.
 
