@@ -1,0 +1,116 @@
+"""What a log and an exit code say of how a command ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from saturate.trial import outcome
+
+
+@pytest.mark.parametrize("code, kind", [(255, "exited"), (129, "killed_by_signal"), (143, "killed_by_signal"), (200, "exited"), (128, "exited")])
+def test_an_exit_code_that_is_no_signal(code, kind) -> None:
+    ended = outcome.classify({"ended": "exit", "code": code}, "no data there\n", 0, False, None)
+    assert ended.kind == kind and "signal 1" not in ended.reason
+
+
+_FULL = "OSError: [Errno 28] No space left on device\n"
+_RAISED = "Traceback (most recent call last):\n  File \"t.py\", line 2, in <module>\n    work()\n"
+
+
+@pytest.mark.parametrize("log, kind", [
+    (f"warning: File too large, skipped a.png\n{_RAISED}ValueError: other numbers\n", "crashed"),
+    (f"{_RAISED}{_FULL}going on\n{_RAISED}KeyError: 'label'\n", "crashed"),
+    (f"{_RAISED}{_FULL}\nDuring handling of the above exception, another exception occurred:\n\n{_RAISED}ValueError: what\n", "disk_full"),
+    (f"{_RAISED}RuntimeError: Caught OSError in DataLoader worker process 0.\nOriginal {_RAISED}{_FULL}", "disk_full"),
+    (f"{_RAISED}ValueError: logged\nterminate called after throwing an instance of 'std::bad_alloc'\n", "out_of_memory_host"),
+    (f"what():  std::bad_alloc\n{_RAISED}torch.distributed.elastic.ChildFailedError: t.py FAILED\n", "out_of_memory_host"),
+    (f"[rank0]: {_FULL}[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: peer lost\n", "disk_full"),
+    ("File too large\n", "disk_full"),
+])
+def test_what_was_survived_is_not_the_cause(log, kind) -> None:
+    assert outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None).kind == kind
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]:     raise ValueError("no such file of mine")
+[rank1]: ValueError: no such file of mine
+[rank0]:   File "train.py", line 9, in <module>
+[rank0]: RuntimeError: Connection closed by peer
+Traceback (most recent call last):
+  File "run.py", line 7, in <module>
+    run()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+============================================================
+train.py FAILED
+============================================================
+"""
+
+ACCELERATE = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    raise ValueError("no such file of mine")
+ValueError: no such file of mine
+ 10%|#         | 1/10
+Traceback (most recent call last):
+  File "launch.py", line 9, in <module>
+subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.
+"""
+
+
+@pytest.mark.parametrize("log", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_a_launcher_does_not_hide_why_its_process_failed(log: str) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", "ValueError: no such file of mine")
+
+
+ATEXIT = f"{_RAISED}ValueError: heads\nclosing the logger\n"
+MAKE = f"{_RAISED}ValueError: heads\nmake: *** [Makefile:2: train] Error 1\n"
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "t.py", line 1, in <module>
+  | ExceptionGroup: heads (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: inner
+    +------------------------------------
+USDT: profiler_stop
+"""
+
+
+@pytest.mark.parametrize("log, said", [(ATEXIT, "ValueError: heads"), (MAKE, "ValueError: heads"), (GROUP, "ExceptionGroup: heads (1 sub-exception)")],
+                         ids=["atexit", "make", "group"])
+def test_what_is_printed_after_an_exception_is_not_why_it_ended(log, said) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 2}, log, 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", said)
+
+
+def test_who_asks_for_input_gets_the_remedy_whatever_is_printed_afterwards() -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}EOFError: EOF when reading a line\nbye\n", 0, False, None)
+    assert "< FILE" in ended.remedy
+
+
+@pytest.mark.parametrize("log", [
+    f"{_RAISED}OSError: [Errno 25] Inappropriate ioctl for device\nbye\n", f"{_RAISED}_curses.error: setupterm: could not find terminal\n",
+    "stty: 'standard input': Inappropriate ioctl for device\n",
+])
+def test_a_command_that_needs_a_terminal_is_told_that_there_is_none(log) -> None:
+    """Seen: it was told to work without saturate first, which it does."""
+    assert "have no terminal" in outcome.classify({"ended": "exit", "code": 1}, log, 0, False, None).remedy
+
+
+def test_a_time_limit_of_the_commands_own_is_named() -> None:
+    ended = outcome.classify({"ended": "exit", "code": 124}, "epoch 3\n", 0, True, None)
+    assert ended.kind == "exited" and "`timeout`" in ended.reason and "take `timeout` out" in ended.remedy
+
+
+@pytest.mark.parametrize("said", [
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_25494_2589082127_0>: No space left on device (28)",
+    "RuntimeError: unable to open shared memory object </torch_7_1_0> in read-write mode: No space left on device (28)",
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+])
+def test_a_full_dev_shm_is_not_a_full_disk(said: str) -> None:
+    """The remedy is another one."""
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"Traceback (most recent call last):\n{said}\n", 0, False, None)
+    assert ended.kind == "shared_memory_full" and "/dev/shm" in ended.remedy
