@@ -11,6 +11,7 @@ import inspect
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
@@ -58,6 +59,17 @@ def documentation(module: ModuleType, headings: Iterable[str]) -> dict[str, str]
     pattern = rf"^({'|'.join(map(re.escape, headings))})\n-+\n"
     parts = re.split(pattern, inspect.cleandoc(module.__doc__ or ""), flags=re.MULTILINE)
     return {heading: text.strip() for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def stripped() -> bool:
+    """Whether this Python drops docstrings (`python -OO`, PYTHONOPTIMIZE=2), so that their absence says nothing of a module."""
+    return sys.flags.optimize >= 2
+
+
+def undocumented(module: ModuleType, headings: Iterable[str]) -> list[str]:
+    """The headings that the module's docstring lacks; none where docstrings are stripped."""
+    found = documentation(module, headings)
+    return [] if stripped() else [heading for heading in headings if not found.get(heading)]
 
 
 def origin(module: ModuleType) -> tuple[str, str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
+import subprocess
+import sys
 import types
 import typing
 from pathlib import Path
@@ -112,3 +115,12 @@ def test_a_broken_rule_hides_nothing_else(capsys, broken_rule):
     assert call(capsys, "compile")[0] == 0
     code, _, err = call(capsys, "gc-pauses")
     assert code == 2 and "the rule no_such_package.rule does not load" in err
+
+
+@pytest.mark.parametrize("word", ["gc-freeze", "launch-bound", "E210", ""])
+def test_without_docstrings_everything_loads_and_the_missing_text_is_explained(word):
+    done = subprocess.run([sys.executable, "-m", "saturate", "explain", *word.split()], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONOPTIMIZE": "2"})
+    assert done.returncode == 0, done.stderr
+    assert "Common base class" not in done.stdout
+    assert word == "" or "PYTHONOPTIMIZE=2" in done.stdout

@@ -7,7 +7,7 @@ import argparse
 import inspect
 from types import ModuleType
 
-from saturate import errors
+from saturate import errors, plugins
 from saturate.cli import _meanings
 from saturate.cli._output import paint, table
 
@@ -62,6 +62,9 @@ _GROUPS = (
     ("size in fit", _meanings.FIT_SIZES), ("outcome of a drill", _meanings.DRILL_OUTCOMES),
     ("outcome of a trial", _meanings.TRIAL_OUTCOMES), ("problem of a trace", _meanings.TRACE_PROBLEMS),
 )
+
+#: In the place of a text that is a docstring.
+_STRIPPED = "Its text was dropped by python -OO or PYTHONOPTIMIZE=2; start saturate without them to read it."
 
 _PLURALS = {
     "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit",
@@ -144,7 +147,7 @@ def _rules() -> dict[str, ModuleType]:
 
 
 def _of_error(code: str, cls: type[errors.SaturateError]) -> str:
-    return f"{paint(code, 'bold')} {cls.__name__}, exit code {cls.exit_code}\n{inspect.getdoc(cls)}"
+    return f"{paint(code, 'bold')} {cls.__name__}, exit code {cls.exit_code}\n{_text(cls) or _STRIPPED}"
 
 
 def _of_module(kind: str, module: ModuleType) -> str:
@@ -161,7 +164,7 @@ def _of_module(kind: str, module: ModuleType) -> str:
         facts = f"finding, since {about.since}; {_addressed_by(about.techniques)}\n{_first_paragraph(module)}"
     parts = [f"{paint(about.id, 'bold')}: {about.title}\n{facts}"]
     parts += [f"{paint(heading, 'bold')}\n{text}" for heading, text in registry.documentation(module).items()]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _STRIPPED] if plugins.stripped() else parts)
 
 
 def _addressed_by(techniques: tuple[str, ...]) -> str:
@@ -174,11 +177,16 @@ def _addressed_by(techniques: tuple[str, ...]) -> str:
 
 
 def _first_paragraph(module: ModuleType) -> str:
-    return inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
+    return _text(module).partition("\n\n")[0]
 
 
 def _first_line(cls: type) -> str:
-    return (inspect.getdoc(cls) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
+    return _text(cls).partition("\n")[0].partition(". ")[0].rstrip(".") or cls.__name__
+
+
+def _text(documented: type | ModuleType) -> str:
+    """Its own docstring: `inspect.getdoc` would take that of a base class instead."""
+    return inspect.cleandoc(documented.__doc__ or "")
 
 
 def _key(word: str) -> str:

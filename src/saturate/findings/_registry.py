@@ -117,9 +117,8 @@ def documentation(module: ModuleType) -> dict[str, str]:
 
 def check(module: ModuleType) -> list[str]:
     """Everything about the module's shape that breaks the contract; empty when it is well formed."""
-    found = documentation(module)
-    problems = [f"its docstring has no heading {name!r}" for name in HEADINGS if not found.get(name)]
-    if inspect.cleandoc(module.__doc__ or "").partition("\n")[0] in ("", *HEADINGS):
+    problems = [f"its docstring has no heading {name!r}" for name in plugins.undocumented(module, HEADINGS)]
+    if not plugins.stripped() and inspect.cleandoc(module.__doc__ or "").partition("\n")[0] in ("", *HEADINGS):
         problems.append("its docstring has no first line")
     return problems + _metadata_problems(module) + _function_problems(module)
 

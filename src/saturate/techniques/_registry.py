@@ -97,7 +97,7 @@ def check(module: ModuleType) -> list[str]:
 
 
 def documentation_problems(module: ModuleType) -> list[str]:
-    return [f"its docstring has no heading {name!r}" for name in HEADINGS if not documentation(module).get(name)]
+    return [f"its docstring has no heading {name!r}" for name in plugins.undocumented(module, HEADINGS)]
 
 
 def metadata_problems(module: ModuleType, stages: Collection[str]) -> list[str]:
