@@ -126,6 +126,23 @@ def test_every_read_has_its_line(plain):
     assert all(ns > 0 for _, _, ns in found.values())
 
 
+def test_folders_that_torch_cannot_name_are_recorded_all_the_same(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9\nline")
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(PLAIN, encoding="utf-8")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SATURATE", "PYTHON", "PYTEST"))}
+    with Trial(Workload([sys.executable, str(path)], folder, clean, 60.0),
+               TrialSpec(id="odd", purpose="test", folder=folder / "trial")) as trial:
+        trial.wait_ready()
+        trial.run_block(1, 3)
+        found = trial.look("record", 1, 3, folder=str(folder))
+    assert Path(found["trace"]).parent == folder
+    reads = [event["name"] for event in labels(found["trace"]) if "Tensor.item" in event["name"]]
+    assert len(reads) == 3
+    assert all("caf\\xe9" in file for file, *_ in found["syncs"])
+
+
 def test_reads_by_torch_itself_are_not_the_users(record):
     """Adam reads its step count, a sampler its permutation, a dataset its own tensors."""
     seen, _ = record(MODEL + """

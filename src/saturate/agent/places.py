@@ -31,7 +31,7 @@ class Places:
         return self._known[file]
 
     def nearest(self, frame: Any) -> tuple[str, int, str] | None:
-        """File, line and function of the innermost frame outside torch and saturate."""
+        """File (as `readable` text), line and function of the innermost frame outside torch and saturate."""
         return self._first(frame, 1)
 
     def users(self, frame: Any) -> tuple[str, int, str] | None:
@@ -42,9 +42,21 @@ class Places:
         while frame is not None:
             file = frame.f_code.co_filename
             if self.kind(file) >= least:
-                return file, frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name
+                return readable(file), frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name
             frame = frame.f_back
         return None
+
+
+def readable(name: str) -> str:
+    """`name` as text that can be encoded. A file name that is no text in this process's locale holds lone surrogates, which
+    torch's labels and UTF-8 refuse: its bytes are read as UTF-8, and those that are none are written as escapes."""
+    if name.isascii():
+        return name
+    try:
+        raw = os.fsencode(name)
+    except UnicodeEncodeError:      # no name from the file system: what a module is called, or generated code
+        raw = name.encode("utf-8", "backslashreplace")
+    return raw.decode("utf-8", "backslashreplace")
 
 
 def _folder(path: str) -> str:

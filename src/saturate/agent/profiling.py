@@ -24,6 +24,7 @@ from typing import Any
 
 from saturate.agent import kinds, observe, threadbound
 from saturate.agent.hostsyncs import HostSyncs
+from saturate.agent.places import readable
 from saturate.agent.window import Window
 
 #: What the labels in a trace begin with; `trace.phases` knows them.
@@ -183,9 +184,7 @@ class Recording(Window):
         self.result["off_device"] = kinds.off_device(self.session)
         if isinstance(self.profile, Marks):
             return
-        path = os.path.join(self.order["folder"], f"trace-rank{observe.rank()}.json")
-        self.profile.export_chrome_trace(path)
-        self.result["trace"] = _compressed(path)
+        self.result["trace"] = _compressed(_exported(self.profile, self.order["folder"], f"trace-rank{observe.rank()}.json"))
 
     def _stop(self) -> None:
         if self._running:
@@ -272,7 +271,7 @@ class Recording(Window):
         from torch.nn.modules import module as hooks
 
         most = max(1, int(self.order.get("step_ms", 0.0) * _LABEL_SHARE / _LABEL_MS))
-        names = {identity: f"{LABEL}module {name} ({kind})"
+        names = {identity: readable(f"{LABEL}module {name} ({kind})")
                  for identity, (name, kind) in kinds.named_modules(self.session, most).items()}
 
         def before(module: Any, inputs: Any) -> None:
@@ -335,6 +334,17 @@ class Marks:
         label, self._label = self._label, None
         if label is not None:
             label.__exit__(None, None, None)
+
+
+def _exported(profile: Any, folder: str, name: str) -> str:
+    """Export the trace to `folder`; its path. torch gets a path through a descriptor: it takes no folder that is not UTF-8, and
+    drops line feeds from what it takes."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        profile.export_chrome_trace(f"/proc/self/fd/{handle}/{name}")
+    finally:
+        os.close(handle)
+    return os.path.join(folder, name)
 
 
 def _compressed(path: str) -> str:
