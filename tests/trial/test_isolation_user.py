@@ -62,8 +62,10 @@ _TRAIN = """
         open("/etc/saturate-test", "w")
     except OSError:
         print("refused")
+    place = str(out.parents[2])
+    open(place.replace("-data", "-other") + "/leak", "w").write("x")    # writable, and nobody named it
     try:
-        open(str(out.parents[2]).replace("-data", "-other") + "/leak", "w")     # writable, and nobody named it
+        open(place.replace("-data", "-deep/inside") + "/leak", "w")     # deeper than is looked for such folders
     except OSError as error:
         print(error.errno)
     caps = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")]
@@ -77,8 +79,9 @@ _TRAIN = """
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> dict[str, Path]:
-    made = {name: Path("/opt") / f"saturate-{os.getpid()}-{name}" for name in ("home", "data", "other")}
+    made = {name: Path("/opt") / f"saturate-{os.getpid()}-{name}" for name in ("home", "data", "other", "deep")}
     made["work"] = made["home"] / "work"
+    made["inside"] = made["deep"] / "inside"
     for folder in made.values():
         folder.mkdir(parents=True)
     script(made["work"], "train.py", _TRAIN)
@@ -87,13 +90,13 @@ def theirs(tmp_path: Path) -> dict[str, Path]:
         'str(Path(__file__).resolve().parents[2] / "src")', 'os.environ["TEST_SOURCE"]'))
     for name in ("old.txt", "a.txt", "big.bin"):
         (made["work"] / name).write_bytes(b"1234" * 100)
-    for top in (made["home"], made["data"], made["other"]):
+    for top in (made["home"], made["data"], made["other"], made["inside"]):
         os.chown(top, NOBODY, NOBODY)
         for folder, below, files in os.walk(top):
             for name in [*below, *files]:
                 os.chown(os.path.join(folder, name), NOBODY, NOBODY)
     yield made
-    for name in ("home", "data", "other"):
+    for name in ("home", "data", "other", "deep"):
         subprocess.run(["rm", "-rf", str(made[name])], check=True)
 
 
@@ -127,7 +130,7 @@ def test_a_user_without_rights(theirs, mode):
         pytest.skip(f"no user namespaces here: {done.stderr.splitlines()[0]}")
     unnamed = "30\n" if mode == "overlay" else ""  # EROFS: loud; interception knows every path
     assert outputs == [[mode, 0, f"refused\n{unnamed}0 ['a.txt']\nrefused\n"]] * 2, done.stderr
-    assert list(theirs["other"].iterdir()) == []
+    assert list(theirs["other"].iterdir()) == list(theirs["inside"].iterdir()) == []
     assert not os.path.exists("/tmp/saturate-user-test")
     assert snapshot(theirs["home"], theirs["data"], skip=(".saturate", "__pycache__")) == before
 

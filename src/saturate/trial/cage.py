@@ -5,7 +5,7 @@ the run folder; everything else is read-only. Two layouts:
 
     root    one overlay on `/` and one on every other writable file system, entered with pivot_root
     user    a user namespace that maps this one id to itself; overlays on the folders that this user can write
-            (home, /tmp, working directory, output folders); an overlay on a folder of another owner would fail with
+            (home, /tmp, working directory, output folders, and others that `elsewhere` finds); an overlay on a folder of another owner would fail with
             EOVERFLOW, so the rest is read-only
 
 Mode "intercept" is for machines that forbid namespaces: the agent redirects what Python writes (`agent/redirect.py`).

@@ -14,10 +14,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from saturate.trial import landlock
+from saturate.trial import elsewhere, landlock
 from saturate.trial.cage import CagePlan
 from saturate.trial.layers import discard, make_scratch
 from saturate.trial.offline import environment_offline
@@ -82,10 +82,21 @@ def plan(
     wanted = environ.get(OVERRIDE) or os.environ.get(OVERRIDE, "")
     if wanted == "intercept":
         return as_intercept(made, f"{OVERRIDE}=intercept")
-    allowed, reason = _rehearsed(made, argv)
-    if not allowed:
-        return as_intercept(made, reason)
-    return made._replace(reason=reason)
+    for tried in _widest_first(made):
+        allowed, reason = _rehearsed(tried, argv)
+        if allowed:
+            return tried._replace(reason=reason)
+    return as_intercept(made, reason)
+
+
+def _widest_first(plan: CagePlan) -> list[CagePlan]:
+    """The plan with an overlay on what the user can write elsewhere, which the kernel may refuse, and without."""
+    if plan.layout == "root":
+        return [plan]
+    study_dir = Path(plan.study_dir)
+    found = [folder for folder in elsewhere.writable() if not _below(folder, study_dir)]
+    wide = _outermost([*map(Path, plan.overlays), *found])
+    return [plan._replace(overlays=wide), plan] if wide != plan.overlays else [plan]
 
 
 def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
@@ -182,7 +193,13 @@ def _user_overlays(cwd: Path, argv: list[str], environ: Mapping[str, str], study
         folder = _nearest_folder(path)
         if folder and str(folder) != "/" and os.access(folder, os.W_OK) and not _below(folder, study_dir):
             found.add(folder)
-    return tuple(sorted(str(path) for path in found if not any(path != other and _below(path, other) for other in found)))
+    return _outermost(found)
+
+
+def _outermost(folders: Iterable[Path]) -> tuple[str, ...]:
+    """Those that lie in no other one."""
+    found = set(folders)
+    return tuple(sorted(str(path) for path in found if not found.intersection(path.parents)))
 
 
 def _below(path: Path, folder: Path) -> bool:
