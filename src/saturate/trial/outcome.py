@@ -52,6 +52,7 @@ KINDS = {
     "supervisor_died": "the process that watches the workload was killed",
     "exited": "it ended with an exit code of its own",
     "cage_refused": "the isolation could not be set up",
+    "refused_by_isolation": "the isolation refused what the command may do outside of it",
     "agent_failed": "saturate's own code failed inside the workload",
     "clock_disagrees": "the workload's clock and the controller's disagree",
     "not_applied": "a technique refused to be applied",
@@ -139,7 +140,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))))
     if code is None and not raised:
         return _went_on(steps) if greeted else Outcome("hung", "it stopped training without ending", "see what it does after its last step")
-    told = _decisive(log)
+    told = decisive(log)
     for kind, pattern in _PATTERNS:
         match = re.search(pattern, told, re.MULTILINE)
         if match:
@@ -237,7 +238,7 @@ def _last_line(log: str) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def _decisive(log: str) -> str:
+def decisive(log: str) -> str:
     """What tells why a process ended: its last exception, those that led to it, and what follows. A message before them was
     survived. All of the log where there is no traceback, or several processes wrote it."""
     lines = log.splitlines(keepends=True)

@@ -22,7 +22,8 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import launch, meter, ports, tree
+from saturate.trial import launch, meter, ports, refusals, tree
+from saturate.trial.cage import CagePlan
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.layers import SUPERVISE
 from saturate.trial.outcome import PIPED_INPUT, LastWords, Outcome, classify, no_step, stalled
@@ -393,6 +394,8 @@ class Trial:
         said = redaction.without_secrets(self.output(), self.workload.environment)
         self.ended = classify(report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
                               self._last_words() if hello is None else None, raised=any(notice.get("raised") for notice in last))
+        if self.spec.cage:
+            self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and not self.ended.remedy and input_withheld():
             self.ended = dataclasses.replace(self.ended, remedy=PIPED_INPUT)
         return TrialEnded(self.ended)

@@ -1,0 +1,62 @@
+"""A command that failed because of what its cage refuses has not failed by itself: whose refusal ended it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from saturate.trial.cage import CagePlan
+from saturate.trial.outcome import Outcome, decisive
+
+#: What the system says of a write that the cage refuses, by mode.
+_READ_ONLY = re.compile(r"Read-only file system|\[Errno 30\]|errno = 30\b")
+_GUARDED = re.compile(r"Permission denied|Operation not permitted|\[Errno 1?[13]\]|errno = 1?[13]\b")
+
+_QUOTED = re.compile(r"['\"‘`]([^'\"’`\n]+)['\"’]")
+_ABSOLUTE = re.compile(r"(?<![\w./])/[^\s'\":,;)]+")
+#: As in "script.sh: line 2: out/log: Permission denied".
+_BEFORE = re.compile(r"([^:\n]+): (?:Read-only file system|Permission denied|Operation not permitted)")
+
+#: A program without a traceback says why it ends in its last lines; what it said before, it survived.
+_LAST_LINES = 8
+
+_WITHOUT_OVERLAYS = "if the command works without saturate, run it where overlays are allowed: saturate doctor says what forbids them here"
+_AS_ASKED = "if the command works without saturate, unset SATURATE_ISOLATION: overlays, where the kernel allows them, refuse less"
+
+
+def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
+    """What to say instead of `outcome` where the cage refused what this user may do outside of it; None: it did not."""
+    if outcome.kind not in ("crashed", "exited") or (plan.mode == "intercept" and not plan.guarded):
+        return None
+    told = decisive(log).splitlines()
+    pattern = _READ_ONLY if plan.mode == "overlay" else _GUARDED
+    lines = [line for line in (told if outcome.kind == "crashed" else told[-_LAST_LINES:]) if pattern.search(line)]
+    line = next((line.strip()[:300] for line in reversed(lines) if _allowed_outside(line, plan.cwd)), None)
+    if line is None:
+        return None
+    if plan.mode == "overlay":
+        return Outcome("refused_by_isolation", f"{line} (read-only in a trial, which does not write there for real)", _elsewhere(plan))
+    return Outcome("refused_by_isolation", f"{line} (writes are intercepted here: those of C libraries, of programs other than Python and "
+                                           "of sockets are refused)",
+                   _AS_ASKED if "SATURATE_ISOLATION=" in plan.reason else _WITHOUT_OVERLAYS)
+
+
+def _elsewhere(plan: CagePlan) -> str:
+    intercepted = "set SATURATE_ISOLATION=intercept, which redirects what Python writes anywhere"
+    if plan.layout == "root":
+        return f"let it write elsewhere, or {intercepted}"
+    return f"name that folder in the command (--output-dir=FOLDER), let it write below home, /tmp or the working directory, or {intercepted}"
+
+
+def _allowed_outside(line: str, cwd: str) -> bool:
+    """Whether a path that the line names can be written without the cage. True where it names none: sockets do not."""
+    named = _QUOTED.findall(line) or _ABSOLUTE.findall(line) or _BEFORE.findall(line)
+    paths = [os.path.join(cwd, name.strip()) for name in named if not name.strip().startswith("[Errno")]
+    return not paths or any(os.access(_existing(path), os.W_OK) for path in paths)
+
+
+def _existing(path: str) -> str:
+    """The path, or the nearest folder above it that is there."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path

@@ -1,0 +1,75 @@
+"""What the cage refuses is not called the command's own failure, and what the system refuses is not called the cage's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from saturate.errors import EnvironmentProblem
+from saturate.study import baseline
+from saturate.trial import planning, refusals
+from saturate.trial.cage import CagePlan
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
+
+CRASH = "Traceback (most recent call last):\n  File \"train.py\", line 3, in <module>\n"
+
+
+def plan(cwd, mode: str, **fields) -> CagePlan:
+    return CagePlan(mode, "", "user", str(cwd), str(cwd), str(cwd), str(cwd), guarded=True)._replace(**fields)
+
+
+@pytest.mark.parametrize(("mode", "kind", "said"), [
+    ("overlay", "crashed", "OSError: [Errno 30] Read-only file system: '{here}/run1/a'"),
+    ("overlay", "exited", "mkdir: cannot create directory ‘{here}/run1’: Read-only file system"),
+    ("intercept", "crashed", "PermissionError: [Errno 13] Permission denied"),
+    ("intercept", "exited", "mkdir: cannot create directory 'out': Permission denied"),
+    ("intercept", "exited", "train.sh: line 2: out/log: Permission denied"),
+    ("intercept", "exited", "cp: cannot create regular file '{here}/x': Operation not permitted"),
+])
+def test_the_isolation_is_named_where_it_refused(tmp_path, mode, kind, said):
+    log = (CRASH if kind == "crashed" else "") + said.format(here=tmp_path) + "\n"
+    found = refusals.by_isolation(Outcome(kind, "why"), plan(tmp_path, mode), log)
+    assert found is not None and found.kind == "refused_by_isolation"
+    assert said.format(here=tmp_path) in found.reason and found.remedy
+
+
+@pytest.mark.parametrize(("mode", "kind", "log"), [
+    ("overlay", "crashed", CRASH + "OSError: [Errno 30] Read-only file system: '/proc/sys/none'\n"),
+    ("overlay", "crashed", "OSError: [Errno 30] Read-only file system\n" + CRASH + "ValueError: no\n"),
+    ("overlay", "crashed", CRASH + "PermissionError: [Errno 13] Permission denied\n"),
+    ("overlay", "out_of_memory_host", "OSError: [Errno 30] Read-only file system\n"),
+    ("intercept", "exited", "probe: Permission denied\n" + "step\n" * 20 + "no data\n"),
+])
+def test_other_failures_stay_the_commands(tmp_path, mode, kind, log, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, how: not str(path).startswith("/proc"))     # root may write anywhere
+    assert refusals.by_isolation(Outcome(kind, "why"), plan(tmp_path, mode), log) is None
+
+
+def test_without_a_guard_nothing_is_refused(tmp_path):
+    log = CRASH + "PermissionError: [Errno 13] Permission denied\n"
+    assert refusals.by_isolation(Outcome("crashed", "why"), plan(tmp_path, "intercept", guarded=False), log) is None
+
+
+def test_who_asked_for_interception_is_told_so(tmp_path):
+    asked = plan(tmp_path, "intercept", reason="writes are intercepted: SATURATE_ISOLATION=intercept; ...")
+    found = refusals.by_isolation(Outcome("crashed", "why"), asked, CRASH + "PermissionError: [Errno 13] Permission denied\n")
+    assert found is not None and "unset SATURATE_ISOLATION" in found.remedy
+
+
+def test_a_baseline_that_the_guard_stops_is_no_failure_of_the_command(tmp_path):
+    argv, environment = [sys.executable, "-c", "import subprocess; subprocess.run(['mkdir', 'out'], check=True)"], dict(os.environ)
+    caged = planning.plan(tmp_path, tmp_path / ".saturate" / "t", argv, environment | {planning.OVERRIDE: "intercept"})
+    if not caged.guarded:
+        pytest.skip("no Landlock here")
+    spec = TrialSpec("t", "test", Path(caged.run_dir), cage=caged.to_json(), redirect=caged.redirect, environment=caged.environment)
+    with Trial(Workload(argv, tmp_path, environment, 60.0), spec) as trial, pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "refused_by_isolation" and "mkdir" in ended.value.outcome.reason
+    store = types.SimpleNamespace(trials=lambda: [{"log": "output.log"}])
+    with pytest.raises(EnvironmentProblem):
+        baseline.failed(types.SimpleNamespace(folder=tmp_path, store=store), ended.value.outcome)
