@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import types
 import uuid
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import process, supervise, tree
-from saturate.trial.process import TrialEnded
+from saturate.trial import cage, process, supervise, tree
+from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 TRAINING = """
 import sys, torch
@@ -63,8 +64,58 @@ def test_what_is_only_read_in_shared_memory_is_not_the_trials():
 def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch):
     """And not on the supervisor's own standard error, which nobody reads: "exit code 126 without a word" names no cause."""
     monkeypatch.setattr(process, "standard_input", lambda: ("/no/such/input", 0))
-    with pytest.raises(TrialEnded, match="/no/such/input"):
+    with pytest.raises(TrialEnded, match="not_started: standard input: .*/no/such/input"):
         start("-c", "print(1)").wait_ready()
+
+
+def test_a_script_without_its_interpreter_is_told_what_it_lacks(start, tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text("python train.py\n")
+    path.chmod(0o755)
+    with pytest.raises(TrialEnded, match="command_not_found") as ended:
+        start(str(path)).wait_ready()
+    assert "#!/bin/sh" in ended.value.outcome.remedy
+
+
+def test_a_working_directory_that_is_gone_is_not_a_command_that_is_missing(tmp_path, clean_environment):
+    spec = TrialSpec("t", "test", tmp_path / "t")
+    with Trial(Workload([sys.executable, "-c", "1"], tmp_path / "gone", clean_environment), spec) as trial, \
+            pytest.raises(TrialEnded, match="not_started: working directory"):
+        trial.wait_ready()
+
+
+def test_standard_input_that_may_not_be_opened_again_is_withheld(tmp_path, monkeypatch):
+    with open(tmp_path / "given", "w+b") as given:
+        given.write(b"unread")
+        given.seek(0)
+        before = os.dup(0)
+        try:
+            os.dup2(given.fileno(), 0)
+            assert process.standard_input()[0].endswith("/fd/0") and process.input_withheld() == ""
+
+            def closed(path, *_):
+                raise PermissionError(13, "Permission denied", path)
+
+            monkeypatch.setattr(os, "open", closed)
+            assert process.standard_input() == (os.devnull, 0)
+            assert process.input_withheld() == process.CLOSED_INPUT
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+
+
+def test_a_cage_that_fails_behind_its_new_root_says_why(monkeypatch):
+    """What was mounted has other paths then: to take it back would fail, and hide the cause."""
+    def build(stage):
+        stage.pivoted = True
+        raise FileNotFoundError(2, "No such file or directory", "/work")
+
+    monkeypatch.setattr(cage, "_unshare", lambda plan: None)
+    stage = types.SimpleNamespace(build=lambda: build(stage), unwind=lambda: pytest.fail("it must not be taken back"))
+    monkeypatch.setattr(cage, "_Stage", lambda plan: stage)
+    with pytest.raises(cage.CageRefused, match="/work") as refused:
+        cage.enter(cage.CagePlan("overlay", "", "root", "/work", "/run", "/", "/"))
+    assert not refused.value.usable
 
 
 def test_output_that_exceeds_the_log_is_a_sign_of_life(tmp_path):

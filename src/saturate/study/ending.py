@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 #: Ends of a trial that are no fault of the command.
-OURS = ("agent_failed", "cage_refused", "refused_by_isolation", "clock_disagrees")
+OURS = ("agent_failed", "cage_refused", "not_started", "refused_by_isolation", "clock_disagrees")
 
 
 def failure(outcome: Outcome, problem: str, otherwise: str, evidence: str = "") -> SaturateError:

@@ -5,8 +5,8 @@ the run folder; everything else is read-only. Two layouts:
 
     root    one overlay on `/` and one on every other writable file system, entered with pivot_root
     user    a user namespace that maps this one id to itself; overlays on the folders that this user can write
-            (home, /tmp, working directory, output folders, and others that `elsewhere` finds); an overlay on a folder of another owner would fail with
-            EOVERFLOW, so the rest is read-only
+            (home, /tmp, working directory, output folders, and others that `elsewhere` finds); an overlay on a folder of
+            another owner would fail with EOVERFLOW, so the rest is read-only
 
 Mode "intercept" is for machines that forbid namespaces: the agent redirects what Python writes (`agent/redirect.py`).
 Landlock makes every other write outside the run folder fail, and a seccomp filter every other change of mode, owner, times
@@ -99,8 +99,9 @@ def enter(plan: CagePlan) -> None:
     try:
         stage.build()
     except OSError as error:
-        stage.unwind()
-        raise CageRefused(f"{error.strerror or error} ({_cause(plan, error)})", usable=True) from error
+        if stage.pivoted:       # what was mounted has other paths now, and the old tree is gone
+            raise CageRefused(str(error), usable=False) from error
+        raise CageRefused(f"{error.strerror or error} ({_cause(plan, error)})", usable=stage.unwind()) from error
 
 
 def may_change(plan: CagePlan, path: str, older: set[str]) -> bool:
@@ -150,6 +151,7 @@ class _Stage:
     def __init__(self, plan: CagePlan):
         self.plan = plan
         self.prefix = ""
+        self.pivoted = False
         self.made: list[str] = []
         self.index: list[dict[str, str]] = []
         self.kept = _index_of(plan.run_dir)     # of an earlier process of this trial, whose writes this one finds
@@ -173,7 +175,7 @@ class _Stage:
         writable: list[str] = []
         if self.plan.layout == "root":
             writable += self._whole_tree()
-        for at in self.plan.overlays:
+        for at in filter(self.real.__contains__, self.plan.overlays):       # one may have been removed since it was planned
             self._overlay(at, [self.real[at]])
             writable.append(at)
         writable += self._shared_memory()
@@ -187,13 +189,20 @@ class _Stage:
         self._freeze(writable)
         if self.plan.layout == "root":
             mounts.pivot(self.prefix)
+            self.pivoted = True
         os.chdir(self.plan.cwd)     # the old working directory still is the real folder under the overlay
         self._close()
 
-    def unwind(self) -> None:
+    def unwind(self) -> bool:
+        """Take back what was mounted; whether all of it could be."""
+        done = True
         for at in reversed(self.made):
-            mounts.detach(at)
+            try:
+                mounts.detach(at)
+            except OSError:
+                done = False    # not raised: it would hide why the cage was refused
         self._close()
+        return done
 
     def _close(self) -> None:
         for handle in self.handles:

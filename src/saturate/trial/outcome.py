@@ -52,6 +52,7 @@ KINDS = {
     "supervisor_died": "the process that watches the workload was killed",
     "exited": "it ended with an exit code of its own",
     "cage_refused": "the isolation could not be set up",
+    "not_started": "what a trial needs before its command starts was missing",
     "refused_by_isolation": "the isolation refused what the command may do outside of it",
     "agent_failed": "saturate's own code failed inside the workload",
     "clock_disagrees": "the workload's clock and the controller's disagree",
@@ -134,8 +135,6 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     code = _exit_code(report)
     if code == 97 and "CageRefused" in log:
         return Outcome("cage_refused", _last_line(log))
-    if code in (126, 127) and "saturate: could not start" in log:
-        return Outcome("command_not_found", _last_line(log), "check the command's name and path")
     if code == 0:
         return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))))
     if code is None and not raised:

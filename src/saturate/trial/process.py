@@ -22,7 +22,7 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import launch, meter, ports, refusals, tree
+from saturate.trial import launch, meter, ports, refusals, starting, tree
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.layers import SUPERVISE
@@ -79,24 +79,33 @@ def _long_enough(lags: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 def standard_input() -> tuple[str, int]:
     """What a workload reads, and from where on: our own standard input if that is a file, which every trial reads for itself.
-    A pipe can be read only once, and may never end: then they get nothing."""
+    A pipe can be read only once, and may never end, and a file that somebody else opened for us may be closed to us: then they
+    get nothing."""
     try:
         if stat.S_ISREG(os.fstat(0).st_mode):
-            return f"/proc/{os.getpid()}/fd/0", os.lseek(0, 0, os.SEEK_CUR)
+            path = f"/proc/{os.getpid()}/fd/0"
+            os.close(os.open(path, os.O_RDONLY))
+            return path, os.lseek(0, 0, os.SEEK_CUR)
     except OSError:
-        pass            # it is closed
+        pass            # it is closed, or we may not open it
     return os.devnull, 0
 
 
-def input_withheld() -> bool:
-    """Whether something waits in a pipe on our standard input, where no trial gets it."""
+def input_withheld() -> str:
+    """What to do about what waits on our standard input and no trial gets; empty where nothing does."""
     try:
-        kind = os.fstat(0).st_mode
-        if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
-            return False
-        return struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, bytes(4)))[0] > 0
+        seen = os.fstat(0)
+        if stat.S_ISREG(seen.st_mode):
+            unread = standard_input()[0] == os.devnull and os.lseek(0, 0, os.SEEK_CUR) < seen.st_size
+            return CLOSED_INPUT if unread else ""
+        if not (stat.S_ISFIFO(seen.st_mode) or stat.S_ISSOCK(seen.st_mode)):
+            return ""
+        return PIPED_INPUT if struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, bytes(4)))[0] > 0 else ""
     except OSError:
-        return False    # it is closed
+        return ""       # it is closed
+
+
+CLOSED_INPUT = "standard input is a file that this user may not open, and every trial opens it anew, so trials get none of it: make it readable"
 
 
 class TrialEnded(Exception):
@@ -392,12 +401,13 @@ class Trial:
         steps = max([self.steps, hello["steps_so_far"] if hello else 0, *(notice["steps"] for notice in last)])
         # What it said last is kept and shown; a token in it is not.
         said = redaction.without_secrets(self.output(), self.workload.environment)
-        self.ended = classify(report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
-                              self._last_words() if hello is None else None, raised=any(notice.get("raised") for notice in last))
+        self.ended = starting.not_started(report, said) or classify(
+            report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
+            self._last_words() if hello is None else None, raised=any(notice.get("raised") for notice in last))
         if self.spec.cage:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
-        if self.ended.kind in ("crashed", "exited") and not self.ended.remedy and input_withheld():
-            self.ended = dataclasses.replace(self.ended, remedy=PIPED_INPUT)
+        if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
+            self.ended = dataclasses.replace(self.ended, remedy=input_withheld() or self.ended.remedy)
         return TrialEnded(self.ended)
 
     def _last_words(self) -> LastWords | None:

@@ -67,26 +67,32 @@ class Log:
 
 
 def _run_workload(spec, output, asks):
-    """In the child: enter the cage, then become the workload. Never returns."""
+    """In the child: enter the cage, then become the workload. Never returns. Where it cannot, `trial.starting` reads what failed."""
+    stage = "output"
     try:
         os.setsid()
         os.dup2(output, 1)      # first: what fails below says so there
         os.dup2(output, 2)
+        stage = "standard input"
         os.dup2(os.open(spec.get("stdin", os.devnull), os.O_RDONLY), 0)
         if spec.get("stdin_offset"):
             os.lseek(0, spec["stdin_offset"], os.SEEK_SET)
+        stage = "working directory"
+        os.chdir(spec["cwd"])
         if spec.get("cage"):
+            stage = "isolation"
             from saturate.trial import cage
 
             cage.enter(cage.CagePlan.from_json(spec["cage"]))
-        os.chdir(spec["cwd"])
+            os.chdir(spec["cwd"])       # the same folder, under its overlay
         if asks is not None:
             asks()
+        stage = "program"
         # Last, since a new namespace takes it back: should the supervisor be killed, the workload dies with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except BaseException as error:  # noqa: BLE001 - nothing above us can report it
-        os.write(2, f"saturate: could not start: {type(error).__name__}: {error}\n".encode())
+        os.write(2, f"saturate: could not start: {stage}: {type(error).__name__}: {error}\n".encode())
         if type(error).__name__ == "CageRefused":
             os._exit(97)
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
