@@ -46,7 +46,8 @@ _SEED = 20
 
 REMEDIES = {
     "resumes_exactly": "",
-    "resumes_reordered": "save and restore the random states (torch, numpy, random) or seed the sampler by epoch: set_epoch(epoch)",
+    "resumes_reordered": "save and restore the random states (torch, numpy, random) or seed the sampler by epoch: set_epoch(epoch); "
+                         "sort what comes from a set of strings (another order in each process, unless PYTHONHASHSEED is set)",
     "inconclusive": "see the reasons; a longer run may tell: --steps N, --budget TIME",
     "no_checkpoint": "save earlier or more often, or drill longer: --steps N, --budget TIME",
     "ends_early": "count what is left to do from the checkpoint's own step, not from that of the process",

@@ -10,10 +10,14 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INJECT = PACKAGE / "agent" / "inject"
+
+HASH_SEED = "PYTHONHASHSEED"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,25 @@ def _wakes(mode: str, more: Mapping[str, Any]) -> tuple[str, ...]:
     return ("torch", *random, *(_TRACKERS if mode != "run" else ()))
 
 
-def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen]) -> dict[str, str]:
+def hashing(environment: Mapping[str, str], capture: Mapping[str, Any] | None) -> dict[str, str]:
+    """The seed of the interpreter's string hashes, for a run that is recorded: a set of strings has another order in each process,
+    and scripts make their vocabulary or their list of files of one. It counts from the start of the interpreter only, so the agent
+    cannot set it. What the user chose stays.
+
+    >>> hashing({}, {"seed": 20, "seed_offset": 1}), hashing({"PYTHONHASHSEED": "7"}, {"seed": 20}), hashing({}, None)
+    ({'PYTHONHASHSEED': '21'}, {'PYTHONHASHSEED': '7'}, {})
+    """
+    if capture is None:
+        return {}
+    chosen = environment.get(HASH_SEED, "")
+    drawn = chosen in ("", "random")            # what both mean to the interpreter: anew in each process
+    return {HASH_SEED: str((capture["seed"] + capture.get("seed_offset", 0)) % 2**32) if drawn else chosen}
+
+
+def injected(base: Mapping[str, str], plan: str, techniques: list[Chosen], more: Mapping[str, str] = _NOTHING) -> dict[str, str]:
     """The environment of a workload that carries the agent. `plan` is a file's path, or the plan itself: a run that
-    replaces saturate has no folder to leave a file in."""
-    environment = dict(base)
+    replaces saturate has no folder to leave a file in. `more`: variables of this run alone."""
+    environment = {**base, **more}
     given = environment.get("PYTHONPATH")           # an empty entry is the working directory; an empty list is none
     rest = [entry for entry in given.split(os.pathsep) if entry != str(INJECT)] if given else []
     environment["PYTHONPATH"] = os.pathsep.join([str(INJECT), *rest])
@@ -73,7 +92,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
 
 
-def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen]) -> list[str]:
+def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen], more: Mapping[str, str] = _NOTHING) -> list[str]:
     """The command to start, given an environment from `injected`: what a leading `env` would take out of it is put in again.
 
     >>> plain = {"PYTHONPATH": "/inject", "SATURATE_PLAN": "/plan.json"}
@@ -102,7 +121,7 @@ def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Ch
         else:
             break
         position += 1
-    ours = ["PYTHONPATH", "SATURATE_PLAN", *sorted({name for chosen in techniques for name in chosen.environment})]
+    ours = ["PYTHONPATH", "SATURATE_PLAN", *sorted({name for chosen in techniques for name in chosen.environment} | set(more))]
     again = {name: environment[name] for name in ours if (cleared or name in taken) and name not in given}
     if "PYTHONPATH" in given:
         again["PYTHONPATH"] = injected(given, "", [])["PYTHONPATH"]

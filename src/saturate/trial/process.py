@@ -215,11 +215,12 @@ class Trial:
             socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
             ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **spec.plan,
         ), encoding="utf-8")
-        environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques)
+        hashing = launch.hashing(workload.environment, spec.capture)
+        environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
         supervisor = spec.folder / SUPERVISE
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            argv = launch.carried(workload.argv, environment, spec.techniques)
+            argv = launch.carried(workload.argv, environment, spec.techniques, hashing)
             stdin, offset = standard_input()
             json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
                        "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)

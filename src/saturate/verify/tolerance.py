@@ -183,7 +183,8 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
     A script that takes its seed from the clock trains something else each time. Its repetition widens the tolerance to whatever
     it does, and a candidate is accepted or not by chance.
     """
-    help = "give it a fixed seed (one from the clock, or from the system's randomness, makes each run another training)"
+    help = ("give it a fixed seed (one from the clock, or from the system's randomness, makes each run another training); sort what it "
+            "takes from a set (its order follows addresses, or the hashes of strings where the script chooses PYTHONHASHSEED itself)")
     for k, (expected, found) in enumerate(zip(baseline.digests[:FIRST_ACTING], repetition.digests)):
         if expected and found and expected != found:
             return f"the script does not repeat itself: a second run of it had other data in update {k}; {help}"
