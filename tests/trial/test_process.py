@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import meter, process
+from saturate.trial import launch, meter, process
 from saturate.trial.launch import Chosen
 from saturate.trial.process import TrialEnded
+from saturate.verify import series
 
 TRAIN = """
 import torch, torch.nn as nn
@@ -299,3 +300,34 @@ def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) 
         for descriptor in (before, reader, writer):
             os.close(descriptor)
     assert ended.value.outcome.kind == "crashed" and ("COMMAND < FILE" in ended.value.outcome.remedy) == piped
+
+
+OF_A_SET = """
+import torch, torch.nn as nn
+words = {f"word{i}" for i in range(64)}
+place = torch.tensor([float(word[4:]) for word in words])
+model = nn.Linear(64, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+while True:
+    model(place).sum().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_recorded_runs_have_the_same_order_of_a_set_of_strings(script, start, tmp_path, clean_environment) -> None:
+    """A vocabulary made of a set gave each process other data, and a script with a fixed seed did not "repeat itself"."""
+    clean_environment.pop("PYTHONHASHSEED", None)
+    command = ["env", "-i", f"HOME={tmp_path}", sys.executable, str(script(OF_A_SET))]
+
+    def losses(number: int, offset: int) -> list[list[float]]:
+        folder = tmp_path / f"recorded{number}"
+        folder.mkdir()
+        capture = {"folder": str(folder), "updates": 5, "seed": 20, "seed_offset": offset, "aligned": False, "perturb": None}
+        start(*command, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        return series.read(folder).losses
+
+    assert losses(0, 0) == losses(1, 0) != losses(2, 1)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "27"), ({"PYTHONHASHSEED": "random"}, "27"), ({"PYTHONHASHSEED": "0"}, "0")])
+def test_the_hash_seed_of_the_user_stays(given, expected) -> None:
+    assert launch.hashing(given, {"seed": 20, "seed_offset": 7}) == {"PYTHONHASHSEED": expected}
+    assert launch.hashing(given, None) == {}, "timed trials and runs are left as they are"

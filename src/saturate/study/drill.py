@@ -59,6 +59,10 @@ REMEDIES = {
     "cannot_load": "make the script load what it saved: the traceback is in the record",
 }
 
+#: Where the data of a process that is started again are none that the uninterrupted run had.
+DRAWN_ANEW = ("save and restore the random states (torch, numpy, random), and sort what comes from a set of strings: it has another "
+              "order in each process, unless PYTHONHASHSEED is set")
+
 #: Where only a kill in the middle of a save is fatal.
 UNFINISHED = "write each checkpoint to a temporary file and rename it when it is on disk; keep the one before"
 
@@ -227,6 +231,8 @@ class _Work:
             words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
             following = ["saturate", "drill", *request.options(words), "--", *request.argv]
         remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
+        if reason == resume.OTHER_DATA:
+            remedy = DRAWN_ANEW
         if verdict == "starts_over" and request.resume_args and not unfinished:
             remedy = f"make the script load its newest checkpoint when it is given {shlex.join(request.resume_args)}"
         return DrillResult(

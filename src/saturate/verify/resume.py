@@ -19,6 +19,9 @@ OUTCOMES = (
     "skips_data", "repeats_data", "starts_over", "cannot_load",
 )
 
+#: Why nothing can be said of a process whose data are drawn anew.
+OTHER_DATA = "the uninterrupted run does not have its data, and they have no epochs to compare"
+
 #: Losses that deviate less are the same to within rounding, relative; or by this many times what two runs deviate.
 ROUNDING = 1e-6
 NOISE = 4.0
@@ -251,7 +254,7 @@ class _Given:
             return self._moved(at, elsewhere)
         if epoch is None:
             if elsewhere is None:
-                return "inconclusive", "the uninterrupted run does not have its data, and they have no epochs to compare"
+                return "inconclusive", OTHER_DATA
             return self._moved(at, elsewhere)
         used = {sample for one in self.theirs[epoch:at] for sample in one}
         now, whole = self._first_epoch(), self._whole()
