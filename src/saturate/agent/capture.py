@@ -12,7 +12,7 @@ import zlib
 from array import array
 from typing import Any
 
-from saturate.agent import observe, sample, succession
+from saturate.agent import leaves, observe, ordering, sample, succession
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
@@ -27,6 +27,7 @@ class Capture:
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
+        self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
         self._roles = 0
         self._batches: list[str] = []
         self._log: Any = None
@@ -40,6 +41,13 @@ class Capture:
             seen = flat[:: max(1, flat.numel() // _DIGEST_ENTRIES)][:_DIGEST_ENTRIES].tolist()
             value = zlib.crc32(repr((tuple(tensor.shape), seen)).encode(), value)
         self._batches.append(f"{value:08x}")
+
+    def saw_backward(self, torch: Any, tensors: Any) -> None:
+        """Before techniques act, and so in the same order in every run."""
+        if self.updates == 0:
+            for reference in leaves.reached(torch, tensors):
+                if (leaf := reference()) is not None:
+                    self._used.setdefault(id(leaf), reference)
 
     def token(self, session: Any, token: str) -> None:
         """A backward pass or an optimizer's step: recorded are whole updates."""
@@ -61,7 +69,7 @@ class Capture:
             self.on_done()
 
     def _begin(self, session: Any) -> None:
-        self._parameters = observe.trained_parameters(session)
+        self._parameters = self._ordered(session, observe.trained_parameters(session))
         session.context.gradient_norms.clear()
         if self.rank != 0:
             return
@@ -74,11 +82,15 @@ class Capture:
     def _follow(self, session: Any) -> None:
         """Go on with the parameters of the next fold: those recorded so far stand still. Only with as many entries of each
         tensor, which a series cannot change."""
-        parameters, known = succession.heirs(session), {id(p) for p in self._parameters}
+        parameters, known = self._ordered(session, succession.heirs(session)), {id(p) for p in self._parameters}
         if all(id(p) in known for p in parameters):
             return      # the same ones, by another optimizer
         if [len(sample.strided(p, ENTRIES)) for p in parameters] == [len(sample.strided(p, ENTRIES)) for p in self._parameters]:
             self._parameters = parameters
+
+    def _ordered(self, session: Any, parameters: list[Any]) -> list[Any]:
+        used = [identity for identity, reference in self._used.items() if reference() is not None]
+        return ordering.of_training(session.torch, parameters, {identity: place for place, identity in enumerate(used)})
 
     def _write(self, session: Any) -> None:
         freed = session.context.gradient_norms

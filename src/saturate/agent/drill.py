@@ -35,7 +35,7 @@ from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from saturate.agent import observe, sample
+from saturate.agent import observe, ordering, sample
 
 #: What stands for all parameters: entries of each of some tensors that are trained.
 TENSORS, ENTRIES = 32, 8
@@ -69,6 +69,7 @@ class Drill:
         self._inputs: list[list[str]] = []
         self._batches: list[dict[str, Any]] = []
         self._parameters: list[Any] | None = None
+        self._optimizers = 0                    # that had been built when those were found
         self._stack: list[int] = []
         self._thread = threading.get_ident()
         self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
@@ -97,6 +98,9 @@ class Drill:
             "indices": _names(iterator._dataset, indices) if indices is not None else [], "rows": _rows(tensors),
         })
         self._fresh.discard(id(iterator))
+
+    def saw_backward(self, torch: Any, tensors: Any) -> None:
+        """Its graph is not needed: see `_weights`."""
 
     def token(self, session: Any, token: str) -> None:
         """A backward pass or an optimizer's step has ended."""
@@ -150,16 +154,19 @@ class Drill:
             time.sleep(3600.0)
 
     def _weights(self, module: Any = None) -> str | None:
-        """What stands for all trained parameters as they are now; None before anything is known of them."""
-        if not self._parameters:
+        """What stands for all trained parameters as they are now, whatever the order of the optimizers; None before anything is
+        known of them. Until the step is known more optimizers may be built: Pyro builds one for each parameter."""
+        if not self._parameters or (self.session.step is None and len(self.session.constructed) != self._optimizers):
+            self._optimizers = len(self.session.constructed)
             held = [p for reference in self.session.constructed if (optimizer := reference()) is not None
                     for group in optimizer.param_groups for p in group["params"]]
             held = held or (list(module.parameters()) if module is not None else [])
             held = [p for p in held if p.requires_grad]
+            held = ordering.of_training(self.torch, held, {})
             self._parameters = held[:: max(1, len(held) // TENSORS)][:TENSORS]
         if not self._parameters:
             return None
-        values = [sample.strided(p, ENTRIES) for p in self._parameters]
+        values = sorted((sample.strided(p, ENTRIES) for p in self._parameters), key=repr)
         return f"{zlib.crc32(repr(values).encode()):08x}"
 
     # -- forward passes --------------------------------------------------------------------------------------------

@@ -249,6 +249,8 @@ class Session:
             self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or self.watchdog is not None:
             self.guard(self._saw_loss, tensors)
+        if self.capture is not None:
+            self.guard(self.capture.saw_backward, self.torch, tensors)
         if not self.constructed and not self.leaves:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
