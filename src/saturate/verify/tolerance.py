@@ -170,11 +170,21 @@ def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | N
         return "all gradients are zero"
     if not any(baseline.samples[0]) and not any(baseline.samples[-1]):
         return "no parameters were sampled, or all of them are zero"
-    moving = sum(norm(update_of(baseline, k)) > 0 for k in range(FIRST_ACTING, n))
-    if moving < (n - FIRST_ACTING) / 2:
-        return (f"the parameters move in only {moving} of {n - FIRST_ACTING} updates (learning rate 0, all frozen, or "
-                "the script goes on with another model)")
-    return None
+    moving = [k for k in range(FIRST_ACTING, n) if norm(update_of(baseline, k)) > 0]
+    if len(moving) >= (n - FIRST_ACTING) / 2:
+        return None
+    if _stands_still(baseline, moving):
+        return (f"it has converged after update {moving[-1]}: no parameter moves any more, and the loss stays the same; give it a larger "
+                "or harder configuration, or its optimizer a smaller tolerance (tolerance_change of LBFGS)")
+    return (f"the parameters move in only {len(moving)} of {n - FIRST_ACTING} updates (learning rate 0, all frozen, or "
+            "the script goes on with another model)")
+
+
+def _stands_still(baseline: Series, moving: Sequence[int]) -> bool:
+    """Whether the updates that move anything are the first ones, but for a few, and the loss is the same in all after them."""
+    if not moving or len(moving) < (moving[-1] - FIRST_ACTING + 1) / 2:
+        return False
+    return len({baseline.losses[k][0] for k in range(moving[-1] + 1, len(baseline)) if baseline.losses[k]}) == 1
 
 
 def unrepeatable(baseline: Series, repetition: Series) -> str | None:
