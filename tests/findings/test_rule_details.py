@@ -41,6 +41,7 @@ def lost(finding: Finding) -> float:
         ("off-device", {"off_device": ("Net.mask",)}, "Net.mask stayed on the CPU, and"),
         ("off-device", {"busy": None}, "Net.position and 1 more stayed on the CPU."),
         ("slow-optimizer", {"optimizer_tensors": None, "optimizer_kind": ""}, "The update of the optimizer takes"),
+        ("slow-optimizer", {"optimizer_kind": "", "updated_by_hand": True}, "The update by hand takes"),
         ("small-batch", {"batch_size": None}, "A batch leaves the device"),
         ("input-bound-workers", {"loader__num_workers": 3, "loader__cpu_count": 8.0}, "3 workers compute for"),
         ("unaligned-shapes", {"operators": (NAMELESS,)}, "take 12.0 % of the step."),
@@ -57,6 +58,7 @@ def test_the_sentence_follows_what_is_known(rule, changes, said):
     [
         ("device-waits", {"kernels__short_share": 0.4}, []),
         ("eager-attention", {"compiler__compiled": True}, []),
+        ("slow-optimizer", {"optimizer_kind": "", "updated_by_hand": True}, []),
         ("unaligned-shapes", {"compiler__compiled": True}, []),
         ("fp32-matmul", {"capability": (7, 5), "bf16_native": False}, ["fp16-autocast"]),
         ("fp32-matmul", {"capability": None}, ["bf16-autocast"]),

@@ -12,6 +12,7 @@ from typing import Any
 from saturate.agent import flopcount, motif, threadbound
 from saturate.agent.context import own_forward
 from saturate.agent.observe import all_modules, devices, trained_parameters
+from saturate.records.facts import BY_HAND
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
 READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
@@ -241,7 +242,7 @@ class Inspection:
         if step.token == motif.CLOSURE:
             words.append(f"backward x1, within one {' '.join(names)}.step")
         if step.token == "B":
-            words.extend(self._steps_between() or ["update by hand"])
+            words.extend(self._steps_between() or [BY_HAND])
         return ", ".join(words)
 
 

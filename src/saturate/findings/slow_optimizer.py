@@ -20,7 +20,8 @@ again. Communication or reads of values inside the step of a distributed optimiz
 
 What helps
 ----------
-`fused=True` where the optimizer has it; accumulating gradients, so that fewer updates are made, changes the
+`fused=True` where the optimizer has it; for parameters that are updated by hand, tensor by tensor, `torch._foreach_*` or an
+optimizer of torch; accumulating gradients, so that fewer updates are made, changes the
 training.
 
 References
@@ -49,6 +50,11 @@ def detect(seen: Observations) -> Finding | None:
         return None
     if seen.optimizer_fused or seen.optimizer_kind in _CLOSURES:
         return None
+    if seen.updated_by_hand:
+        return finding(
+            RULE, seen, f"The update by hand takes {percent(share)} of the step.", [of_step("update", share, LEAST)], share,
+            direct=False, techniques=(), advice="torch._foreach_* over all parameters at once, or an optimizer of torch",
+        )
     tensors = f" over {seen.optimizer_tensors} tensors" if seen.optimizer_tensors is not None else ""
     return finding(
         RULE,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: How a motif ends where no optimizer steps.
+BY_HAND = "update by hand"
+
 
 @dataclass(frozen=True)
 class LoaderFacts:

@@ -143,6 +143,7 @@ class Observations:
     optimizer_kind: str = ""
     optimizer_fused: bool | None = None
     optimizer_tensors: int | None = None
+    updated_by_hand: bool = False           # the script changes the parameters itself: it has no optimizer
     fp32_matmul: float | None = None        # matrix products and convolutions in fp32 (no TF32), of the step
     tf32_allowed: bool | None = None
     attention_eager: float | None = None    # softmax(QK)V written out: its matmuls and softmax, of the step

@@ -14,7 +14,7 @@ import msgspec
 from saturate.findings import _registry as rules
 from saturate.machine import accelerators
 from saturate.records.analysis import Analysis, Memory, ModuleCost, Profile, Sync
-from saturate.records.facts import Facts, LoaderFacts
+from saturate.records.facts import BY_HAND, Facts, LoaderFacts
 from saturate.records.observations import (
     CommunicationSeen,
     CompilerSeen,
@@ -235,6 +235,7 @@ def observe(
         "optimizer_kind": optimizer.kind if optimizer else "",
         "optimizer_fused": optimizer.fused if optimizer else None,
         "optimizer_tensors": optimizer.parameters if optimizer else None,
+        "updated_by_hand": optimizer is None and facts.motif.endswith(BY_HAND),
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
