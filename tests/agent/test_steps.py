@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from saturate.agent import observe
+from saturate.agent import inspection, motif, observe
 from saturate.study import baseline
 from saturate.trial.process import TrialEnded
 from saturate.verify import series
@@ -544,3 +544,11 @@ def test_the_gate_says_how_far_the_loader_is_behind(script, start, sample_s, ste
     plain.wait_ready()
     plain.run_block(0, 4)
     assert plain.unmade_batches == 0
+
+
+def test_optimizers_of_a_kind_are_one_entry_of_the_motif() -> None:
+    """Pyro has one for each parameter."""
+    optimizers = [type("Adam", (), {})() for _ in range(3)] + [type("SGD", (), {})()]
+    step = motif.Step("S3", 2, ("B", "S0", "S1", "S2", "S3", "B", "S3"))
+    seen = types.SimpleNamespace(session=types.SimpleNamespace(step=step, living_optimizers=lambda: optimizers), calls=1)
+    assert inspection.Inspection.describe(seen) == "forward x1, backward x2, Adam.step x3, SGD.step x2"

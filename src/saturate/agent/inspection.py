@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import threading
 import types
@@ -228,17 +229,18 @@ class Inspection:
         self._called.clear()
 
     def describe(self) -> str:
-        """The step in words: "forward x1, backward x4, AdamW"."""
+        """The step in words: "forward x1, backward x4, AdamW.step". Neighbours of a kind are one entry, "Adam.step x36": some scripts
+        have an optimizer for each parameter."""
         step = self.session.step
         names = [type(o).__name__ for o in self.session.living_optimizers()]
         words = [f"forward x{self.calls}"] if self.calls else []
         backwards = sum(token == "B" for token in step.tokens)
         if backwards:
             words.append(f"backward x{backwards}")
-        for index, name in enumerate(names):
-            count = step.tokens.count(f"S{index}")
-            if count:
-                words.append(f"{name}.step" + (f" x{count}" if count > 1 else ""))
+        stepping = [name for index, name in enumerate(names) for _ in range(step.tokens.count(f"S{index}"))]
+        for name, run in itertools.groupby(stepping):
+            count = len(list(run))
+            words.append(f"{name}.step" + (f" x{count}" if count > 1 else ""))
         if step.token == motif.CLOSURE:
             words.append(f"backward x1, within one {' '.join(names)}.step")
         if step.token == "B":
