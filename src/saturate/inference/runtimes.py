@@ -6,7 +6,8 @@ the artifact is loaded. Settings are plain data: {"kind": "eager" | "compile" | 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 EAGER: dict[str, Any] = {"kind": "eager"}
@@ -31,13 +32,11 @@ def executed(torch: Any, module: Callable[..., Any], settings: dict[str, Any]) -
 
 
 def compiled(torch: Any, module: Callable[..., Any], *, mode: str, dynamic: bool, freezing: bool) -> Callable[..., Any]:
-    """`torch.compile` of the module. `freezing` folds the weights into the program (inductor's setting, which holds for
-    the process); without `dynamic` the first shape gets kernels of its own, and a second one makes the sizes open."""
+    """`torch.compile` of the module. `freezing` folds the weights into the program; without `dynamic` the first shape gets kernels
+    of its own, and a second one makes the sizes open."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, not one of {', '.join(MODES)}")
     import torch._inductor.config as inductor
-
-    inductor.freezing = bool(freezing)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
@@ -46,10 +45,25 @@ def compiled(torch: Any, module: Callable[..., Any], *, mode: str, dynamic: bool
     program = torch.compile(run, mode=mode, dynamic=True if dynamic else None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():       # freezing needs it, and nobody trains this
+        with torch.no_grad(), _freezing(inductor, bool(freezing)):      # freezing needs no_grad, and nobody trains this
             return program(*args, **kwargs)
 
     return _kept(torch, call) if mode in RECORDING else call
+
+
+@contextmanager
+def _freezing(inductor: Any, wanted: bool) -> Iterator[None]:
+    """Inductor's switch for the length of a call, which compiles where it meets new shapes: what else this process compiles keeps its
+    own. It is read while the model is traced, too, which options of `torch.compile` do not reach."""
+    before = inductor.freezing
+    if before == wanted:        # setting it takes microseconds
+        yield
+        return
+    inductor.freezing = wanted
+    try:
+        yield
+    finally:
+        inductor.freezing = before
 
 
 def _kept(torch: Any, call: Callable[..., Any]) -> Callable[..., Any]:

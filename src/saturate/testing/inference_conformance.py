@@ -285,8 +285,6 @@ def undone() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
-        if "torch._inductor.config" in sys.modules:
-            sys.modules["torch._inductor.config"].freezing = False
 
 
 # -- stored, and loaded by a fresh process -------------------------------------------------------------------------------
