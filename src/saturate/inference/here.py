@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from saturate.errors import WorkloadFailed
-from saturate.inference import batches, guards, users_code
+from saturate.inference import batches, guards, modes, users_code
 from saturate.inference.lab import Lab, coarsest
 from saturate.inference.source import callable_of
 
@@ -64,27 +64,20 @@ def _as_there(torch: Any, module: Any, lab: Lab) -> Iterator[None]:
     """Evaluation mode, no gradients and no autocast, as a candidate's process has it; the modes and buffers of all parts, and random
     numbers, are as they were behind it."""
     assert lab.facts is not None
-    modes = [(part, part.training) for part in module.modules()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
+    values = modes.Kept(torch, list(module.buffers()))
     states = random.getstate(), (sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None)
     device = lab.source.device
     # Not inference mode: what a model keeps of such a call could not be trained with.
     grad = torch.enable_grad if lab.facts.mode == "enable_grad" else torch.no_grad
     try:
         with (users_code.forks_end(), torch.random.fork_rng([] if device == "cpu" else [device]), grad(),
-              torch.autocast(device.partition(":")[0], enabled=False)):
-            if lab.source.training:
-                module.eval()
+              torch.autocast(device.partition(":")[0], enabled=False), modes.evaluating(torch, *[module] * lab.source.training)):
             yield
     finally:
-        for part, training in modes:
-            part.training = training
         for part, held in buffers:
             part._buffers.update(held)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+        values.restore()
         random.setstate(states[0])
         if states[1] is not None:
             sys.modules["numpy"].random.set_state(states[1])

@@ -18,13 +18,14 @@ from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, tune
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, evaluating, not_done
+from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
+from saturate.inference.modes import evaluating
 from saturate.records.generation import GenerationRecord
 from saturate.trial.lock import FolderLock
 
@@ -90,7 +91,7 @@ def generate(
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     way = Way(draft, adapter, draft_adapter, tokenizers, lengths=None if lengths is None else tuple(lengths),
               may_stop=lengths is None or len(lengths) > 1)
-    with evaluating(*_models(model, draft)):
+    with evaluating(torch, *_models(model, draft)):
         batches = shapes.batches(rows, len(rows) if batch_size is None else batch_size)
         loop = build(torch, model, way, batches[0], request)
         return _generation(loop.generate_all(batches, request))
@@ -123,7 +124,7 @@ class GenerationResult:
             else Request(max_new_tokens, self._request.sampling, self._request.eos)
         )
         batches = shapes.batches(rows, self._batch_size)
-        with evaluating(*_models(self._given.model, self._given.draft)):
+        with evaluating(_torch(), *_models(self._given.model, self._given.draft)):
             loop = self._local(batches[0], request)
             return _generation(loop.generate_all(batches, request))
 
@@ -136,7 +137,7 @@ class GenerationResult:
         """
         torch, greedy = _torch(), replace(self._request, sampling=GREEDY)
         with (tempfile.TemporaryDirectory(prefix="saturate-generation-") as scratch,
-              evaluating(*_models(self._given.model, self._given.draft))):
+              evaluating(torch, *_models(self._given.model, self._given.draft))):
             wanted = [self._local(batch, greedy).generate(batch, greedy).tokens for batch in self._prompts]
             pairs = [pair for batch, tokens in zip(self._prompts, wanted) for pair in zip(batch, tokens)]
             examples = pairs if self._request.sampling.greedy and self._batch_size == 1 else []
@@ -235,7 +236,7 @@ def optimize(
     given = Given(model, None if isinstance(draft, str) else draft, adapter, draft_adapter, tokenizers)
     if isinstance(draft, str) and draft != LOOKUP:
         raise UsageError(f"no such draft: {draft!r}", remedy=f"a model, or {LOOKUP!r}")
-    with evaluating(*_models(model, given.draft)), _folder(workdir, isolate) as folder:
+    with evaluating(torch, *_models(model, given.draft)), _folder(workdir, isolate) as folder:
         plain = build(torch, model, given.way(tune.PLAIN), selection[0], request)
         yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
         journal = None

@@ -22,12 +22,12 @@ from saturate.inference import artifact as artifacts
 from saturate.inference import folders
 from saturate.inference.generation import measure, safetensors, weights
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation.build import evaluating
 from saturate.inference.generation.compare import agreement
 from saturate.inference.generation.decode import Request
 from saturate.inference.generation.host import Prepared, Refused, Served, Yard
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
+from saturate.inference.modes import evaluating
 from saturate.inference.process import WorkerFailed
 from saturate.inference.techniques._api import Entry
 from saturate.measure.race import Estimate
@@ -250,6 +250,6 @@ def start(context: Any, folder: str, batch: list[list[int]], request: Request) -
                     tensor.fill_(float("nan"))
     manifest = artifacts.checked(Path(folder))
     found = program(torch, Path(folder), manifest.settings, *lent)
-    with evaluating(*(module for module in lent if module is not None)):
+    with evaluating(torch, *(module for module in lent if module is not None)):
         holder.served = found.served(batch, request)
     return holder.served.ready

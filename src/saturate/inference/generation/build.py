@@ -4,8 +4,7 @@ measured."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,22 +101,6 @@ def _model_drafter(
     known = table_size(way.draft, narrow)
     prove(torch, draft, draft_forward, batch if known is None else [[min(token, known - 1) for token in prompt] for prompt in batch], 2)
     return ModelDrafter(torch, draft, width, known)
-
-
-@contextmanager
-def evaluating(*models: Any) -> Iterator[None]:
-    """Modules in evaluation mode, and afterwards as they were."""
-    before = [
-        (module, module.training) for model in models if hasattr(model, "modules") for module in model.modules()
-    ]
-    try:
-        for model in models:
-            if hasattr(model, "eval"):
-                model.eval()
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:

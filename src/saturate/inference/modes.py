@@ -1,0 +1,81 @@
+"""A user's own modules in evaluation mode for a while, and everything of them as it was behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def evaluating(torch: Any, *models: Any) -> Iterator[None]:
+    """Modules in evaluation mode, and afterwards as they were.
+
+    Some parts do something when their mode changes: an adapter adds its weights to those of its layer. Their own `train` takes
+    that back, and what it leaves of rounding is restored: training goes on with the very bits.
+    """
+    parts = [part for model in models if hasattr(model, "modules") for part in model.modules()]
+    before = [(part, part.training) for part in parts]
+    acting = any(_acts(torch, part) for part in parts)
+    kept = Kept(torch, [tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())] if acting else [])
+    named = [(held, dict(held)) for part in parts for held in (part._parameters, part._buffers)] if acting else []
+    try:
+        for model in models:
+            if hasattr(model, "eval"):
+                model.eval()
+        yield
+    finally:
+        for part, training in before if acting else ():     # from the outside in: a part that was in another mode comes after its parent
+            if part.training != training:
+                part.train(training)
+        for part, training in before:
+            part.training = training
+        for held, tensors in named:
+            held.clear()
+            held.update(tensors)
+        kept.restore()
+
+
+class Kept:
+    """What tensors hold, to be restored bit by bit. What did not change is not written to: that could not be done (memory that is
+    read-only or shared by its elements), or would break a backward pass that waits."""
+
+    def __init__(self, torch: Any, tensors: list[Any]):
+        self._torch = torch
+        distinct = {id(tensor): tensor for tensor in tensors
+                    if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()}
+        # On the host: a GPU that holds a model may have no room for it twice.
+        self._held = [(tensor, tensor.data, tensor.data.to("cpu", copy=True), tensor.requires_grad) for tensor in distinct.values()]
+
+    def restore(self) -> None:
+        for tensor, data, value, requires_grad in self._held:
+            if tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+            if not _same_memory(tensor, data):
+                tensor.data = data
+            if not same_bits(self._torch, data.cpu(), value):
+                data.copy_(value)       # not to the tensor itself: what a waiting backward pass has kept of it holds again
+
+
+def same_bits(torch: Any, one: Any, other: Any) -> bool:
+    """Whether two tensors hold the same bits: NaN is NaN, and 0 is not -0. False where it cannot be told."""
+    if one.layout != torch.strided or one.is_quantized or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(whole), other.view(whole))
+
+
+def _acts(torch: Any, part: Any) -> bool:
+    """Whether a module does something of its own when its mode changes."""
+    return any(str(getattr(method, "__module__", "")).partition(".")[0] != torch.__name__ for method in (part.train, part.eval))
+
+
+def _same_memory(tensor: Any, data: Any) -> bool:
+    if tensor.shape != data.shape or tensor.dtype != data.dtype or tensor.layout != data.layout:
+        return False
+    try:
+        return tensor.data_ptr() == data.data_ptr() and tensor.stride() == data.stride()
+    except RuntimeError:            # sparse tensors have neither
+        return True
