@@ -153,6 +153,31 @@ def test_a_model_of_transformers_builds_itself(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("all_narrow", [False, True])
+def test_buffers_that_are_not_stored_keep_their_format(tmp_path, all_narrow):
+    """As `from_pretrained` gives a model in bfloat16, and as `.to` does: frequencies of positions in float32, or all of it."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=40,
+                                      max_position_embeddings=512, eos_token_id=None, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for tensor in model.parameters():
+        tensor.data = tensor.data.bfloat16()
+    if all_narrow:
+        model.to(torch.bfloat16)
+    artifact.store(torch, tmp_path / "a", Given(model, None), QUOTING, Request(12, GREEDY, frozenset()), 1, ROW, [])
+    ids = torch.arange(400).remainder(40)[None]
+    for instance in (None, transformers.LlamaForCausalLM(config)):
+        found = saturate.load(tmp_path / "a", model=instance)._call._given.model
+        assert {name: one.dtype for name, one in found.named_buffers()} == {name: one.dtype for name, one in model.named_buffers()}
+        assert all(one.dtype == torch.bfloat16 for one in found.parameters()) and found.lm_head.weight is found.model.embed_tokens.weight
+        with torch.no_grad():
+            assert torch.equal(found(ids).logits, model(ids).logits)
+    if not all_narrow:
+        with pytest.raises(ArtifactDamaged, match="not those of its model") as caught:
+            saturate.load(tmp_path / "a", model=transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+        assert "what is lost does not come back" in caught.value.cause
+
+
 def test_a_winner_is_saved_once_it_proved_itself_in_a_fresh_process(tmp_path):
     result = optimize(toys.Cached(), PROMPTS, max_new_tokens=8, time="1s", ways=())
     assert result.best == "plain"

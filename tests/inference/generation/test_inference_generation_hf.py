@@ -14,6 +14,7 @@ import generation_models as toys  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
 from saturate.inference.generation import generate  # noqa: E402
+from saturate.inference.generation.build import eos_of  # noqa: E402
 from saturate.inference.generation.models import context_of, window_of  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 9, 8, 9, 8, 9, 8, 9]]
@@ -90,6 +91,11 @@ def test_the_end_of_a_text_comes_from_the_models_configuration():
     ends = own(model, PROMPTS[0])[4]
     model.generation_config.eos_token_id = [ends]
     assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens[0] == own(model, PROMPTS[0])
+    model.generation_config.eos_token_id = torch.tensor([ends])
+    assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens[0][-1] == ends
+    model.generation_config.eos_token_id, model.config.eos_token_id = None, ends
+    assert generate(model, PROMPTS[0], max_new_tokens=NEW).tokens[0] == own(model, PROMPTS[0]), "nothing ends it"
+    assert eos_of(types.SimpleNamespace(config=types.SimpleNamespace(eos_token_id=torch.tensor(7))), None) == {7}
 
 
 def uncached(model, prompt):

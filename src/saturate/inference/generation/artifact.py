@@ -76,11 +76,15 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
 
 
 def architecture(module: Any) -> dict[str, Any]:
-    """What it takes to build the module again, as plain data; of most modules only the name of their class."""
-    kind = type(module)
+    """What it takes to build the module again, as plain data; of most modules only the name of their class, and the formats of
+    what lies beside their weights (frequencies of positions, which may be wider than these)."""
+    kind, stored = type(module), module.state_dict()
+    formats = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in module.named_buffers()
+               if name not in stored and buffer.is_floating_point()}
+    beside = {"beside": formats} if formats else {}
     if kind.__module__.partition(".")[0] != _LIBRARY or not _is_causal(type(module.config), kind):
-        return {"class": kind.__qualname__}
-    return {"class": kind.__name__, "library": _LIBRARY, "configuration_class": type(module.config).__name__,
+        return {"class": kind.__qualname__, **beside}
+    return {"class": kind.__name__, **beside, "library": _LIBRARY, "configuration_class": type(module.config).__name__,
             "configuration": json.loads(module.config.to_json_string(use_diff=False))}
 
 
@@ -128,15 +132,32 @@ def _filled(torch: Any, folder: Path, name: str, known: dict[str, Any], instance
     try:
         state = safetensors.read(torch, folders.inside(folder, _FILES[name]))
         module = _built(torch, known, state) if instance is None else instance
-        kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-        if len(kinds) == 1:
-            module.to(kinds.pop())
+        module.eval()           # before its weights come: these were stored in this mode, in which an adapter may add to them
+        _take_formats(torch, module, state, known.get("beside", {}))
         module.load_state_dict(state)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), "")
         raise ArtifactDamaged(f"the weights in {folder} are not those of its {name}", cause=line,
                               remedy="give an instance of the very class and sizes, or make it again") from error
-    return module.eval().requires_grad_(False)
+    return module.requires_grad_(False)
+
+
+def _take_formats(torch: Any, module: Any, state: Mapping[str, Any], beside: Mapping[str, str]) -> None:
+    """Give every weight the number format that it is stored in, and buffers that are not stored theirs. Raises ValueError for such
+    a buffer that has been rounded since."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in state and tensor.is_floating_point() and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
+    for name, buffer in list(module.named_buffers()):
+        if name in state or name not in beside:
+            continue
+        wanted = getattr(torch, beside[name], None)
+        if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+            raise ValueError(f"{name} is {beside[name]!r}, which is no number format")
+        if torch.finfo(buffer.dtype).eps > torch.finfo(wanted).eps:
+            raise ValueError(f"{name} is {str(buffer.dtype).removeprefix('torch.')}, and was {beside[name]}: what is lost does not come back")
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer.to(wanted)
 
 
 def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:

@@ -104,13 +104,15 @@ def _model_drafter(
 
 
 def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
-    """As given; None: what the model's own configuration says, Hugging Face's names."""
+    """As given; None: what the model's own configuration says, Hugging Face's names. A configuration of its generation decides
+    alone, also where it says that nothing ends a text."""
     if eos is None:
-        owners = (getattr(model, "generation_config", None), getattr(model, "config", None))
-        eos = next((found for owner in owners if (found := getattr(owner, "eos_token_id", None)) is not None), None)
-    if eos is None:
+        owner = getattr(model, "generation_config", None)
+        eos = getattr(getattr(model, "config", None) if owner is None else owner, "eos_token_id", None)
+    plain: Any = eos.tolist() if hasattr(eos, "tolist") else eos
+    if plain is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos])
+    return frozenset(plain if isinstance(plain, Iterable) and not isinstance(plain, str) else [plain])
 
 
 #: Settings of Hugging Face's generation that change no token here: what is given to the call instead, and what is bookkeeping.
