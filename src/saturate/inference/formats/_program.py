@@ -152,7 +152,8 @@ def _export(torch: Any, flat: Any, example: list[Any], sizes: Sizes) -> Any:
         auto = torch.export.Dim.AUTO
         shapes = (tuple({dimension: auto for dimension in open_sizes} for open_sizes in sizes),)
     with torch.inference_mode(False), torch.no_grad():
-        exported = torch.export.export(flat, tuple(example), dynamic_shapes=shapes, strict=False)
+        # Copies: an export that fails leaves its marks on the tensors, and the next one would take their sizes for open still.
+        exported = torch.export.export(flat, tuple(tensor.clone() for tensor in example), dynamic_shapes=shapes, strict=False)
     for index, (tensor, open_sizes) in enumerate(zip(_input_values(exported), sizes)):
         for dimension in open_sizes:
             if isinstance(tensor.shape[dimension], int):
@@ -186,11 +187,30 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
     found = next(filter(None, map(problem, cases)), "")
     if found:
         raise ValueError(found)
-    shapes = _shapes(exported, _guarded(torch, exported, batches))
+    shapes = _as_one(_shapes(exported, _guarded(torch, exported, batches)), sizes)
     for name, limits in shapes["ranges"].items():
         if limits[0] <= 2:
             limits[0] = 2 if problem(_with_one(batches[0], shapes["tensors"], name)) else 1
     return shapes
+
+
+def _as_one(shapes: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The same where first dimensions that were one size in the inputs have one name: ids and their mask make one batch, though
+    torch.export may find nothing in the program that says so. Tried with one row alone, each would fail for the other's sake."""
+    names: dict[str, str] = {}      # in the plan: in the program
+    renamed: dict[str, str] = {}
+    ranges = dict(shapes["ranges"])
+    for open_sizes, one in zip(sizes, shapes["tensors"]):
+        name = one["shape"][0] if 0 in open_sizes else None
+        if name not in ranges:
+            continue
+        first = names.setdefault(open_sizes[0], name)
+        if first != name:
+            renamed[name] = first
+            (least, most), (other, another) = ranges[first], ranges.pop(name)
+            ranges[first] = [max(least, other), min((limit for limit in (most, another) if limit is not None), default=None)]
+    tensors = [{**one, "shape": [renamed.get(size, size) for size in one["shape"]]} for one in shapes["tensors"]]
+    return {**shapes, "tensors": tensors, "ranges": ranges}
 
 
 def _alike(torch: Any, expected: Any, got: Any, values: bool) -> bool:
