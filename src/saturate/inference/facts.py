@@ -73,8 +73,7 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         kind=kind or type(model).__name__, device=device, torch=str(torch.__version__),
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters
-                             if one.is_floating_point()})),
+        dtypes=tuple(sorted(formats(model) or _formats_of_answers(torch, model, inputs[0], recording))),
         **_kinds(torch, modules),
         attentions=max(attention_calls, _attention_modules(torch, modules)),
         reused_modules=tuple(name for name, count in calls.items() if count > 1),
@@ -88,6 +87,24 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         trainable=trainable,
         student=student, generates=generates,
     )
+
+
+def formats(model: Any) -> set[str]:
+    """The floating-point formats of a model's numbers: of its parameters; of its buffers where it has none, and where they are wider
+    than the usual ones. A table in a narrow format beside the parameters asks for less than they do."""
+    def of(tensors: Any) -> set[str]:
+        return {str(one.dtype).removeprefix("torch.") for one in tensors if one.is_floating_point()}
+
+    parameters, buffers = of(model.parameters()), of(model.buffers())
+    return parameters | (buffers & {"float64"}) if parameters else buffers
+
+
+def _formats_of_answers(torch: Any, model: Any, batch: tuple[Any, ...], recording: Any) -> set[str]:
+    """Of a model that holds no numbers: those that go in and come out."""
+    with recording():
+        answer = model(*copy.deepcopy(batch))
+    return {str(one.dtype).removeprefix("torch.") for one in (*trees.tensors(torch, batch), *trees.tensors(torch, answer))
+            if one.is_floating_point()}
 
 
 def _kinds(torch: Any, modules: list[Any]) -> dict[str, int]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from saturate.inference import structure
+from saturate.inference import facts, structure
 from saturate.inference.formats import openvino as programs
 from saturate.inference.techniques import _onnx, _onnx_int8
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof
@@ -24,21 +24,21 @@ INTEGER = "I8"
 REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceMean", "ReduceSum", "ReduceSumSquare")
 
 
-def refusal(facts: ModelFacts, packages: tuple[str, ...] = ("onnx", "onnxscript", "openvino")) -> Ineligible | None:
+def refusal(known: ModelFacts, packages: tuple[str, ...] = ("onnx", "onnxscript", "openvino")) -> Ineligible | None:
     """Why OpenVINO cannot execute a model here, or None."""
-    if facts.device != "cpu":
+    if known.device != "cpu":
         return Ineligible("OpenVINO runs on the CPU here; the model is on a GPU")
-    others = [name for name in facts.dtypes if name != "float32"]
+    others = [name for name in known.dtypes if name != "float32"]
     if others:
-        return Ineligible(f"parameters are {', '.join(others)}; these programs of OpenVINO compute float32, or narrower on their own")
-    return _onnx.refusal(facts, packages)
+        return Ineligible(f"its numbers are {', '.join(others)}; these programs of OpenVINO compute float32, or narrower on their own")
+    return _onnx.refusal(known, packages)
 
 
 def needs_float32(context: Context) -> None:
-    """Raise NotApplied where another technique has made the parameters narrower."""
-    narrow = {str(parameter.dtype).removeprefix("torch.") for parameter in context.model.parameters()} - {"float32"}
-    if narrow:
-        raise NotApplied(f"parameters are {', '.join(sorted(narrow))} by now; these programs of OpenVINO compute float32")
+    """Raise NotApplied where another technique has made the model's numbers narrower, or they were others to begin with."""
+    others = facts.formats(context.model) - {"float32"}
+    if others:
+        raise NotApplied(f"its numbers are {', '.join(sorted(others))} by now; these programs of OpenVINO compute float32")
 
 
 def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, precision: str = "f32") -> None:
