@@ -25,7 +25,7 @@ import msgspec
 
 from saturate import __version__
 from saturate.errors import CheckUnusable, EnvironmentProblem, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, folders, guards, here, identity, plan, samples, users_code
+from saturate.inference import checking, confirm, examples, folders, guards, here, identity, plan, samples, users_code
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -100,6 +100,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
             say(note)
+        if objective == "throughput":
+            refuse_one_size(torch, source)
         lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, budget=budget,
                   memory_bytes=memory_limit(source.device), signature=signature_of(model))
         registry = known(_registry.load(), only, skip)
@@ -172,7 +174,18 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
             raise UsageError(f"there is no limit {name!r}", remedy=f"one of {', '.join(LIMITS)}")
         if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
             raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number")
-    return budget or (Budget(max_drop=0.01) if check is not None else None)
+    if budget is not None and not isinstance(budget, Budget):
+        raise UsageError(f"the budget is {budget!r:.100}", cause=f"it is a {type(budget).__name__}, not a saturate.Budget",
+                         remedy="budget=saturate.Budget(max_drop=0.01)")
+    return Budget(max_drop=0.01) if budget is None and check is not None else budget
+
+
+def refuse_one_size(torch: Any, source: Source) -> None:
+    """Raise UsageError for inputs of which no other number of samples can be made: nobody could say what serves most of them."""
+    if examples.of_size(torch, source.inputs(torch)[0], 1) is None:
+        raise UsageError("the objective throughput needs inputs with a batch dimension",
+                         cause="the tensors of a batch do not share a first dimension, so samples cannot be counted, and there is no other batch size",
+                         remedy='objective="latency", or a model that keeps what is no sample in itself (an attribute, functools.partial)')
 
 
 def memory_limit(device: str) -> int | None:
@@ -324,14 +337,17 @@ def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Calla
     rows, race = Serving(lab, torch).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
     record = msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
                                      throughput_ratio_ci=race.speedup_ci if race else None)
-    return record if race is None or race.verdict == "faster" else _serves_no_more(record, race)
+    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race)
 
 
-def _serves_no_more(record: OptimizeRecord, race: Race) -> OptimizeRecord:
-    """The record without a winner: one call answers sooner, but that was not the objective."""
-    undecided = race.verdict == "inconclusive"
-    ratio = "" if race.speedup is None else f"{race.speedup:.2f}x "
-    why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
+def _serves_no_more(record: OptimizeRecord, race: Race | None) -> OptimizeRecord:
+    """The record without a winner: one call answers sooner, but that was not the objective. None: nothing could be raced."""
+    undecided = race is None or race.verdict == "inconclusive"
+    ratio = "" if race is None or race.speedup is None else f"{race.speedup:.2f}x "
+    if race is None:
+        why = "no batch size was served by both, the model and the winner"
+    else:
+        why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
     reason = f"{ratio}samples per second, each at its best batch size: {why}"
     rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
             for one in record.candidates]

@@ -218,6 +218,9 @@ def optimize(
     Raises UsageError, by name, where the model cannot be called rightly, WorkloadFailed where it fails, and
     CheckUnusable; a way that fails costs its row in the table.
     """
+    if budget is not None and not isinstance(budget, Budget):
+        raise UsageError(f"the budget is {budget!r:.100}", cause=f"it is a {type(budget).__name__}, not a saturate.Budget",
+                         remedy="budget=saturate.Budget(max_drop=0.01)")
     if (check is None) != (budget is None):
         raise UsageError(
             "a check needs a budget, and a budget a check", remedy="pass both, or neither for lossless ways alone"
