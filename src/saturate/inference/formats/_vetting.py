@@ -15,6 +15,7 @@ import ast
 import json
 import math
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def compiled(torch: Any, path: Path) -> None:
 
 
 def _records(torch: Any, path: Path, allowed: re.Pattern[str]) -> tuple[Any, list[str]]:
+    _refuse_larger_inside(path)
     try:
         reader = torch._C.PyTorchFileReader(str(path))
         names = reader.get_all_records()
@@ -108,6 +110,20 @@ def _records(torch: Any, path: Path, allowed: re.Pattern[str]) -> tuple[Any, lis
     if strange or len({name.lower() for name in names}) != len(names):
         raise Unsafe(f"it holds {strange[0]!r}, which is no part of such a program" if strange else "it names a record twice")
     return reader, names
+
+
+def _refuse_larger_inside(path: Path) -> None:
+    """torch stores its records as they are; a compressed one could be any number of times as large in memory as in the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise Unsafe(f"it is no .pt2 archive: {error}") from error
+    packed = next((one.filename for one in records if one.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise Unsafe(f"its record {packed!r:.200} is compressed, which torch does to none")
+    if sum(one.file_size for one in records) > path.stat().st_size:
+        raise Unsafe("its records are larger than the file")
 
 
 def _json(reader: Any, name: str) -> dict[str, Any]:
