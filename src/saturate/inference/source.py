@@ -196,6 +196,10 @@ class _Called:
             def forward(self, *inputs: Any) -> Any:
                 return called.call(self.module, *inputs)
 
+        signature = batches.signature_of(called.function(called.module))
+        if signature is not None:       # programs take the names that the user's callable takes
+            own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            Method.forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
         return Method()
 
 
