@@ -143,12 +143,21 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, *, echo: Tex
         return Controls(first, problem=Problem("budget", mismatch, Budget.REMEDY))
     again = scored(check, run, budget.metric, echo=echo)
     if again.scores is None:
-        return Controls(first, problem=again.problem)
+        return Controls(first, problem=_only_once(again.problem))
     spread = abs(first.scores.mean - again.scores.mean)
     problem, notes = _repeatable(first, first.scores, again, again.scores, budget)
     if problem is not None:
         return Controls(first, spread, problem=problem)
     return _against_noise(check, pool, budget, Controls(first, spread, notes=notes), first.scores, echo)
+
+
+def _only_once(problem: Problem | None) -> Problem | None:
+    """What the second run of a check failed of, where the first did not: most likely, data that can be read once."""
+    if problem is None or problem.kind == "run":
+        return problem
+    return Problem(problem.kind, f"it worked once, and failed when it was called a second time: {problem.what}",
+                   "a check is called for every candidate: where its data can be read only once (an iterator, a generator), make that "
+                   "inside of the check; else, fix what changes from call to call")
 
 
 def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
