@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.mark.parametrize(("more", "words"), [
     ({"budget": saturate.Budget(max_drop=0.01)}, "a budget needs a check"), ({"check": 0.5}, "check is not callable"),
+    ({"check": min, "budget": 0.01}, "the budget is 0.01"), ({"check": min, "budget": 0}, "the budget is 0"),
     ({"objective": "speed"}, "no objective 'speed'"), ({"limits": {"p95_ms": 3}}, "no limit 'p95_ms'"),
     ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
     ({"train": [1, 2]}, "`train` is a list"), ({"train": ([], 3)}, "`train.loss` cannot be called"),
@@ -31,6 +32,12 @@ torch = pytest.importorskip("torch")
 def test_arguments_that_mean_nothing(tmp_path: Any, more: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], **{"workdir": tmp_path / "run", "time": "5s", **more})
+
+
+def test_samples_that_cannot_be_counted_are_refused_before_a_search_for_throughput(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="throughput needs inputs with a batch dimension"):
+        saturate.optimize(torch.nn.Bilinear(4, 4, 2), [(torch.zeros(4, 4), torch.zeros(3, 4))], objective="throughput",
+                          workdir=tmp_path / "run", time="5s")
 
 
 @pytest.mark.parametrize("time", ["soon", None, float("nan"), -1, 0])
@@ -112,6 +119,13 @@ def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, 
     won = verdict == "faster"
     assert record.verdict == said and (record.best is not None) is won and (record.artifact is not None) is won
     assert any(one.fate == "kept" for one in record.candidates) is won
+
+
+def test_without_a_race_nobody_serves_more(monkeypatch: Any) -> None:
+    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch: SimpleNamespace(search=lambda *rest: ([], None)))
+    record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+    assert record.verdict == "inconclusive" and record.best is None and record.artifact is None
+    assert any("no batch size was served by both" in one.reason for one in record.candidates)
 
 
 def test_what_was_found_for_another_aim_is_not_taken_over() -> None:

@@ -383,3 +383,9 @@ def test_arrays_and_named_tuples_are_samples_too():
     assert samples.names((torch.zeros(1, 2),)) != samples.names((torch.ones(1, 2),))
     one, other = samples.names((torch.zeros(2, 4), torch.tensor([1.0, 2.0])))       # a sample is all of its inputs
     assert one != other
+
+
+def test_a_check_whose_data_can_be_read_once_is_told_so():
+    calls = iter([right])
+    found = controls(lambda given: [one for ask in calls for one in ask(given)], run, Budget(0.02))
+    assert "called a second time" in found.problem.what and "iterator" in found.problem.remedy

@@ -200,3 +200,21 @@ def test_export_that_ends_its_process_ends_only_the_fork() -> None:
             os._exit(3)
 
     assert facts.try_export(torch, Dies(), (torch.ones(1),), 100) == (False, "torch.export ended its process")
+
+
+def test_precision_is_that_of_all_numbers_a_model_holds() -> None:
+    class Table(torch.nn.Module):
+        def __init__(self, *kinds: Any) -> None:
+            super().__init__()
+            for place, kind in enumerate(kinds):
+                self.register_buffer(f"table{place}", torch.ones(3, dtype=kind))
+
+        def forward(self, x: Any) -> Any:
+            return x * sum(self.buffers())
+
+    x = (torch.rand(2, 3, dtype=torch.float64),)
+    assert observe(Table(torch.float64), x).dtypes == ("float64",)
+    assert observe(Table(), x).dtypes == ("float64",), "what goes in and comes out, where nothing is held"
+    weights = torch.nn.Linear(3, 3)
+    for kind, known in ((torch.float64, {"float32", "float64"}), (torch.bfloat16, {"float32"}), (torch.int64, {"float32"})):
+        assert facts.formats(torch.nn.Sequential(weights, Table(kind))) == known

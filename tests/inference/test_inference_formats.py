@@ -306,6 +306,35 @@ def test_a_branch_on_a_size_that_varies_leaves_the_sizes_on_its_side(tmp_path: P
         exported.save(context_of(model, batches, tmp_path, varying_shapes=True), tmp_path)
 
 
+def test_what_belongs_to_one_batch_is_one_size(tmp_path: Path) -> None:
+    """As with ids and their mask: torch.export may find nothing that says that they are as many."""
+    signature = {"tensors": [{"shape": ["s0", "s1"]}, {"shape": ["s2", "s1"]}, {"shape": ["s3"]}],
+                 "ranges": {"s0": [2, None], "s1": [2, 9], "s2": [1, 64], "s3": [1, None]}}
+    found = _program._as_one(signature, [{0: "batch", 1: "size (4, 5)"}, {0: "batch", 1: "size (4, 5)"}, {0: "size (7, 8)"}])
+    assert found["tensors"] == [{"shape": ["s0", "s1"]}, {"shape": ["s0", "s1"]}, {"shape": ["s3"]}]
+    assert found["ranges"] == {"s0": [2, 64], "s1": [2, 9], "s3": [1, None]}
+
+
+def test_a_size_in_the_answer_is_a_number_where_sizes_are_fixed(tmp_path: Path) -> None:
+    """The plan with open sizes fails, and leaves no mark on what the next one exports."""
+    class Counting(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"o": x * 2, "n": x.shape[0]}
+
+    program = _program.capture(context_of(Counting(), [(torch.ones(4, 3),), (torch.zeros(4, 3),)], tmp_path))
+    assert program.signature["tensors"][0]["shape"] == [4, 3] and program.signature["ranges"] == {}
+
+
+def test_an_archive_that_is_larger_inside_is_not_read(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "model.pt2", "w") as archive:
+        archive.writestr("model/models/model.json", b" " * 100_000, zipfile.ZIP_DEFLATED)
+    for check in (_vetting.exported, _vetting.compiled):
+        with pytest.raises(_vetting.Unsafe, match="is compressed"):
+            check(torch, tmp_path / "model.pt2")
+
+
 def two_pooled_convolutions() -> Any:
     return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.BatchNorm2d(8), torch.nn.MaxPool2d(2),
                                torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 2))

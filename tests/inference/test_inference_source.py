@@ -544,3 +544,19 @@ def test_a_model_of_a_script_can_be_compiled_in_another_process(tmp_path: Path) 
         done = subprocess.run([sys.executable, tmp_path / name, tmp_path / "source"], capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         assert done.returncode == 0, done.stderr
+
+
+def test_a_method_as_a_module_has_the_parameters_of_the_method() -> None:
+    class Two(torch.nn.Module):
+        def score(self, first: Any, scale: Any, second: Any) -> Any:
+            return scale * first - second
+
+    from saturate.inference import source
+    from saturate.inference.formats import _program
+
+    model = Two()
+    called, _ = source._called(torch, functools.partial(model.score, torch.ones(1)))
+    assert _program._parameters(called.as_module(torch)) == ["scale", "second"]
+    called, _ = source._called(torch, model.score)
+    module = called.as_module(torch)
+    assert _program._parameters(module) == ["first", "scale", "second"] and module(1, 2, 3) == -1
