@@ -67,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
         show(nothing(request, "interrupted"))
         raise
     except Exception as bug:
-        show(nothing(request.argv, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        show(nothing(request, f"saturate itself failed: {type(bug).__name__}: {bug}"))
         raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout

@@ -73,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
         show(nothing(asked, "interrupted"))
         raise
     except Exception as bug:
-        show(nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        show(nothing(asked, f"saturate itself failed: {type(bug).__name__}: {bug}"))
         raise
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
