@@ -260,17 +260,17 @@ def test_weights_are_frozen_in_programs_of_its_own_only(monkeypatch: pytest.Monk
     seen: list[bool] = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: (seen.append(inductor.freezing), function(x)))
     for before in (False, True):
-        for freezing in (True, False):
-            monkeypatch.setattr(inductor, "freezing", before)
-            call = runtimes.compiled(torch, torch.nn.Identity(), mode="default", dynamic=False, freezing=freezing)
+        with inductor.patch(freezing=before):           # pytest's own would delete the setting in the end
+            for freezing in (True, False):
+                call = runtimes.compiled(torch, torch.nn.Identity(), mode="default", dynamic=False, freezing=freezing)
+                assert inductor.freezing is before
+                for rows in (1, 2):             # another shape is another compilation, which freezes as well
+                    call(torch.ones(rows))
+                    assert seen.pop() is freezing and inductor.freezing is before
+            failing = runtimes.compiled(torch, torch.nn.Linear(1, 1), mode="default", dynamic=False, freezing=not before)
+            with pytest.raises(RuntimeError):
+                failing(torch.ones(3, 7))
             assert inductor.freezing is before
-            for rows in (1, 2):             # another shape is another compilation, which freezes as well
-                call(torch.ones(rows))
-                assert seen.pop() is freezing and inductor.freezing is before
-    failing = runtimes.compiled(torch, torch.nn.Linear(1, 1), mode="default", dynamic=False, freezing=False)
-    with pytest.raises(RuntimeError):
-        failing(torch.ones(3, 7))
-    assert inductor.freezing is True
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------------------
