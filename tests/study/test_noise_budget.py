@@ -100,7 +100,7 @@ def test_what_fails_beside_another_of_its_kind_is_run_alone(mode, asked, fails, 
     if ends is WorkloadFailed:
         with pytest.raises(WorkloadFailed) as error:
             tune._noise(study, racer, (), end=math.inf)
-        assert error.value.evidence == TAKEN
+        assert error.value.cause == f"crashed: {TAKEN}"
     else:
         assert tune._noise(study, racer, (), end=math.inf) is (kind == "crashed")
         assert racer.mode == ends
