@@ -64,6 +64,19 @@ def test_a_handler_is_told_by_its_frame(kind: str) -> None:
     assert from_signal_handler(caught.value)
 
 
+def test_what_looks_at_its_caller_in_our_own_code_is_no_handler() -> None:
+    """The wrappers of `profile` hold the frame of whoever waits for a tensor."""
+    ours = {"sys": sys, "__name__": "saturate.agent.looks", "TimeUp": TimeUp}
+    exec("def looks():\n    frame = sys._getframe(1)\n    raise TimeUp\n", ours)
+    with pytest.raises(TimeUp) as caught:
+        ours["looks"]()
+    assert not from_signal_handler(caught.value)
+    ours["__name__"] = "the_script_s"
+    with pytest.raises(TimeUp) as caught:
+        ours["looks"]()
+    assert from_signal_handler(caught.value), "the same in another module is taken for one"
+
+
 def test_other_exceptions_are_not_a_handler_s() -> None:
     with pytest.raises(TimeUp) as caught:
         function(1, sys)

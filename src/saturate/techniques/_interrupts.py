@@ -25,5 +25,7 @@ def _interrupts_its_caller(frame: Any) -> bool:
     caller = frame.f_back
     if caller is None or frame.f_code.co_name == "<module>":    # the variables of a module are not arguments
         return False
+    if str(frame.f_globals.get("__name__")).startswith("saturate."):     # code of ours looks at its caller, and handles no signals
+        return False
     return any(value is caller or (type(value) is tuple and any(one is caller for one in value))    # of `*arguments`
                for value in frame.f_locals.values())
