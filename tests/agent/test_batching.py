@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler  # noqa: E402
 
 from saturate.agent import batching, extents, seams  # noqa: E402
+from saturate.agent.optimizers import Optimizers  # noqa: E402
 
 
 class Numbers(Dataset):
@@ -33,7 +34,7 @@ class Stream(IterableDataset):
 def session():
     """What the agent's session gives to batching; torch is as it was afterwards."""
     found = types.SimpleNamespace(torch=torch, plan={"fit": {}}, undo=[], asleep=False, backwards=0, batching=None,
-                                  context=types.SimpleNamespace(device="cpu", modules=()), living_optimizers=list, leaves=[])
+                                  context=types.SimpleNamespace(device="cpu", modules=()), optimizers=Optimizers(), leaves=[])
 
     def guard(function, *arguments):
         return function(*arguments)

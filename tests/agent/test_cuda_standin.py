@@ -82,7 +82,7 @@ def test_devices_are_those_of_the_parameters():
 def test_a_loss_that_is_written_over_was_recorded_as_it_was():
     """A replayed CUDA graph writes its outputs where they were; reading them after that raises."""
     made = session(Cuda())
-    made.stepping, made.constructed = 1, [lambda: None]     # neither the step nor what is trained is looked for here
+    made.stepping, made.optimizers.built = 1, [lambda: None]     # neither the step nor what is trained is looked for here
     made.recording, made.watchdog = True, Watchdog("warn")
     loss = torch.tensor(3.0)
     made.backward_ends(loss)

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from saturate.agent import inspection, motif, observe
+from saturate.agent.optimizers import Optimizers
 from saturate.study import baseline
 from saturate.trial.process import TrialEnded
 from saturate.verify import series
@@ -205,7 +206,7 @@ def test_weights_that_are_computed_are_not_asked_for_gradients(recwarn):
     trained, fast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     fast._parameters["weight"] = trained.weight * 2
     (fast(torch.ones(1, 2)).sum() + trained(torch.ones(1, 2)).sum()).backward()
-    session = types.SimpleNamespace(torch=torch, living_optimizers=tuple, leaves=[])
+    session = types.SimpleNamespace(torch=torch, optimizers=Optimizers(), leaves=[])
     found = {id(parameter) for parameter in observe.trained_parameters(session)}
     assert {id(trained.weight), id(trained.bias), id(fast.bias)} <= found and id(fast._parameters["weight"]) not in found
     assert not [warning for warning in recwarn if "non-leaf" in str(warning.message)]
@@ -550,5 +551,5 @@ def test_optimizers_of_a_kind_are_one_entry_of_the_motif() -> None:
     """Pyro has one for each parameter."""
     optimizers = [type("Adam", (), {})() for _ in range(3)] + [type("SGD", (), {})()]
     step = motif.Step("S3", 2, ("B", "S0", "S1", "S2", "S3", "B", "S3"))
-    seen = types.SimpleNamespace(session=types.SimpleNamespace(step=step, living_optimizers=lambda: optimizers), calls=1)
+    seen = types.SimpleNamespace(session=types.SimpleNamespace(step=step, optimizers=types.SimpleNamespace(living=lambda: optimizers)), calls=1)
     assert inspection.Inspection.describe(seen) == "forward x1, backward x2, Adam.step x3, SGD.step x2"

@@ -120,10 +120,11 @@ def test_what_is_known_of_optimizers_that_are_gone_does_not_grow():
         session.constructs(optimizer)
         session.step_ends(optimizer)
         if number < 200:
-            assert session._name(optimizer) == "S0" and session.living_optimizers() == [optimizer]
+            assert session._name(optimizer) == "S0" and session.optimizers.living() == [optimizer]
             assert session.boundaries == number + 1
         del optimizer
     assert not session.dead and session.counts["S0"] == 200
-    for table in (session.optimizers, session.names, session.held, session.roles, session.stepped, session.moved_to, session.step_counts):
+    known = session.optimizers
+    for table in (known.by_name, known._names, known.held, known.roles, known.stepped, known.moved_to, known.counts):
         assert len(table) <= 3, table
-    assert len(session.constructed) <= 130
+    assert len(known.built) <= 130

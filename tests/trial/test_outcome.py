@@ -105,6 +105,14 @@ def test_a_time_limit_of_the_commands_own_is_named() -> None:
     assert ended.kind == "exited" and "`timeout`" in ended.reason and "take `timeout` out" in ended.remedy
 
 
+@pytest.mark.parametrize("kills, kind", [(0, "killed_by_signal"), (1, "out_of_memory_host"), (None, "out_of_memory_host")])
+@pytest.mark.parametrize("end", [{"ended": "signal", "signal": 9}, {"ended": "exit", "code": 137}])
+def test_sigkill_is_want_of_memory_where_the_kernel_counts_one_or_does_not_say(end, kills, kind) -> None:
+    """Seen: `timeout -s KILL 60 python train.py` was told to lower its batch size."""
+    ended = outcome.classify({**end, "out_of_memory": kills}, "epoch 3\n", 0, True, None)
+    assert ended.kind == kind and ("`timeout -s KILL`" in ended.remedy) is (kills == 0)
+
+
 @pytest.mark.parametrize("said", [
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_25494_2589082127_0>: No space left on device (28)",
     "RuntimeError: unable to open shared memory object </torch_7_1_0> in read-write mode: No space left on device (28)",

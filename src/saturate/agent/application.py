@@ -62,7 +62,7 @@ def advance(session: Any) -> None:
         session.inspection.finish()
         session.context.device = session.inspection.device
         session.context.differentiates_gradients = session.inspection.differentiates_gradients
-        place(session, session.inspection.modules, tuple(session.living_optimizers()))
+        place(session, session.inspection.modules, tuple(session.optimizers.living()))
         session.phase = "active"
         session.loaders_known = session.plan["mode"] == "run"
         report_run(session)

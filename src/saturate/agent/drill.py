@@ -111,7 +111,7 @@ class Drill:
         event = {"at": token, "t_ns": time.monotonic_ns(), "losses": [float(loss.double().sum()) for loss in losses],
                  "inputs": self._inputs, "batches": self._batches, "weights": self._weights()}
         if token != "B":
-            optimizer = session.optimizers[token]()
+            optimizer = session.optimizers.by_name[token]()
             event["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             event["counters"] = _counters(optimizer)
         self._inputs, self._batches, self._stack = [], [], []
@@ -156,10 +156,9 @@ class Drill:
     def _weights(self, module: Any = None) -> str | None:
         """What stands for all trained parameters as they are now, whatever the order of the optimizers; None before anything is
         known of them. Until the step is known more optimizers may be built: Pyro builds one for each parameter."""
-        if not self._parameters or (self.session.step is None and len(self.session.constructed) != self._optimizers):
-            self._optimizers = len(self.session.constructed)
-            held = [p for reference in self.session.constructed if (optimizer := reference()) is not None
-                    for group in optimizer.param_groups for p in group["params"]]
+        if not self._parameters or (self.session.step is None and len(self.session.optimizers.built) != self._optimizers):
+            self._optimizers = len(self.session.optimizers.built)
+            held = [p for optimizer in self.session.optimizers.constructed() for group in optimizer.param_groups for p in group["params"]]
             held = held or (list(module.parameters()) if module is not None else [])
             held = [p for p in held if p.requires_grad]
             held = ordering.of_training(self.torch, held, {})

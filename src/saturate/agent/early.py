@@ -56,7 +56,7 @@ class FirstForward:
 
         @functools.wraps(original)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if session.constructed and not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            if session.optimizers.built and not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
                 session.guard(self._called, module)
             return original(module, *args, **kwargs)
 
@@ -68,7 +68,7 @@ class FirstForward:
         if session.asleep:
             return
         self.calls += 1
-        optimizers = [o for reference in session.constructed if (o := reference()) is not None and "param_groups" in vars(o)]
+        optimizers = [o for o in session.optimizers.constructed() if "param_groups" in vars(o)]
         trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
         if session.phase == "active" or self.calls > MOST_CALLS:
             self._restore()
@@ -155,11 +155,9 @@ class _Before:
     """A session before its first step."""
 
     def __init__(self, session: Any, inspection: _NothingSeen, optimizers: tuple[Any, ...]):
-        self._session, self.inspection, self._optimizers = session, inspection, optimizers
+        self._session, self.inspection = session, inspection
+        self.optimizers = types.SimpleNamespace(living=lambda: optimizers)
         self.step = types.SimpleNamespace(micro_steps=1)
-
-    def living_optimizers(self) -> tuple[Any, ...]:
-        return self._optimizers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

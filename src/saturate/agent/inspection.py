@@ -232,7 +232,7 @@ class Inspection:
         """The step in words: "forward x1, backward x4, AdamW.step". Neighbours of a kind are one entry, "Adam.step x36": some scripts
         have an optimizer for each parameter."""
         step = self.session.step
-        names = [type(o).__name__ for o in self.session.living_optimizers()]
+        names = [type(o).__name__ for o in self.session.optimizers.living()]
         words = [f"forward x{self.calls}"] if self.calls else []
         backwards = sum(token == "B" for token in step.tokens)
         if backwards:
@@ -253,8 +253,8 @@ class Inspection:
         session = self.session
         backwards = max(1, session.counts.get("B", 0))
         found = []
-        for optimizer in session.living_optimizers():
-            times = round(session.steps_of(optimizer) * session.step.count / backwards)
+        for optimizer in session.optimizers.living():
+            times = round(session.optimizers.steps_of(optimizer) * session.step.count / backwards)
             found.append(f"{type(optimizer).__name__}.step" + (f" x{times}" if times > 1 else "" if times else " now and then"))
         return found
 

@@ -38,7 +38,7 @@ def memory(session: Any) -> dict[str, int]:
     roots = session.context.modules
     held = [*parameters, *(p for m in roots for p in m.parameters()), *(b for m in roots for b in m.buffers())]
     gradients = [p.grad for p in held if getattr(p, "grad", None) is not None]
-    states = [value for o in session.living_optimizers() for state in o.state.values()
+    states = [value for o in session.optimizers.living() for state in o.state.values()
               for value in observe.tensors_of(session.torch, state)]
     device = session.context.device
     return {"parameters": bytes_of(held, device), "gradients": bytes_of(gradients, device),

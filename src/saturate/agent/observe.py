@@ -64,7 +64,7 @@ def remember_modules(torch: Any) -> None:
 def trained_parameters(session: Any) -> list[Any]:
     """What the optimizers hold; without an optimizer, every module parameter that has a gradient; without those, the
     plain tensors that backward passes reach."""
-    held = [p for o in session.living_optimizers() for group in o.param_groups for p in group["params"]]
+    held = [p for o in session.optimizers.living() for group in o.param_groups for p in group["params"]]
     if held:
         return held
     found = {id(p): p for m in all_modules(session.torch) for p in m._parameters.values()
@@ -232,7 +232,7 @@ def facts(session: Any) -> dict[str, Any]:
         save_bytes=sum(size for size, _ in session.saves),
         save_s=sum(took for _, took in session.saves) / 1e9,
         modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),
-        optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
+        optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
         packages=_packages(),
         machine=MachineFacts(cpu_bf16_native=_cpu_flag(torch, "_is_avx512_bf16_supported"),
@@ -342,7 +342,7 @@ def evidence(session: Any) -> dict[str, Any]:
         compile_s=_compile_seconds(dynamo),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
         live_workers=sum(w.is_alive() for w in workers),
-        optimizers=tuple(_optimizer_facts(torch, o) for o in session.living_optimizers()),
+        optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
         threads=torch.get_num_threads(),
         allow_tf32=_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,

@@ -177,7 +177,7 @@ class Sampling(Window):
 
         session.step_begins, session.step_ends = step_begins, step_ends
         self.on_undo(lambda: (vars(session).pop("step_begins"), vars(session).pop("step_ends")))
-        owners = {next(cls for cls in type(o).__mro__ if "zero_grad" in vars(cls)) for o in session.living_optimizers()}
+        owners = {next(cls for cls in type(o).__mro__ if "zero_grad" in vars(cls)) for o in session.optimizers.living()}
         for owner in owners:
             self.replace(owner, "zero_grad", self.parts.around("optimizer", owner.zero_grad))
 

@@ -98,9 +98,9 @@ def _scaler(session: Any, torch: Any) -> None:
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = session.steps_of(optimizer)
+        before = session.optimizers.steps_of(optimizer)
         result = original(self, optimizer, *args, **kwargs)
-        if session.steps_of(optimizer) == before and self.is_enabled():
+        if session.optimizers.steps_of(optimizer) == before and self.is_enabled():
             session.step_ends(optimizer)    # skipped for an overflow: still an attempt, and the end of a step
         if self.is_enabled():
             session.grad_scaler, session.scaler = True, weakref.ref(self)

@@ -17,6 +17,7 @@ import weakref
 from typing import Any
 
 from saturate.agent import leaves, motif, observe, override, succession, takeover, threadbound
+from saturate.agent.optimizers import Optimizers
 from saturate.techniques._interrupts import from_signal_handler
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
@@ -63,23 +64,13 @@ class Session:
         self.occurrences = 0
         self.boundaries = 0
         self.backwards = 0
-        self.optimizers: dict[str, weakref.ref[Any]] = {}       # by name, those that stepped; the dead are forgotten: see `_meet`
-        self.names: dict[int, str] = {}
-        self.named = 0
-        self.held: dict[str, weakref.WeakValueDictionary[int, Any]] = {}       # parameters by part; see agent.succession
-        self.roles: dict[str, str] = {}         # successors of the step's optimizers
+        self.optimizers = Optimizers()
         self.succeeded = 0                      # how often roles were given
         self.succession: succession.Succession | None = None
-        self.stepped: dict[str, weakref.ref[Any]] = {}          # optimizers by name, the latest that stepped last
+        self.lagging = 0                        # steps of optimizers that techniques do not act on
         self.placed = 0                         # how often techniques were applied to what is trained
         self.placed_at = sys.maxsize            # boundaries before the latest time
-        self.moved_to: set[str] = set()         # optimizers that techniques act on, or did
-        self.lagging = 0                        # steps of optimizers that techniques do not act on
-        self.steps_before: dict[int, int] = {}  # `step_counts` at the latest gate
-        self.constructed: list[weakref.ref[Any]] = []
-        self._crowded = 64                      # as many are looked through for dead ones
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
-        self.step_counts: dict[int, int] = {}
         self.stepping: list[int] = []           # optimizers whose steps are under way, by id
         self._stepper: weakref.ref[Any] | None = None   # whose step is under way
         self._evaluations = 0                           # of its closure, in this step
@@ -251,7 +242,7 @@ class Session:
             self.guard(self._saw_loss, tensors)
         if self.capture is not None:
             self.guard(self.capture.saw_backward, self.torch, tensors)
-        if not self.constructed and not self.leaves:
+        if not self.optimizers.built and not self.leaves:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:
             self.guard(self._token, "B")
@@ -298,7 +289,7 @@ class Session:
             return
         if self.splitting:
             self._add_part("optimizer")
-        self.step_counts[id(optimizer)] = self.step_counts.get(id(optimizer), 0) + 1
+        self.optimizers.count(optimizer)
         self.guard(self._stepped, optimizer)
 
     def _not_stepping(self, optimizer: Any) -> None:
@@ -308,74 +299,34 @@ class Session:
     def _stepped(self, optimizer: Any) -> None:
         self._token(self._name(optimizer))
 
-    def steps_of(self, optimizer: Any) -> int:
-        return self.step_counts.get(id(optimizer), 0)
-
     def _add_part(self, part: str) -> None:
         if self.gate is not None:
             self.gate.parts[part] = self.gate.parts.get(part, 0) + _CLOCK() - self._began
 
     def constructs(self, optimizer: Any) -> None:
         """An optimizer is being built: a step is not known before it has stepped as well."""
-        if self.asleep:
-            return
-        if len(self.constructed) >= self._crowded:
-            self.constructed = [reference for reference in self.constructed if reference() is not None]
-            self._crowded = 64 + 2 * len(self.constructed)
-        self.constructed.append(weakref.ref(optimizer))
+        if not self.asleep:
+            self.optimizers.add_built(optimizer)
 
     def unsettled(self) -> bool:
         """Whether an optimizer still waits for its first step: five critic steps look like steps until the generator's.
         Not for ever: some optimizers are built and never used."""
         if self.plan.get("step") or self.boundaries > MOST_WAITING_STEPS or _CLOCK() - self._woke > MOST_WAITING_NS:
             return False
-        return self._waiting()
-
-    def _waiting(self) -> bool:
-        """Whether an optimizer that was built has not stepped yet."""
-        stepped = {id(optimizer) for optimizer in self.living_optimizers()}
-        return any((o := reference()) is not None and id(o) not in stepped for reference in self.constructed)
+        return self.optimizers.waiting()
 
     def _await(self) -> None:
         """Look out for the step that the user named; one that does not exist here is reported."""
         self.awaited = not override.seen(self.step, self.counts)
-        if self.awaited and override.hopeless(self.counts, self._waiting):
+        if self.awaited and override.hopeless(self.counts, self.optimizers.waiting):
             self._give_up()
 
     def _name(self, optimizer: Any) -> str:
-        name = self.names.get(id(optimizer))
-        if name is None or self.optimizers[name]() is not optimizer:
-            name = self._meet(optimizer)
-        self.stepped[name] = self.stepped.pop(name, None) or weakref.ref(optimizer)
-        return self.roles.get(name, name)
-
-    def _meet(self, optimizer: Any) -> str:
-        """Name an optimizer that steps for the first time. Scripts may build one for every step, so the dead are forgotten here."""
-        for key, name in list(self.names.items()):
-            if self.optimizers[name]() is None:
-                self._forget(name, key, counted=key != id(optimizer))
-        name = f"S{self.named}"
-        self.named += 1
-        self.names[id(optimizer)] = name
-        self.optimizers[name] = weakref.ref(optimizer)
-        if succession.meet(self, name, optimizer) and not self.plan.get("step"):
+        """The part that this optimizer plays, whose step has ended or is under way."""
+        name, new = self.optimizers.name(optimizer)
+        if new and succession.meet(self, name, optimizer) and not self.plan.get("step"):
             self._rediscover()
-        return name
-
-    def _forget(self, name: str, key: int, counted: bool) -> None:
-        """An optimizer is gone. `counted`: the steps at its id are its own, and no living one's."""
-        del self.optimizers[name], self.names[key]
-        self.stepped.pop(name, None)
-        self.moved_to.discard(name)
-        if counted:
-            self.step_counts.pop(key, None)
-            self.steps_before.pop(key, None)
-        if not self.held.get(name):     # nothing lives any more that a successor could hold as well
-            self.held.pop(name, None)
-            self.roles.pop(name, None)
-
-    def living_optimizers(self) -> list[Any]:
-        return [optimizer for reference in self.optimizers.values() if (optimizer := reference()) is not None]
+        return self.optimizers.roles.get(name, name)
 
     @property
     def steps_seen(self) -> int:
@@ -412,7 +363,7 @@ class Session:
 
     def _discover(self, token: str) -> None:
         self.tokens.append(token)
-        if token == "B" and not self.optimizers:
+        if token == "B" and not self.optimizers.by_name:
             self.changes.append(self.watch.changed(self))
             found = motif.find_manual(self.changes)
             if found is not None:

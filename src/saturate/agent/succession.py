@@ -24,7 +24,7 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
     if known and any(token != "B" for token in step.tokens) and not session.plan.get("drill"):
         part, role = _predecessor(session, optimizer)
         if role is not None:
-            session.roles[name] = role
+            session.optimizers.roles[name] = role
             session.succeeded += 1
             _hold(session, part, optimizer)
             return False
@@ -37,15 +37,15 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
 
 def _hold(session: Any, part: str, optimizer: Any) -> None:
     """Remember parameters, as long as they live, by the name of the first optimizer that held some of them."""
-    held = session.held.setdefault(part, weakref.WeakValueDictionary())
+    held = session.optimizers.held.setdefault(part, weakref.WeakValueDictionary())
     held.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
 
 
 def _predecessor(session: Any, optimizer: Any) -> tuple[str, str | None]:
     """Of the known step's optimizers the one whose parameters this one holds as well: its name in `held`, and its role."""
     mine = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, held in session.held.items():
-        role = session.roles.get(name, name)
+    for name, held in session.optimizers.held.items():
+        role = session.optimizers.roles.get(name, name)
         if role in session.step.tokens and any(held.get(id(p)) is p for p in mine):
             return name, role
     return "", None
@@ -59,7 +59,7 @@ def follow(session: Any, token: str) -> str:
     if roles is None:
         return token
     watch.recount(session.counts)
-    session.roles.update(roles)
+    session.optimizers.roles.update(roles)
     session.succeeded += 1
     session.step, session.phase = watch.step, watch.phase
     session.occurrences = watch.step.count - 1
@@ -70,14 +70,15 @@ def follow(session: Any, token: str) -> str:
 
 def at_work(session: Any) -> list[Any]:
     """Parameters of the optimizers that stepped since the last call: the others' stand still until their turn."""
-    before, session.steps_before = session.steps_before, dict(session.step_counts)
-    stepped = [o for o in session.living_optimizers() if session.step_counts.get(id(o)) != before.get(id(o))]
+    optimizers = session.optimizers
+    before, optimizers.counts_before = optimizers.counts_before, dict(optimizers.counts)
+    stepped = [o for o in optimizers.living() if optimizers.steps_of(o) != before.get(id(o), 0)]
     return [p for o in stepped for group in o.param_groups for p in group["params"]]
 
 
 def players(session: Any) -> list[Any]:
     """The optimizers that play the step's parts now: of each part, the one that stepped last."""
-    last = {session.roles.get(name, name): reference for name, reference in session.stepped.items()}
+    last = {session.optimizers.roles.get(name, name): reference for name, reference in session.optimizers.stepped.items()}
     return [optimizer for reference in last.values() if (optimizer := reference()) is not None]
 
 

@@ -16,9 +16,9 @@ def due(session: Any) -> bool:
     """Asked at the end of a step: whether it is time to move."""
     parts = len(set(session.step.tokens) - {"B"})
     served = {id(optimizer) for optimizer in session.context.optimizers}
-    missed = [name for name, reference in itertools.islice(reversed(session.stepped.items()), parts) if id(reference()) not in served]
+    missed = [name for name, reference in itertools.islice(reversed(session.optimizers.stepped.items()), parts) if id(reference()) not in served]
     session.lagging = session.lagging + 1 if missed else 0
-    return not session.moved_to.issuperset(missed) or session.lagging >= succession.PERIODS
+    return not session.optimizers.moved_to.issuperset(missed) or session.lagging >= succession.PERIODS
 
 
 def move(session: Any) -> None:
@@ -28,7 +28,7 @@ def move(session: Any) -> None:
     optimizers = succession.players(session)
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     session.lagging = 0
-    session.moved_to.update(session.stepped)
+    session.optimizers.moved_to.update(session.optimizers.stepped)
     application.place(session, _modules(session, trained), tuple(optimizers))
     application.report_run(session)
     if session.gate is not None:

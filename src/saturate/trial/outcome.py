@@ -103,6 +103,9 @@ _IN_THE_FOREGROUND = "run the training in the foreground, such that the command 
 _TIMEOUT_CODE = 124
 _TIMEOUT_REMEDY = "take `timeout` out of the command, or give it longer than --budget: saturate ends the command itself"
 
+_SIGKILL_REMEDY = ("find out what sent it: `timeout -s KILL`, a limit of the job, a service that ends programs before memory runs out "
+                   "(systemd-oomd, earlyoom), or the command itself")
+
 _TRACEBACK = "Traceback (most recent call last)"
 #: Between the exceptions of one chain.
 _CHAINS = ("During handling of the above exception, another exception occurred:",
@@ -150,6 +153,9 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("crashed", _raised(log) or "an exception ended the process that trained, while the command goes on")
     number = -code if code < 0 else code - 128
     if number in _SIGNALS:
+        if number == signal.SIGKILL and report.get("out_of_memory") == 0:
+            return Outcome("killed_by_signal", "ended by SIGKILL, and not by the kernel for want of memory (its count of those did not grow)",
+                           _SIGKILL_REMEDY)
         if number == signal.SIGKILL:
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
                            _REMEDIES["out_of_memory_host"])

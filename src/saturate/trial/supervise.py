@@ -7,7 +7,8 @@ controller: end of file means that the controller is gone, by whatever signal, a
 fork of the controller may hold the pipe open. The workload's output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
 
 Standard library only. It writes one JSON line to its standard output when the workload has ended; in it, `left` is
-how many processes of the tree still ran then.
+how many processes of the tree still ran then, and `out_of_memory` how many processes of this machine the kernel killed for
+want of memory meanwhile (null where it does not say).
 """
 
 import ctypes
@@ -98,6 +99,16 @@ def _run_workload(spec, output, asks):
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def kills_for_memory():
+    """How many processes the kernel has killed for want of memory since the machine started, those below a limit of a container
+    included; None where it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None
+
+
 def main(path):
     with open(path, encoding="utf-8") as file:
         spec = json.load(file)
@@ -122,6 +133,7 @@ def main(path):
 
         made = cage.CagePlan.from_json(spec["cage"])
         asks, attributes = metadata.channel(lambda path: cage.may_change(made, path, older or set()))
+    killed_before = kills_for_memory()
     workload = os.fork()
     if workload == 0:
         signal.set_wakeup_fd(-1)
@@ -146,6 +158,8 @@ def main(path):
     _drain(reader, log)
     log.close()
     report = {"ended": "killed"} if status is None else _describe(status)
+    killed = kills_for_memory()
+    report["out_of_memory"] = None if killed is None or killed_before is None else killed - killed_before
     try:
         os.write(1, json.dumps({**report, "left": left, "log_problem": log.problem}).encode() + b"\n")
     except BrokenPipeError:
