@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from saturate.inference import guards
@@ -303,5 +305,16 @@ def test_other_batches_are_cut_from_the_first_one():
     assert [batch[0].shape[0] for batch in found] == [1, 5]
     assert torch.equal(found[1][1], y[:5]) and found[0][2] == 0.5
     assert [batch[0].shape[0] for batch in guards.other_batches([(x[:2],)])] == [1]
-    for none in ([], [(x[:1],)], [(x, y[:3])], [(x, "text")], [(torch.tensor(1.0),)]):
+    for none in ([], [(x[:1],)], [(x, y[:3])], [(x, "text")], [(torch.tensor(1.0),)], [(x, 7)], [(x, types.MappingProxyType({"y": y}))]):
         assert guards.other_batches(none) == []
+    nested = guards.other_batches([(torch.tensor(0.5), {"x": x, "more": [y, None]}, True, 0.5, 3)])
+    assert [guards.size_of(batch) for batch in nested] == [1, 5]
+    assert torch.equal(nested[1][1]["more"][0], y[:5]) and nested[1][1]["more"][1] is None and nested[1][2:] == (True, 0.5, 3)
+
+
+def test_fractions_inside_of_containers_are_moved_as_well():
+    inputs = [({"x": torch.ones(3)}, None, [torch.arange(2)])]
+    moved = guards.perturbed(torch, inputs)
+    assert (moved[0][0]["x"] - 1).abs().max() == torch.finfo(torch.float32).eps and moved[0][1] is None
+    assert torch.equal(moved[0][2][0], torch.arange(2)) and torch.equal(inputs[0][0]["x"], torch.ones(3))
+    assert guards.perturbed(torch, [({"x": torch.arange(2)},)]) is None

@@ -128,31 +128,53 @@ def missing(outputs: Batches) -> float:
 
 def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """A batch of one sample and a partial one, cut from the first batch; none where it has no batch dimension, one
-    sample only, or a tensor that is not dense and cannot be cut. Worth a comparison where the baseline takes them."""
+    sample only, a tensor that is not dense, or anything else that may belong to the samples (a text, the number of them).
+    Worth a comparison where the baseline takes them."""
     if not inputs:
         return []
-    tensors = samples.tensors(inputs[0])
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
-    if len(sizes) != 1 or not all(samples.is_tensor(value) and _dense(value) for value in inputs[0]):
+    leaves = list(samples.leaves(inputs[0]))
+    sizes = {leaf.shape[0] for leaf in leaves if samples.is_tensor(leaf) and leaf.dim()}
+    if len(sizes) != 1:
         return []
     size = sizes.pop()
-    return [tuple(tensor[:count] if tensor.dim() else tensor for tensor in inputs[0])
-            for count in sorted({1, size - size // 3} - {size, 0})]
+    if not all(_dense(leaf) if samples.is_tensor(leaf) else _no_sample(leaf, size) for leaf in leaves):
+        return []
+    counts = sorted({1, size - size // 3} - {size, 0})
+    try:
+        return [samples.mapped(inputs[0], lambda tensor, count=count: tensor[:count] if tensor.dim() else tensor) for count in counts]
+    except TypeError:       # a container that cannot be made anew
+        return []
+
+
+def size_of(batch: tuple[Any, ...]) -> int:
+    """How many samples a batch of `other_batches` holds."""
+    return int(next(tensor.shape[0] for tensor in samples.tensors(batch) if tensor.dim()))
+
+
+def _no_sample(leaf: Any, size: int) -> bool:
+    """Whether it stays as it is in a batch of another size: a setting. A number may be that of the samples."""
+    return leaf is None or isinstance(leaf, (bool, float)) or (isinstance(leaf, int) and leaf != size)
 
 
 def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]] | None:
     """The same batches with every fraction moved by one rounding of its format, up or down; None where there is none."""
     generator = torch.Generator().manual_seed(0)
 
-    def moved(value: Any) -> Any:
-        if not samples.is_tensor(value) or not value.is_floating_point() or not _dense(value):
-            return value
-        sign = 2 * torch.randint(2, value.shape, generator=generator).to(value) - 1
-        return value * (1 + sign * torch.finfo(value.dtype).eps)
+    def movable(tensor: Any) -> bool:
+        return tensor.is_floating_point() and _dense(tensor)
 
-    if not any(samples.is_tensor(value) and value.is_floating_point() and _dense(value) for batch in inputs for value in batch):
+    def moved(tensor: Any) -> Any:
+        if not movable(tensor):
+            return tensor
+        sign = 2 * torch.randint(2, tensor.shape, generator=generator).to(tensor) - 1
+        return tensor * (1 + sign * torch.finfo(tensor.dtype).eps)
+
+    if not any(map(movable, samples.tensors(inputs))):
         return None
-    return [tuple(map(moved, batch)) for batch in inputs]
+    try:
+        return [samples.mapped(batch, moved) for batch in inputs]
+    except TypeError:       # a container that cannot be made anew
+        return None
 
 
 def _dense(tensor: Any) -> bool:

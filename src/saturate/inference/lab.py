@@ -209,7 +209,7 @@ class Lab:
                 answer = self._taken(worker, batch)
             except WorkerFailed as error:
                 worker.close()
-                size = samples.tensors(batch)[0].shape[0]
+                size = guards.size_of(batch)
                 return self.baseline(), [f"other batch sizes were not tried: with {size} {_ended(error)}"]
             if answer is not None:
                 self.others.append((batch, answer))
@@ -228,7 +228,7 @@ class Lab:
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
         """What is wrong on batches of other sizes that the model takes. A compiler may compile again for each."""
         for batch, expected in self.others:
-            size = samples.tensors(batch)[0].shape[0]
+            size = guards.size_of(batch)
             try:
                 got = samples.tensors(worker.run(*batch))
             except WorkerFailed as error:

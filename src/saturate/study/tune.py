@@ -33,7 +33,7 @@ from saturate.report import words
 from saturate.study import baseline, deadline, fitting, profile, sources, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
-from saturate.study.ending import Interrupted, failed_again, in_our_words
+from saturate.study.ending import OURS, Interrupted, failed_again, in_our_words
 from saturate.study.racing import Racer, Result
 from saturate.study.search import CannotVerify, Search
 from saturate.study.state import Request, Study
@@ -273,7 +273,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         if ended.outcome.kind == "too_short":
             study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
             return False
-        if racer.mode == "concurrent" and study.request.race_mode == "auto":
+        if racer.mode == "concurrent" and study.request.race_mode == "auto" and ended.outcome.kind not in OURS:
             # A lock, a port, a device that serves one process: what fails beside another of its kind may run alone.
             baseline.alternate(study, f"it failed beside another of its kind ({ended.outcome.reason})")
             racer.alternate()
