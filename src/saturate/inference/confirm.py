@@ -91,12 +91,13 @@ def promising(found: Tried, search: Search) -> bool:
 
 
 def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
-             deadline_s: float) -> tuple[Confirmed | None, Race | None]:
+             deadline_s: float, mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
     loaded from its artifact and over many more calls than a screening has; else it gives way to the next one. None: no
-    contender did, each has its fate; what is still `waiting` had no turn."""
+    contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
+    search's own)."""
     for _ in range(MOST):
-        won = winner(search, yard, failed, check_failed, search.mend)
+        won = winner(search, yard, failed, check_failed, search.mend if mend is None else mend)
         if won is None:
             break
         try:
