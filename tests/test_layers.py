@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
     "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report", "checkpoints", "data"},
     "trial": {"records", "machine.redaction"},
-    "agent": {"techniques", "checkpoints", "data", "measure.placement", "records.facts", "trace._arguments", "trace._matrix_costs"},
+    "agent": {"techniques", "checkpoints", "data", "measure.placement", "records.addresses", "records.facts", "trace._arguments", "trace._matrix_costs"},
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": set(),
     "data": {"checkpoints.durable"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,70 @@ def test_arguments_do_not_reach_the_network(fakes):
 
 def test_the_fakes_would_show_a_contact(fakes):
     assert {"LOGIN", "CONTACT", "wandb online /elsewhere", "neptune async"} <= set(_run(fakes, ""))
+
+
+def test_mlflow_is_kept_from_other_machines_only(tmp_path):
+    """A store on this machine is part of what a script finds: a run that it goes on with lies there."""
+    assert not [name for name in environment_offline(tmp_path, {}) if name.startswith("MLFLOW")]
+    for here in ("sqlite:///mlflow.db", "file:///data/mlruns", "mlruns"):
+        assert "MLFLOW_TRACKING_URI" not in environment_offline(tmp_path, {"MLFLOW_TRACKING_URI": here})
+    found = environment_offline(tmp_path, {"MLFLOW_TRACKING_URI": "https://example.org", "MLFLOW_REGISTRY_URI": "databricks-uc"})
+    assert found["MLFLOW_TRACKING_URI"] == found["MLFLOW_REGISTRY_URI"] == f"file://{tmp_path}/trackers/mlruns"
+    assert found["MLFLOW_ALLOW_FILE_STORE"] == "true", "newer versions refuse to keep files without it"
+
+
+MLFLOW = {
+    "mlflow/__init__.py": "from mlflow.tracking._tracking_service.utils import set_tracking_uri\n",
+    "mlflow/tracking/__init__.py": "",
+    "mlflow/tracking/_tracking_service/__init__.py": "",
+    "mlflow/tracking/_tracking_service/utils.py": """
+        import os
+        def set_tracking_uri(uri): print("set", uri)
+        def _resolve_tracking_uri(uri=None): return uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        def _get_store(store_uri=None, artifact_uri=None): print("store", _resolve_tracking_uri(store_uri), artifact_uri)
+        """,
+    "mlflow/client.py": """
+        from mlflow.tracking._tracking_service import utils
+        class MlflowClient:
+            def __init__(self, tracking_uri=None):
+                self.uri = utils._resolve_tracking_uri(tracking_uri)
+                utils._get_store(self.uri)
+        """,
+    "mlflow/store/__init__.py": "",
+    "mlflow/store/artifact/__init__.py": "",
+    "mlflow/store/artifact/artifact_repository_registry.py": """
+        class Repository:
+            def log_artifact(self, path): print("SENT", path)
+            def list_artifacts(self): return ["weights"]
+        class ArtifactRepositoryRegistry:
+            def get_artifact_repository(self, artifact_uri, tracking_uri=None): return Repository()
+        """,
+}
+CLIENT = """
+    import os
+    from mlflow.client import MlflowClient
+    from mlflow.tracking._tracking_service.utils import _get_store, set_tracking_uri
+    from mlflow.store.artifact.artifact_repository_registry import ArtifactRepositoryRegistry
+    MlflowClient(tracking_uri="http://tracker:5000"); MlflowClient("sqlite:///own.db"); set_tracking_uri("databricks")
+    os.environ["MLFLOW_TRACKING_URI"] = "https://tracker"
+    MlflowClient(); _get_store(artifact_uri="s3://bucket/1")
+    for uri in ("s3://bucket/1", "file:///runs/1"):
+        found = ArtifactRepositoryRegistry().get_artifact_repository(uri)
+        print(found.list_artifacts(), found.log_artifact("weights.pt"))
+"""
+
+
+def test_an_mlflow_client_with_an_address_of_its_own_stays_here(tmp_path):
+    """As Lightning's logger makes one: `mlflow.set_tracking_uri` is never called."""
+    for name, text in MLFLOW.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    code = script(tmp_path, "t.py", WATCH + CLIENT)
+    environ = environment_offline(tmp_path / "run", {}) | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}
+    done = subprocess.run([sys.executable, str(code)], env=environ, capture_output=True, text=True, timeout=30, check=True)
+    here = f"file://{tmp_path}/run/trackers/mlruns"
+    assert done.stdout.splitlines() == [f"store {here} None", "store sqlite:///own.db None", f"set {here}", f"store {here} None", f"store {here} {here}",
+                                        "['weights'] True", "SENT weights.pt", "['weights'] None"]
 
 
 def test_a_tracker_that_the_user_switched_off_stays_off(tmp_path):

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from saturate.records.addresses import remote_store
+
 
 def folder() -> str:
     """Where a tracker may write: in the trial's run folder."""
@@ -20,8 +22,9 @@ def folder() -> str:
 
 def callbacks() -> dict[str, Callable[[Any], None]]:
     """Name of a module -> what to call with it right after it was imported."""
-    return {"wandb": _wandb, "mlflow": _mlflow, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml,
-            "swanlab": _swanlab}
+    return {"wandb": _wandb, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml, "swanlab": _swanlab,
+            "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow, "mlflow.tracking._model_registry.utils": _mlflow,
+            "mlflow.store.artifact.artifact_repository_registry": _mlflow_artifacts}
 
 
 def _wrap(owner: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> None:
@@ -53,13 +56,47 @@ def _wandb(module: Any) -> None:
     _nothing(module, "login")       # asks for a key, or sends it
 
 
-def _mlflow(module: Any) -> None:
-    def local(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        keywords.pop("uri", None)
-        return ("file://" + os.path.join(folder(), "mlruns"), *arguments[1:])
+def _kept_here(uri: Any) -> Any:
+    """The address to use in the place of `uri`: a store on this machine stays as it is."""
+    if not isinstance(uri, (str, os.PathLike)) or not remote_store(os.fspath(uri)):
+        return uri
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"      # newer versions refuse to keep files otherwise
+    return "file://" + os.path.join(folder(), "mlruns")
 
-    for name in ("set_tracking_uri", "set_registry_uri"):
-        _wrap(module, name, local)
+
+def _mlflow(module: Any) -> None:
+    """The top module, or one of those through which every address of a store goes, whoever names it: a client's argument, a
+    variable, a setting."""
+    def asked(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords.update((name, _kept_here(value)) for name, value in keywords.items() if name.endswith("uri"))
+        return tuple(map(_kept_here, arguments))
+
+    def resolved(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda *arguments, **keywords: _kept_here(original(*arguments, **keywords)))
+
+    for name in ("set_tracking_uri", "set_registry_uri", "_get_store"):
+        _wrap(module, name, asked)
+    for name in ("get_tracking_uri", "get_registry_uri", "_resolve_tracking_uri", "_resolve_registry_uri"):
+        if hasattr(module, name):
+            setattr(module, name, resolved(getattr(module, name)))
+
+
+def _mlflow_artifacts(module: Any) -> None:
+    """A store on this machine may keep its artifacts elsewhere: they can be read there, and nothing is sent."""
+    registry = getattr(module, "ArtifactRepositoryRegistry", None)
+    if registry is None:
+        return
+    original = registry.get_artifact_repository
+
+    @functools.wraps(original)
+    def read_only(self: Any, artifact_uri: str, *arguments: Any, **keywords: Any) -> Any:
+        repository = original(self, artifact_uri, *arguments, **keywords)
+        if remote_store(str(artifact_uri)):
+            for name in ("log_artifact", "log_artifacts", "delete_artifacts"):
+                _nothing(repository, name)
+        return repository
+
+    registry.get_artifact_repository = read_only
 
 
 def _comet(module: Any) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from saturate.records.addresses import remote_store
+
 
 def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Set for every trial. What a tracker still writes goes to `run_dir/trackers`. Values that a script passes as
     arguments are dealt with by `agent/trackers.py`.
 
-    A tracker that the user switched off in `environ` stays off. Hugging Face downloads stay possible: a first trial may have to fetch what the user's own run would fetch.
+    A tracker that the user switched off in `environ` stays off, and one that keeps its runs on this machine goes on there: the
+    isolation covers that, and a script may look for what it wrote before. Hugging Face downloads stay possible: a first trial may have to fetch what the user's own run would fetch.
     """
     folder = run_dir / "trackers"
     folder.mkdir(parents=True, exist_ok=True)
@@ -19,8 +22,6 @@ def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, 
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(folder),
         "WANDB_SILENT": "true",
-        "MLFLOW_TRACKING_URI": folder.as_uri() + "/mlruns",
-        "MLFLOW_REGISTRY_URI": folder.as_uri() + "/mlruns",
         "COMET_OFFLINE_DIRECTORY": str(folder),
         "COMET_START_ONLINE": "0",
         "NEPTUNE_MODE": "offline",
@@ -33,4 +34,7 @@ def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, 
         "ORT_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
     }
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        if remote_store(environ.get(name, "")):
+            variables |= {name: folder.as_uri() + "/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
     return {name: value for name, value in variables.items() if environ.get(name, "").lower() not in ("disabled", "dryrun")}
