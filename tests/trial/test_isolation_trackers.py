@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from isolation_kit import SOURCE, script
 
+from saturate.agent import trackers
+from saturate.trial import launch
 from saturate.trial.offline import environment_offline
 
 FAKES = {
@@ -60,6 +62,11 @@ def test_arguments_do_not_reach_the_network(fakes):
         f"wandb offline {folder}", f"wandb disabled {folder}", f"mlflow file://{folder}/mlruns", "neptune offline",
         f"comet {folder}", "clearml True", f"swanlab local {folder}",
     ]
+
+
+def test_what_the_agent_wraps_is_watched_in_every_process_of_a_trial():
+    """Before the agent is loaded, names are all that is known of it."""
+    assert set(launch._TRACKERS) == set(trackers.callbacks())
 
 
 def test_the_fakes_would_show_a_contact(fakes):

@@ -35,7 +35,8 @@ class Chosen:
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 
 #: Modules that may go online, see `agent.trackers`.
-_TRACKERS = ("wandb", "mlflow", "comet_ml", "neptune", "clearml", "swanlab")
+_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "mlflow", "mlflow.tracking._tracking_service.utils",
+             "mlflow.tracking._model_registry.utils", "mlflow.store.artifact.artifact_repository_registry")
 
 
 def plan_text(mode: str, techniques: list[Chosen], **more: Any) -> str:
