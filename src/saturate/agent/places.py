@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from typing import Any
+
+from saturate.techniques._standard import standard
+
+sysconfig = standard("sysconfig")
 
 #: Code that has no file of its own: the import system, and what compilers generate.
 _NO_FILE = ("<frozen ", "<eval_with_key>", "<__array_function__")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import resource
 import sys
 import threading
 import time
@@ -20,6 +19,9 @@ from saturate.agent import kinds
 from saturate.agent.partclock import PartClock
 from saturate.agent.places import Places
 from saturate.agent.window import Window
+from saturate.techniques._standard import standard
+
+resource = standard("resource")
 
 PERIOD_S = 0.005
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
+
+from saturate.techniques._standard import standard
+
+sysconfig = standard("sysconfig")
 
 #: Folders of installed packages, also those of an environment below or beside the one that runs.
 _INSTALLED = ("site-packages", "dist-packages")

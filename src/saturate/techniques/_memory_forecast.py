@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-import resource
 from dataclasses import dataclass, field
 from typing import Any
+
+from saturate.techniques._standard import standard
+
+resource = standard("resource")
 
 #: Share of the memory up to which a batch is trusted to fit again.
 TRUSTED = 0.85
