@@ -19,6 +19,9 @@ import pytest
 import torch
 from saving_kit import Disk, applied, as_another, same, state
 
+from saturate.checkpoints import arena
+from saturate.checkpoints.writer import MOST_PENDING
+
 ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -139,6 +142,44 @@ def test_two_saves_to_one_path_stay_ordered(pending, disk):
     torch.save(state(4), pending.with_name("b.pt"))
     assert disk.waits(lambda: same(torch.load(pending), state(3)))
     assert same(torch.load(pending.with_name("b.pt")), state(4))
+
+
+def test_many_small_files_wait_for_the_oldest(tmp_path, disk):
+    """Each that is on its way holds descriptors, of which a process has few."""
+    def save(number):
+        torch.save(state(number), tmp_path / f"{number}.pt")
+
+    with applied("thread"):
+        disk.hold()
+        for number in range(MOST_PENDING):
+            save(number)
+        disk.waits(lambda: save(MOST_PENDING))
+        assert all(same(torch.load(tmp_path / f"{number}.pt"), state(number)) for number in range(MOST_PENDING + 1))
+
+
+def test_a_thread_that_cannot_be_started_is_started_by_the_next_save(tmp_path, disk, monkeypatch, capsys):
+    """Seen: everything that was saved later waited for a thread that was not there."""
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def failing(thread):
+        if thread.name == "saturate-checkpoints" and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with applied("thread"):
+        for number in (1, 2):
+            torch.save(state(number), tmp_path / f"{number}.pt")
+        assert "1.pt is saved plainly: RuntimeError: can't start new thread" in capsys.readouterr().err
+        assert all(same(torch.load(tmp_path / f"{number}.pt"), state(number)) for number in (1, 2))
+
+
+def test_without_a_descriptor_nobody_knows_how_much_memory_is_left(monkeypatch):
+    def refused(*arguments, **keywords):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", refused)
+    assert arena.available_bytes() is None
 
 
 def test_every_step_to_one_path(tmp_path):

@@ -95,10 +95,11 @@ def available_bytes() -> int | None:
     if not sys.platform.startswith("linux"):
         return None
     found = []
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        pass                    # no /proc, or no descriptor left to read it by
     limit = _cgroup_bytes()
     if limit is not None:
         found.append(limit)

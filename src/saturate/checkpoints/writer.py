@@ -34,6 +34,8 @@ from saturate.checkpoints.target import Target, Unsuitable, remove_litter
 
 #: Staged bytes beyond this, and beyond three times the newest file, make a save wait for earlier ones.
 MOST_STAGED_BYTES = 1 << 30
+#: So do more files than this: each holds a file and a buffer open, and a process may have a thousand.
+MOST_PENDING = 16
 _POLL_S = 0.002
 _DISK_MARGIN_BYTES = 1 << 20
 
@@ -138,8 +140,11 @@ class Writer:
         request: dict[str, Any] = {"folder": folder, "alignment": alignment}
         request["records"] = [(name, length, 0) for name, _, length in records]
         way = "sync" if self.closed or self.foreign else self.costs.way()
+        staged = None
         with quiet():
             self._tidy(os.path.dirname(os.path.realpath(path)))
+            if way != "sync":
+                self._leave_room()
             target = _target(path)
             try:
                 if target.free_bytes() < size + _DISK_MARGIN_BYTES:
@@ -155,6 +160,9 @@ class Writer:
                     self._enqueue(target.path, target.folder, write, target.discard, staged, size)
             except BaseException:
                 target.discard()
+                if staged is not None:
+                    with self._condition:
+                        self._give_back(staged)
                 raise
         self.count(way, size, time.perf_counter() - began)
 
@@ -178,6 +186,14 @@ class Writer:
         if folder not in self._clean and os.path.isdir(folder):
             self._clean.add(folder)
             remove_litter(folder)
+
+    def _leave_room(self) -> None:
+        while True:
+            with self._condition:
+                if len(self.pending) < MOST_PENDING:
+                    return
+                oldest = min(self.pending)
+            self._await([oldest])
 
     def _stage(self, way: str, records: list[tuple[str, Any, int]], size: int,
                alignment: int) -> staging.Staged | None:
@@ -223,8 +239,9 @@ class Writer:
                  staged: staging.Staged | None, size: int) -> int:
         with self._condition:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
+                thread.start()              # may fail: then the next save tries again
+                self._thread = thread
             self._number += 1
             job = Job(self._number, path, folder, perform, abandon, staged, size, threading.get_ident())
             self.pending[job.number] = job
@@ -297,8 +314,11 @@ class Writer:
 
     def _remove(self, job: Job) -> None:
         del self.pending[job.number]
-        staged = job.staged
-        if staged is not None and staged.arena is not None and staged.event is None:
+        if job.staged is not None:
+            self._give_back(job.staged)
+
+    def _give_back(self, staged: staging.Staged) -> None:
+        if staged.arena is not None and staged.event is None:
             self._pool.give(staged.arena)       # else a copy from a GPU may still be on its way into it: left alone
 
     # -- waiting ---------------------------------------------------------------------------------------------------
