@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 import os
 import random
@@ -290,6 +291,23 @@ def test_numbers_that_begin_with_0_are_text(tmp_path: Path) -> None:
                                                 {"zip": "02139", "n": 0, "share": 1000.0, "price": "02.5", "note": ""}]
 
 
+def test_rows_that_are_longer_than_what_is_read_at_a_time(tmp_path: Path) -> None:
+    """In the middle of the file, and in its first row."""
+    long = {1: "a" * 3_000_000, 40_000: "b" * 20_000_000}
+    for first, name in ((1, "begins"), (2, "later")):
+        content = [long.get(number + 1 - first, "short") for number in range(60_000)]
+        (tmp_path / f"{name}.csv").write_text("id,text\n" + "".join(f"{number},{text}\n" for number, text in enumerate(content)))
+        packing.pack(open_source(tmp_path / f"{name}.csv"), tmp_path / name)
+        found = read_back(tmp_path / name)
+        assert [row["id"] for row in found] == list(range(60_000)) and [row["text"] for row in found] == content
+
+
+def test_hexadecimal_ids_are_text(tmp_path: Path) -> None:
+    (tmp_path / "ids.csv").write_text("id,n\n0x00ff,1\n0xff,2\n")
+    packing.pack(open_source(tmp_path / "ids.csv"), tmp_path / "out")
+    assert read_back(tmp_path / "out") == [{"id": "0x00ff", "n": 1}, {"id": "0xff", "n": 2}]
+
+
 @pytest.mark.parametrize("content", ["", "a,b\n1.5,x\n", "a,b\n1\n"])
 def test_an_error_in_one_of_several_tables_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "tables").mkdir()
@@ -341,7 +359,8 @@ def test_tables_that_nothing_could_read_back(tmp_path: Path, content: bytes, rea
 
 
 @pytest.mark.parametrize(("kind", "value"), [(pa.map_(pa.string(), pa.int64()), [("a", 1)]),
-                                            (pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int64())))]), {"m": [[("a", 1)]]})])
+                                            (pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int64())))]), {"m": [[("a", 1)]]}),
+                                            (pa.list_view(pa.int32()), [1]), (pa.decimal32(5, 2), decimal.Decimal("1.25"))])
 def test_parquet_that_datasets_could_not_load(tmp_path: Path, kind, value) -> None:
     parquet.write_table(pa.table({"m": pa.array([value], kind)}), tmp_path / "map.parquet")
     with pytest.raises(UsageError, match="column 'm' of map.parquet cannot be packed"):

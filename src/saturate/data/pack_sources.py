@@ -31,6 +31,8 @@ KINDS = ("images", "text", "csv", "parquet")
 ROWS = {"images": 100, "text": 1000, "csv": 1000, "parquet": 1000}
 #: Bytes of one record batch at most, whatever its rows.
 BATCH_BYTES = 32 * 2**20
+#: What is read of a CSV file at a time, in bytes: more of it where a row needs it.
+CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28)
 #: Image files that are read at a time: disks answer many questions faster than one after another.
 READERS = 8
 
@@ -254,20 +256,47 @@ def _text(path: Path, files: list[File]) -> Source:
 
 
 def _csv(path: Path, files: list[File]) -> Source:
-    """Types are those of the first megabyte of the first file, but text for a column that is empty there, that holds whole
-    numbers beyond 64 bits there, or anywhere a number that begins with 0 (a postal code, an id). A later value that does not
-    fit is an error with its file and row."""
+    """Types are those of the first megabyte of the first file (of more where a row is longer), but text for a column that is empty
+    there, that holds whole numbers beyond 64 bits there, or anywhere a number that begins with 0 (a postal code, an id, 0x00ff). A
+    later value that does not fit is an error with its file and row."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow import csv
 
-    def reader(file: File, types: Any = None) -> Any:
+    def reader(file: File, types: Any, block_bytes: int) -> Any:
         """`types`: of all columns, or of those that are to be read."""
         parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
         some = isinstance(types, dict)
         convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
                                      include_missing_columns=some) if types else None
-        return csv.open_csv(file.path, parse_options=parse, convert_options=convert)
+        read = csv.ReadOptions(block_size=block_bytes)
+        return csv.open_csv(file.path, read_options=read, parse_options=parse, convert_options=convert)
+
+    def opened(file: File, types: Any = None) -> Any:
+        """A reader for the schema and the first rows."""
+        for block_bytes in CSV_BLOCKS:
+            try:
+                return reader(file, types, block_bytes)
+            except pa.ArrowInvalid as error:
+                if not _row_is_longer(error, block_bytes):
+                    raise
+        raise AssertionError("the largest blocks raise")
+
+    def rows(file: File, types: Any) -> Iterator[Any]:
+        """All batches of a file. From a row on that is longer than a block, in larger ones."""
+        given = 0
+        for block_bytes in CSV_BLOCKS:
+            read = 0
+            try:
+                for batch in reader(file, types, block_bytes):
+                    read += batch.num_rows
+                    if read > given:
+                        yield batch.slice(max(0, batch.num_rows - (read - given)))
+                        given = read
+                return
+            except pa.ArrowInvalid as error:
+                if not _row_is_longer(error, block_bytes):
+                    raise
 
     def tables(schema: Any) -> Iterator[tuple[File, Any]]:
         for file in files:
@@ -276,26 +305,25 @@ def _csv(path: Path, files: list[File]) -> Source:
             except pa.ArrowInvalid as error:
                 raise pa.ArrowInvalid(f"{file.name}: {error}") from error
 
-    def table(file: File, schema: Any) -> Any:
-        opened = reader(file, schema)
-        if opened.schema.names != schema.names:
+    def table(file: File, schema: Any) -> Iterator[Any]:
+        names = opened(file, schema).schema.names
+        if names != schema.names:
             raise UsageError(f"{file.name} has other columns than {files[0].name}",
-                             cause=f"{', '.join(opened.schema.names)} instead of {', '.join(schema.names)}",
-                             remedy="pack them apart")
-        return opened
+                             cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
+        return rows(file, schema)
 
     def begin_with_0(names: set[str]) -> set[str]:
         """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
         seen: set[str] = set()
         for file in files if names else ():
             with contextlib.suppress(pa.ArrowInvalid):
-                for batch in reader(file, dict.fromkeys(names, pa.string())):
+                for batch in rows(file, dict.fromkeys(names, pa.string())):
                     seen |= {name for name in names - seen
-                             if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0\d")).as_py()}
+                             if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
         return seen
 
     try:
-        found = reader(files[0]).schema
+        found = opened(files[0]).schema
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
     _each_once(files[0], found.names)
@@ -305,11 +333,16 @@ def _csv(path: Path, files: list[File]) -> Source:
     as_text = {one.name for one in found if pa.types.is_null(one.type)}
     numbers = {one.name: pa.string() for one in found if pa.types.is_floating(one.type)}
     if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
-        first = reader(files[0], numbers).read_next_batch()
+        first = opened(files[0], numbers).read_next_batch()
         as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
     as_text |= begin_with_0({one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
     schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
     return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
+
+
+def _row_is_longer(error: Exception, block_bytes: int) -> bool:
+    """Whether larger blocks may do."""
+    return "straddling" in str(error) and block_bytes < CSV_BLOCKS[-1]
 
 
 def _each_once(file: File, names: list[str]) -> None:
@@ -364,8 +397,9 @@ def _loads(kind: Any) -> bool:
     if getattr(kind, "extension_name", "arrow.json") != "arrow.json":
         return False
     inner = [kind.field(number).type for number in range(kind.num_fields)]
-    unknown = (types.is_map, types.is_union, types.is_run_end_encoded, types.is_interval)
-    return all(map(_loads, inner)) and not any(is_it(kind) for is_it in unknown)
+    unknown = ("map", "union", "run_end_encoded", "interval", "list_view", "large_list_view", "decimal32", "decimal64")
+    tests = [getattr(types, f"is_{name}", None) for name in unknown]       # older versions do not have them all
+    return all(map(_loads, inner)) and not any(is_it(kind) for is_it in tests if is_it is not None)
 
 
 def _features(schema: Any) -> dict[str, Any]:
