@@ -8,6 +8,9 @@ with duration d(r, i) on rank r (as TraceLens separates skew from transfer):
     late(r, i)  = how much later than the first rank r arrived: from the starts where the ranks' clocks agree, else
                   max over ranks of d(., i) - d(r, i), which needs no clock because ranks finish together
 
+Starts are compared after the clocks are set by the median of the ends: clocks that are apart by less than a transfer
+takes would else look like a rank that is late.
+
 Collectives are matched by process group, kind, size and sequence number where those were recorded; else by position,
 as the n-th of their kind in step k (in the whole trace where steps have no numbers). Positions must hold: ranks
 finish a collective together, so once the clocks' offset is taken away its intervals share an instant. Where they do
@@ -231,6 +234,19 @@ class Matched:
         """Whether all ranks were in the collective at one instant, by their clocks as they are."""
         return self.start.max(axis=0) <= self.end.min(axis=0)
 
+    @property
+    def ahead(self) -> Column:
+        """By how much each rank's clock is ahead of the first one's: ranks finish together, so the median of the ends."""
+        ends = np.sort(self.end - self.end[0], axis=1)
+        low, high = ends[:, (ends.shape[1] - 1) // 2], ends[:, ends.shape[1] // 2]
+        return low + (high - low) // 2
+
+    @property
+    def set_right(self) -> Matched:
+        """By one clock: the first rank's."""
+        ahead = self.ahead[:, np.newaxis]
+        return Matched(self.ranks, self.start - ahead, self.end - ahead)
+
     def of(self, mask: Column) -> Matched:
         return Matched(self.ranks, self.start[:, mask], self.end[:, mask])
 
@@ -270,9 +286,13 @@ def across(seen: list[Seen]) -> Ranks:
                      "group and were left out")
     together = np.concatenate([each.together for each in matched])
     agree = bool(together.sum() >= HOLDS * len(together))
+    apart = max(int(np.ptp(each.ahead)) for each in matched)
     if not agree:
         notes.append("the ranks' clocks do not agree, so lateness is from durations")
-    return Ranks(_sum(matched, agree), "", notes)
+    elif apart > END_TOLERANCE_NS:
+        notes.append(f"the ranks' clocks are up to {apart / 1e6:,.2f} ms apart; they were set by the ends of the "
+                     "collectives, which ranks finish together")
+    return Ranks(_sum([each.set_right for each in matched], agree), "", notes)
 
 
 def _numbered(seen: list[Seen]) -> tuple[dict[int, Seen], str, list[str]]:
@@ -317,9 +337,7 @@ def _by_position(ranks: dict[int, Seen]) -> tuple[list[Matched], list[Matched]]:
 
 def _held(matched: Matched) -> Matched:
     """Those that can be one collective: with each clock set by the median of the ends, all ranks share an instant."""
-    ahead = np.sort(matched.end - matched.end[0], axis=1)[:, [matched.end.shape[1] // 2]]
-    set_right = Matched(matched.ranks, matched.start - ahead, matched.end - ahead)
-    return matched.of(set_right.together)
+    return matched.of(matched.set_right.together)
 
 
 def _by_time(ranks: dict[int, Seen]) -> list[Matched]:
