@@ -238,6 +238,20 @@ def test_two_ranks_tell_waiting_from_transfer(capsys, trace):
     assert "1 of 2 devices in 2 traces" in text and re.search(r"^peers +rank 1 +late 0\.320 ms", text, re.M)
 
 
+def test_ranks_without_a_recorded_number_have_the_findings_of_those_with_one(capsys, trace):
+    def findings(*ranks):
+        files = [
+            trace(f"{rank}_{offset}.json", rank=rank, wait=200, collective=300, offset=offset)
+            for rank, offset in zip(ranks, (0, 200))
+        ]
+        found = msgspec.json.decode(run(capsys, *files, "--json")[1], type=Analysis)
+        assert [device.rank for device in found.devices] == [0, 1]
+        return {each.id: (each.reason, each.bound, each.confidence) for each in found.findings}
+
+    assert findings(None, None) == findings(0, 1)
+    assert "Rank 1 arrives 20.0 % of the step late" in findings(None, None)["stragglers"][0]
+
+
 def test_one_rank_given_twice_is_a_problem_that_blocks_what_compares_ranks(capsys, trace):
     files = [trace(name, rank=0, wait=200, collective=100) for name in ("a.json", "b.json")]
     _, out, _ = run(capsys, *files, "--json")

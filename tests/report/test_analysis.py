@@ -308,3 +308,10 @@ def test_it_says_why_there_are_no_findings() -> None:
     assert "does not carry" in say.no_findings(stepped)
     sound = msgspec.structs.replace(stepped, integrity=msgspec.structs.replace(whole.integrity, problems=[]))
     assert say.no_findings(sound) == "none"
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders():
+    devices = [Device(id=0, name="", source=source) for source in ("a/two.sqlite", "b/two.sqlite")]
+    assert say.places(devices) == ["device 0 in a/two.sqlite", "device 0 in b/two.sqlite"]
+    other = msgspec.structs.replace(devices[1], source="b/three.sqlite")
+    assert say.places([devices[0], other]) == ["device 0 in two.sqlite", "device 0 in three.sqlite"]

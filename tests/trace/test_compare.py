@@ -198,6 +198,13 @@ def test_a_single_device_is_compared_whatever_it_is_called() -> None:
     assert len(compare(analysis(device(id=0)), analysis(device(id=3, rank=1))).devices) == 1
 
 
+def test_numbers_that_only_one_side_gave_its_ranks_pair_nothing() -> None:
+    old = analysis(*(device(id=id, step_ns=2_000_000 + id) for id in (0, 1)))
+    new = analysis(*(device(id=id, rank=id, step_ns=1_000_000 + id) for id in (0, 1)))
+    found = compare(old, new)
+    assert [one.id for one in found.devices] == [0, 1] and found.notes == []
+
+
 def test_what_a_trace_cannot_carry_is_said() -> None:
     broken = Integrity(ok=False, problems=[Problem(id="lost-records", message="records were lost", blocks=["busy"]),
                                            Problem(id="no-steps", message="harmless", blocks=[])])

@@ -255,17 +255,47 @@ def test_files_without_ranks_are_numbered_in_their_order() -> None:
     traces = [recorded(None, {0: {2: 700}}), recorded(None, {0: {}})]
     study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
     assert {each.rank for each in study.stragglers} == {0, 1}
-    assert study.notes[0].startswith("the files do not say their rank")
+    assert study.notes == ["the files do not say their rank; ranks are numbered in the order of the files"]
+    devices = analyze(traces).devices
+    assert [(device.rank, device.unknown.get("rank")) for device in devices] == [(0, None), (1, None)]
+    assert analyze(traces[:1]).devices[0].unknown["rank"] == "the trace does not say its rank"
+
+
+def processes(path: Path, of: dict[int, tuple[int, int]]) -> Path:
+    """An export of several processes. `of`: process -> its device, and ns by which it is late."""
+    made = Export(path)
+    for number in range(3):
+        for pid, (device, late) in of.items():
+            made.kernel(NAME, 10_000 * number + 100 + late, 10_000 * number + 2_000, pid, device)
+            made.kernel("gemm", 10_000 * number + 3_000, 10_000 * number + 4_000, pid, device)
+    return made.write()
 
 
 def test_two_processes_in_one_nsys_export_are_two_ranks(tmp_path: Path) -> None:
-    made = Export(tmp_path / "a.sqlite")
-    for number in range(3):
-        for pid, device, late in ((100, 0, 0), (200, 1, 250)):
-            made.kernel(NAME, 10_000 * number + 100 + late, 10_000 * number + 2_000, pid, device)
-            made.kernel("gemm", 10_000 * number + 3_000, 10_000 * number + 4_000, pid, device)
-    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([nsys.read(made.write())])] == [
+    trace = nsys.read(processes(tmp_path / "a.sqlite", {100: (0, 0), 200: (1, 250)}))
+    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([trace])] == [
         (1, 750, 3), (0, 0, 3)]
+    assert [(device.rank, device.id) for device in analyze([trace]).devices] == [(0, 0), (1, 1)]
+
+
+def test_several_nsys_exports_of_several_processes(tmp_path: Path) -> None:
+    """One of each machine, of one name; each numbers its devices from 0, and the processes come in any order."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    traces = [nsys.read(processes(tmp_path / machine / "two.sqlite", {200: (0, late), 100: (1, 0)}))
+              for machine, late in (("a", 0), ("b", 250))]
+    analysis = analyze(traces)
+    assert [(device.rank, device.id) for device in analysis.devices] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert {each.rank: each.late_ns for each in analysis.stragglers} == {0: 0, 1: 0, 2: 750, 3: 0}
+    assert [Path(source).parent.name for source in analysis.sources] == ["a", "b"]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert study.notes == ["the files do not say their rank; ranks are numbered in the order of the files, and of the "
+                           "devices in each"]
+
+
+def test_a_device_of_several_ranks_has_no_rank(tmp_path: Path) -> None:
+    device, = analyze([nsys.read(processes(tmp_path / "a.sqlite", {100: (0, 0), 200: (0, 250)}))]).devices
+    assert device.rank is None and device.unknown["rank"] == "collectives of 2 ranks ran on this device"
 
 
 def sampled(rank: int, kept: list[int], clock: int = 0) -> Trace:

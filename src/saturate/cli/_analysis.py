@@ -25,7 +25,7 @@ from saturate.report import analysis as terminal
 from saturate.report import analysis_compare, analysis_html, words
 from saturate.techniques import _registry as techniques
 from saturate.trace import ranks
-from saturate.trace.analyze import analyze_one, combine, not_one_run
+from saturate.trace.analyze import analyze_one, combine, not_one_run, ranked
 from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
 from saturate.trace.observe import observations
@@ -161,17 +161,14 @@ def _lighter(device: Device) -> Device:
 def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analysis:
     """The analysis of all ranks, with findings."""
     compared = ranks.compared([part.member for part in parts], [each for part in parts for each in part.collectives])
-    whole = combine([part.analysis for part in parts])
+    whole = combine(ranked([part.analysis for part in parts], [part.collectives for part in parts], compared))
     unknown, problems = dict(whole.unknown), [*unread, *problems_of(parts)]
     if len(parts) > 1 and compared.unknown:
         unknown["stragglers"] = compared.unknown
     problems += not_one_run(compared)
     problems += [Problem(id="ranks", message=note, blocks=[]) for note in compared.notes if compared.stragglers]
-    seen = [
-        with_peers(each, device, compared.stragglers)
-        for part in parts
-        for device, each in zip(part.analysis.devices, part.seen, strict=True)
-    ]
+    alone = [each for part in parts for each in part.seen]
+    seen = [with_peers(each, device, compared.stragglers) for device, each in zip(whole.devices, alone, strict=True)]
     known = frozenset(techniques.load())
     devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]

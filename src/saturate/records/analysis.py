@@ -112,8 +112,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     name: str
-    rank: int | None = None
-    source: str = ""                # file it came from
+    rank: int | None = None         # as the file says it, else the number under which ranks were compared
+    source: str = ""                # path of the file it came from
     kernels: int | None = 0         # None: some were lost, so that their number is not known
     steps: int = 0
     span_ns: int | None = None

@@ -331,7 +331,7 @@ def _problems(analysis: Analysis, room: int) -> Rows:
         rows += labelled("problem" if problem.blocks else "note", wrap(f"{problem.message}{blocked}", room, 2))
     rows += _more(len(problems) - PROBLEMS, room)
     told = _TOLD | (_OF_DEVICES if any(device.id < 0 for device in analysis.devices) else frozenset())
-    told |= {"stragglers"} if len(analysis.devices) < 2 else set()
+    told |= {"stragglers", "rank"} if len(analysis.devices) < 2 else set()
     blocked = [
         f"{name}: {reason}"
         for name, reason in say.unknowns(analysis, told)

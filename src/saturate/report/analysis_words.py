@@ -193,8 +193,15 @@ def places(devices: Sequence[Device]) -> list[str]:
     """Which ones they are, with their file where that alone tells them apart: two recordings of one process, say."""
     found = [place(device) for device in devices]
     twice = len(set(found)) < len(found)
-    files = [words.one_line(device.source.rpartition("/")[2]) for device in devices]
+    files = _short([device.source for device in devices])
     return [f"{each} in {file}" if twice and file else each for each, file in zip(found, files)]
+
+
+def _short(paths: list[str]) -> list[str]:
+    """Names of files; whole paths where one name is that of several files."""
+    names = [path.rpartition("/")[2] for path in paths]
+    shown = names if len(set(names)) == len(set(paths)) else paths
+    return [words.one_line(each) for each in shown]
 
 
 def because(analysis: Analysis) -> str:

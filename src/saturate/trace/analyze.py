@@ -44,10 +44,10 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
     parts, seen, members = [], [], []
     for trace in traces:
         parts.append(analyze_one(trace, ceilings))
-        seen += ranks.observe(trace)
+        seen.append(ranks.observe(trace))
         members.append(ranks.member(trace))
-    together = ranks.compared(members, seen)
-    whole = combine(parts, stragglers=together.stragglers)
+    together = ranks.compared(members, [each for own in seen for each in own])
+    whole = combine(ranked(parts, seen, together), stragglers=together.stragglers)
     mixed = not_one_run(together)
     if mixed:
         whole = msgspec.structs.replace(whole, integrity=integrity.verdict(whole.integrity.problems + mixed))
@@ -59,6 +59,28 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
 def not_one_run(compared: ranks.Ranks) -> list[Problem]:
     """What is wrong where files cannot be compared as the ranks of one run: each by itself still tells of itself."""
     return [Problem(id="not-one-run", message=compared.unknown, blocks=["ranks"])] if compared.mixed else []
+
+
+def ranked(parts: Sequence[Analysis], seen: Sequence[Sequence[ranks.Seen]], compared: ranks.Ranks) -> list[Analysis]:
+    """The analyses of the files, with the ranks that were given a number where a file does not say its own. `seen`: the
+    ranks of each file, as they were compared."""
+    if not compared.numbers:
+        return list(parts)
+    numbers = iter(compared.numbers)
+    numbered = [[(each, next(numbers)) for each in own] for own in seen]
+    return [msgspec.structs.replace(part, devices=[_ranked(device, own) for device in part.devices])
+            for part, own in zip(parts, numbered, strict=True)]
+
+
+def _ranked(device: Device, numbered: Sequence[tuple[ranks.Seen, int]]) -> Device:
+    if device.rank is not None:
+        return device
+    own = [number for seen, number in numbered if seen.devices is None or device.id in seen.devices]
+    if len(own) == 1:
+        unknown = {field: reason for field, reason in device.unknown.items() if field != "rank"}
+        return msgspec.structs.replace(device, rank=own[0], unknown=unknown)
+    why = f"collectives of {len(own)} ranks ran on this device" if own else device.unknown["rank"]
+    return msgspec.structs.replace(device, unknown=device.unknown | {"rank": why})
 
 
 def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = None) -> Analysis:
@@ -137,6 +159,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
         gap_ns=seen.gap_ns, edge_ns=seen.edge_ns, each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
         verdict=limit, **kernels)
     for missing, field, reason in (
+            (trace.rank is None, "rank", "the trace does not say its rank"),
             (limit == "unknown", "verdict", why),
             (not span.window_ns, "busy_of_span", "nothing that was recorded took any time"),
             (not parts.communication_ns, "communication_overlap", "no communication was recorded"),

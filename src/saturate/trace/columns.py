@@ -126,7 +126,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Trace:
-    source: str                         # file name
+    source: str                         # path of the file, as it was given
     kind: str                           # "kineto" or "nsys"
     names: list[str]
     threads: list[str]                  # "pid/tid" as text

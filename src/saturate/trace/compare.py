@@ -46,7 +46,9 @@ def _pairs(old: list[Device], new: list[Device]) -> tuple[list[tuple[Device, Dev
     """Devices of the same rank and id; a single device on each side belongs together whatever it is called."""
     if len(old) == len(new) == 1:
         return [(old[0], new[0])], []
-    before, after = ({(device.rank, device.id): device for device in devices} for devices in (old, new))
+    # Where files do not say their rank, it is a number that only a comparison of several ranks gives.
+    said = all(device.rank is not None for device in (*old, *new))
+    before, after = ({(device.rank if said else None, device.id): device for device in devices} for devices in (old, new))
     notes = []
     if len(before) < len(old) or len(after) < len(new):
         notes.append("several devices of one analysis have the same rank and id; only one of each is compared")

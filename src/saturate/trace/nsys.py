@@ -105,7 +105,7 @@ class _Reader:
         device_table["device"] = devices_told_apart(physical, described, self.problems)
         self._progress(1.0)
         return Trace(
-            source=self.path.name, kind="nsys", origin_ns=self._origin(device_table["start"]),
+            source=str(self.path), kind="nsys", origin_ns=self._origin(device_table["start"]),
             names=self.names.all, threads=self.threads.all, signatures=labels.signatures,
             devices=devices(self.database, np.unique(device_table["device"]).tolist()),
             gpu=GpuEvents(**device_table), calls=HostEvents(**call_table),

@@ -74,8 +74,9 @@ class Key(NamedTuple):
 class Seen:
     """The collectives of one rank: all that is kept of its trace. Times in ns of its clock since the epoch."""
 
-    rank: int | None
+    rank: int | None                                                # as the file says it
     source: str
+    devices: frozenset[int] | None = None                           # that ran them; None: those of its file
     starts: dict[Key, Column] = field(default_factory=dict)         # in order of start
     ends: dict[Key, Column] = field(default_factory=dict)
     members: dict[str, frozenset[int]] = field(default_factory=dict)    # process group -> its ranks, where recorded
@@ -101,6 +102,7 @@ class Ranks:
     unknown: str = ""
     notes: list[str] = field(default_factory=list)
     mixed: bool = False
+    numbers: tuple[int, ...] = ()       # under which ranks were compared, one for each `Seen` that was given
 
 
 def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
@@ -142,7 +144,8 @@ def not_one_run(files: Sequence[Member]) -> str:
 # One trace ---------------------------------------------------------------------------------------------------------
 
 def observe(trace: Trace) -> list[Seen]:
-    """The ranks of one trace: one, or one for each process where a file holds several (Nsight Systems)."""
+    """The ranks of one trace: one, or one for each process where a file holds several (Nsight Systems), in the order of
+    their devices."""
     launches = launching_calls(trace)
     rows = np.flatnonzero(communication(trace, launches) & valid(trace.gpu))
     if not len(rows):
@@ -154,19 +157,17 @@ def observe(trace: Trace) -> list[Seen]:
     names = [trace.names[index].partition("(")[0] for index in gpu.name[rows].tolist()]
     recorded = [trace.collectives.get(row, {}) for row in rows.tolist()]
 
-    def seen(mask: Column, rank: int | None) -> Seen:
+    def seen(mask: Column, rank: int | None, devices: frozenset[int] | None = None) -> Seen:
         own = np.flatnonzero(mask)
         return _seen(trace, rank, gpu.start[rows[own]], gpu.end[rows[own]], [names[i] for i in own.tolist()],
-                     [recorded[i] for i in own.tolist()], steps[own])
+                     [recorded[i] for i in own.tolist()], steps[own], devices)
 
     pids = gpu.pid[rows]
     processes = np.unique(pids).tolist()
     if len(processes) == 1:
         return [seen(pids == processes[0], trace.rank)]
-    devices = [np.unique(gpu.device[rows[pids == pid]]).tolist() for pid in processes]
-    one_each = all(len(own) == 1 for own in devices) and len({own[0] for own in devices}) == len(devices)
-    return [seen(pids == pid, own[0] if one_each else index)
-            for index, (pid, own) in enumerate(zip(processes, devices))]
+    devices = {pid: np.unique(gpu.device[rows[pids == pid]]).tolist() for pid in processes}
+    return [seen(pids == pid, None, frozenset(devices[pid])) for pid in sorted(processes, key=devices.__getitem__)]
 
 
 def _on_the_host(trace: Trace) -> list[Seen]:
@@ -180,7 +181,7 @@ def _on_the_host(trace: Trace) -> list[Seen]:
 
 
 def _seen(trace: Trace, rank: int | None, start: Column, end: Column, names: list[str],
-          recorded: list[dict[str, Any]], steps: Column) -> Seen:
+          recorded: list[dict[str, Any]], steps: Column, devices: frozenset[int] | None = None) -> Seen:
     rows: dict[Key, list[int]] = defaultdict(list)
     members: dict[str, frozenset[int]] = {}
     point_to_point = 0
@@ -194,7 +195,7 @@ def _seen(trace: Trace, rank: int | None, start: Column, end: Column, names: lis
         size = " ".join(str(facts[fact]) for fact in ("In msg nelems", "Out msg nelems", "dtype") if fact in facts)
         kind, sequence = Kind(group, name, size), facts.get("Seq")
         rows[Key(kind, "sequence", sequence) if isinstance(sequence, int) else Key(kind, "step", step)].append(row)
-    return Seen(rank=rank, source=trace.source, members=members, point_to_point=point_to_point,
+    return Seen(rank=rank, source=trace.source, devices=devices, members=members, point_to_point=point_to_point,
                 starts={key: start[own] + trace.origin_ns for key, own in rows.items()},
                 ends={key: end[own] + trace.origin_ns for key, own in rows.items()})
 
@@ -292,21 +293,23 @@ def across(seen: list[Seen]) -> Ranks:
     elif apart > END_TOLERANCE_NS:
         notes.append(f"the ranks' clocks are up to {apart / 1e6:,.2f} ms apart; they were set by the ends of the "
                      "collectives, which ranks finish together")
-    return Ranks(_sum([each.set_right for each in matched], agree), "", notes)
+    return Ranks(_sum([each.set_right for each in matched], agree), "", notes, numbers=tuple(ranks))
 
 
 def _numbered(seen: list[Seen]) -> tuple[dict[int, Seen], str, list[str]]:
-    """Ranks by number, or why they have none."""
+    """Ranks by number, in the order given, or why they have none."""
     if len(seen) < 2:
         return {}, ("no collectives were recorded" if not seen else
                     "only one rank was given: how long it waited for its peers cannot be told from its transfers"), []
     if all(rank.rank is None for rank in seen):
+        several = ", and of the devices in each" if any(rank.devices is not None for rank in seen) else ""
         return dict(enumerate(seen)), "", [
-            "the files do not say their rank; ranks are numbered in the order of the files"]
+            f"the files do not say their rank; ranks are numbered in the order of the files{several}"]
     by_rank: dict[int, Seen] = {}
     for rank in seen:
         if rank.rank is None:
-            return {}, f"{rank.source} does not say its rank", []
+            whose = "its rank" if rank.devices is None else "the ranks of its processes"
+            return {}, f"{rank.source} does not say {whose}", []
         if rank.rank in by_rank:
             return {}, f"{by_rank[rank.rank].source} and {rank.source} are both of rank {rank.rank}", []
         by_rank[rank.rank] = rank
