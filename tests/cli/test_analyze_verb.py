@@ -39,7 +39,7 @@ def event(name, cat, start, end, **args):
     }
 
 
-def kineto(steps=4, wait=500, kernel="gemm", rank=None, collective=0, offset=0):
+def kineto(steps=4, wait=500, kernel="gemm", rank=None, collective=0, offset=0, world_size=2):
     """Steps of 1000 us each: first the loader, then a launch, then 300 us of kernel, then a collective."""
     events = []
     for step in range(steps):
@@ -96,7 +96,7 @@ def kineto(steps=4, wait=500, kernel="gemm", rank=None, collective=0, offset=0):
         "traceEvents": events,
     }
     if rank is not None:
-        record["distributedInfo"] = {"rank": rank, "world_size": 2, "backend": "nccl"}
+        record["distributedInfo"] = {"rank": rank, "world_size": world_size, "backend": "nccl"}
     return record
 
 
@@ -236,6 +236,22 @@ def test_two_ranks_tell_waiting_from_transfer(capsys, trace):
     assert (second.wait_ns, second.late_ns) == (0, 4 * 80_000)
     _, text, _ = run(capsys, *files)
     assert "1 of 2 devices in 2 traces" in text and re.search(r"^peers +rank 1 +late 0\.320 ms", text, re.M)
+
+
+def test_ranks_that_are_missing_are_counted_and_may_be_what_the_others_wait_for(capsys, trace):
+    def seen(world_size):
+        files = [
+            trace(f"rank{rank}.json", rank=rank, wait=200, collective=300, world_size=world_size) for rank in (0, 1)
+        ]
+        found = msgspec.json.decode(run(capsys, *files, "--json")[1], type=Analysis)
+        return {each.id: each for each in found.findings}["exposed-communication"], found, run(capsys, *files)[1]
+
+    finding, found, text = seen(2)
+    assert finding.confidence == "medium" and "includes waiting" not in finding.reason + text and found.unknown == {}
+    finding, found, text = seen(3)
+    assert finding.confidence == "low" and "(which includes waiting for peers: 2 of 3 ranks were" in finding.reason
+    assert found.integrity.ok and found.unknown["stragglers"].startswith("2 of 3 ranks were compared")
+    assert re.search(r"^network .*includes waiting for peers", text, re.M) and text.count("2 of 3 ranks were comp") == 1
 
 
 def test_ranks_without_a_recorded_number_have_the_findings_of_those_with_one(capsys, trace):

@@ -34,6 +34,22 @@ def lost(finding: Finding) -> float:
         ("exposed-communication", {}, ", and computation hides 0.0 % of it."),
         ("exposed-communication", {"communication__overlap": None}, "one rank was observed)."),
         ("exposed-communication", {"communication__peer_wait": 0.1}, "18.0 % of the step, and computation"),
+        (
+            "exposed-communication",
+            {"communication__peer_wait": 0.1, "communication__compared": 2, "communication__world_size": 2},
+            "18.0 % of the step, and computation",
+        ),
+        (
+            "exposed-communication",
+            {"communication__peer_wait": 0.1, "communication__compared": 3, "communication__world_size": 4000},
+            "18.0 % of the step (which includes waiting for peers: 3 of 4,000 ranks were observed), and",
+        ),
+        ("stragglers", {"communication__compared": 2}, "late, and the others wait for it."),
+        (
+            "stragglers",
+            {"communication__compared": 3, "communication__world_size": 4},
+            "late, as the last of 3 ranks that were compared; the run has 4.",
+        ),
         ("fragmentation", {"memory__fragmentation": 0.5}, "retry 3 times and 50.0 % of the reserved"),
         ("graph-breaks", {"compiler__graph_breaks": 1, "compiler__graph_break_reasons": ()}, "has 1 graph break."),
         ("recompilation", {"compiler__compile_share": None}, "in 20 steps: size of x changed."),
@@ -113,6 +129,13 @@ def test_all_communication_is_waiting_where_peers_say_so():
             but(seen, communication__peer_wait=wait, communication__overlap=overlap)
         )
         assert answer is None if share is None else lost(answer) == pytest.approx(share), (wait, overlap)
+
+
+def test_missing_ranks_lower_the_confidence():
+    for rule in ("exposed-communication", "stragglers"):
+        seen = but(case(rule).fires, communication__peer_wait=0.3, communication__world_size=4)
+        levels = [found(rule, but(seen, communication__compared=compared)).confidence for compared in (4, 3)]
+        assert levels == ["high", "medium"], rule
 
 
 def test_a_waiting_rank_gains_no_more_than_it_waits():

@@ -18,6 +18,7 @@ NAME = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)"
 TRANSFER = 1_000
 STEP = 100_000
 COLLECTIVES = 4
+MISSING = "ranks were compared: what they waited for the others cannot be told from their transfers"
 LEFT_OUT = "recorded collectives have no counterpart on all ranks of their group and were left out"
 
 
@@ -175,7 +176,29 @@ def test_process_groups_keep_to_themselves() -> None:
 
 def test_a_group_with_a_missing_rank_is_judged_by_those_that_are_there() -> None:
     traces = pair({2: 700}, arguments={"Process Group Ranks": "[0, 1, 2, 3]"})
-    assert [each.late_ns for each in ranks.stragglers(traces)] == [2_100, 0]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert [each.late_ns for each in study.stragglers] == [2_100, 0]
+    assert study.world_size == 4 and study.notes == [study.unknown] == ["2 of 4 " + MISSING]
+
+
+@pytest.mark.parametrize(("given", "size", "said"), [
+    ((0, 1, 2, 3), 4, ""), ((0, 1, 2), 4, "3 of 4 " + MISSING), ((1, 3), 4_000, "2 of 4,000 " + MISSING),
+    ((0, 1), None, ""), ((0, 1), 2, ""),
+])
+def test_ranks_that_were_not_given_are_missed(given: tuple[int, ...], size: int | None, said: str) -> None:
+    """All of these may have waited for one of those."""
+    traces = [replace(recorded(rank, dict.fromkeys(given, {})), world_size=size) for rank in given]
+    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    assert len(study.stragglers) == len(given) and not study.mixed
+    assert (study.unknown, study.notes) == (said, [said] if said else [])
+    assert analyze(traces).unknown == ({"stragglers": said} if said else {})
+
+
+def test_a_rank_that_was_given_but_ran_none_of_them_is_missed_as_well() -> None:
+    silent = Recording(rank=2, world_size=3)
+    silent.kernel("gemm", 10, 20, launched=5)
+    traces = [replace(trace, world_size=3) for trace in pair({2: 700})] + [silent.trace()]
+    assert analyze(traces).unknown == {"stragglers": "2 of 3 " + MISSING}
 
 
 def test_counts_that_do_not_match_are_left_out_and_said() -> None:

@@ -163,12 +163,15 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
     compared = ranks.compared([part.member for part in parts], [each for part in parts for each in part.collectives])
     whole = combine(ranked([part.analysis for part in parts], [part.collectives for part in parts], compared))
     unknown, problems = dict(whole.unknown), [*unread, *problems_of(parts)]
-    if len(parts) > 1 and compared.unknown:
+    if compared.unknown and (len(parts) > 1 or compared.stragglers):
         unknown["stragglers"] = compared.unknown
     problems += not_one_run(compared)
     problems += [Problem(id="ranks", message=note, blocks=[]) for note in compared.notes if compared.stragglers]
     alone = [each for part in parts for each in part.seen]
-    seen = [with_peers(each, device, compared.stragglers) for device, each in zip(whole.devices, alone, strict=True)]
+    seen = [
+        with_peers(each, device, compared.stragglers, compared.world_size)
+        for device, each in zip(whole.devices, alone, strict=True)
+    ]
     known = frozenset(techniques.load())
     devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
@@ -218,8 +221,11 @@ def overall(devices: Sequence[Device]) -> Limit:
     return max(time_ns, key=lambda limit: time_ns[limit], default="unknown")
 
 
-def with_peers(seen: Observations, device: Device, stragglers: Sequence[Straggler]) -> Observations:
-    """What only several ranks together tell: how much of the communication was waiting, and for whom."""
+def with_peers(
+    seen: Observations, device: Device, stragglers: Sequence[Straggler], world_size: int | None = None
+) -> Observations:
+    """What only several ranks together tell: how much of the communication was waiting, and for whom. `world_size`: of
+    the run, where the trace of this device alone does not say it."""
     mine = next((each for each in stragglers if each.rank == device.rank), None)
     if mine is None:
         return seen
@@ -227,6 +233,8 @@ def with_peers(seen: Observations, device: Device, stragglers: Sequence[Straggle
     time_ns = mine.wait_ns + mine.transfer_ns
     known: CommunicationSeen = replace(
         seen.communication,
+        world_size=world_size or seen.communication.world_size,
+        compared=len(stragglers),
         peer_wait=mine.wait_ns / time_ns if time_ns else None,
         slowest_rank=latest.rank,
         late_ms_per_step=latest.late_ns / 1e6 / device.steps if device.steps else None,

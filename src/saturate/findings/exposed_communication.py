@@ -17,8 +17,8 @@ Threshold
 Not to be confused with
 -----------------------
 Waiting for a slow rank: a collective that starts early runs until the last rank arrives (`stragglers`). From one
-rank alone the two cannot be told apart, which is said, and lowers the confidence. Waiting for input on another
-rank, which looks the same from here.
+rank alone, or where ranks of the run are missing, the two cannot be told apart, which is said, and lowers the
+confidence. Waiting for input on another rank, which looks the same from here.
 
 What helps
 ----------
@@ -57,7 +57,9 @@ def detect(seen: Observations) -> Finding | None:
     if not reaches(share, LEAST):
         return None
     hidden = f", and computation hides {percent(peers.overlap)} of it" if peers.overlap is not None else ""
-    includes = "" if peers.peer_wait is not None else " (which includes waiting for peers: one rank was observed)"
+    whole = peers.peer_wait is not None and not peers.partly
+    observed = f"{peers.compared:,} of {peers.world_size:,} ranks were" if peers.partly else "one rank was"
+    includes = "" if whole else f" (which includes waiting for peers: {observed} observed)"
     return finding(
         RULE,
         seen,
@@ -69,7 +71,7 @@ def detect(seen: Observations) -> Finding | None:
             *number("ranks", peers.world_size, "processes"),
         ],
         share,
-        direct=peers.peer_wait is not None,
+        direct=whole,
     )
 
 

@@ -17,8 +17,9 @@ The slowest rank is late by 10 % of the step, and at least two ranks were observ
 Not to be confused with
 -----------------------
 Slow communication: a transfer takes as long on every rank. One rank alone shows only long collectives, and says
-nothing about who is late. Lateness that moves from rank to rank (collector pauses, input) has its cause in every
-rank.
+nothing about who is late. Where ranks of the run are missing, all that were observed may wait for one of those,
+which is said, and lowers the confidence. Lateness that moves from rank to rank (collector pauses, input) has its
+cause in every rank.
 
 What helps
 ----------
@@ -37,7 +38,7 @@ from __future__ import annotations
 from saturate.findings._api import Rule
 from saturate.findings._common import concludes, finding, number, of_step, per_step, percent, reaches, recorded_ms
 from saturate.records.analysis import Finding
-from saturate.records.observations import Observations
+from saturate.records.observations import CommunicationSeen, Observations
 
 RULE = Rule(id="stragglers", title="one rank is late", needs=frozenset({"steps", "communication"}))
 
@@ -60,7 +61,7 @@ def detect(seen: Observations) -> Finding | None:
     return finding(
         RULE,
         seen,
-        f"Rank {peers.slowest_rank} arrives {percent(share)} of the step late, and the others wait for it.",
+        f"Rank {peers.slowest_rank} arrives {percent(share)} of the step late, {_for_whom(peers)}.",
         [
             of_step("lateness of the slowest rank", share, LEAST),
             *number("waiting for later ranks", peers.peer_wait, "of communication"),
@@ -68,5 +69,12 @@ def detect(seen: Observations) -> Finding | None:
             *number("ranks", peers.world_size, "processes"),
         ],
         lost,
+        direct=not peers.partly,
         advice=f"look at what rank {peers.slowest_rank} does more: input, device, other processes",
     )
+
+
+def _for_whom(peers: CommunicationSeen) -> str:
+    if peers.partly:
+        return f"as the last of {peers.compared:,} ranks that were compared; the run has {peers.world_size:,}"
+    return "and the others wait for it"

@@ -78,11 +78,17 @@ class OperatorSeen:
 @dataclass(frozen=True)
 class CommunicationSeen:
     world_size: int | None = None
+    compared: int | None = None             # ranks whose collectives were compared; None: one was observed
     exposed: float | None = None            # communication not hidden by computation
     overlap: float | None = None            # share of communication that is hidden
     peer_wait: float | None = None          # share of communication that waits for later ranks; needs several ranks
     slowest_rank: int | None = None
     late_ms_per_step: float | None = None   # of that rank
+
+    @property
+    def partly(self) -> bool:
+        """Whether ranks of the run are missing among those compared: these may all have waited for one of them."""
+        return self.compared is not None and self.world_size is not None and self.compared < self.world_size
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ def _waits(analysis: Analysis, device: Device, room: int) -> Rows:
         rows += labelled("input", _input(device, name, room))
     if device.communication_ns:
         hidden = f"{say.share(device.communication_overlap)} of it hidden by computation"
-        alone = "" if analysis.stragglers else "includes waiting for peers"
+        compared = analysis.stragglers and "stragglers" not in analysis.unknown
+        alone = "" if compared else "includes waiting for peers"
         amount = f"{say.time(device.communication_ns)}, {say.share(say.of(device.communication_ns, whole))} of {name}"
         rows += labelled("network", flow([amount, hidden, alone], room))
     causes = [f"{cause} {say.share(value)}" for cause, value, _ in say.gaps(device) if value]

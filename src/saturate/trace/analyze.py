@@ -51,7 +51,7 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
     mixed = not_one_run(together)
     if mixed:
         whole = msgspec.structs.replace(whole, integrity=integrity.verdict(whole.integrity.problems + mixed))
-    if together.stragglers:
+    if not together.unknown:
         return whole
     return msgspec.structs.replace(whole, unknown=whole.unknown | {"stragglers": together.unknown})
 

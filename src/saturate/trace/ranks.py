@@ -81,6 +81,7 @@ class Seen:
     ends: dict[Key, Column] = field(default_factory=dict)
     members: dict[str, frozenset[int]] = field(default_factory=dict)    # process group -> its ranks, where recorded
     point_to_point: int = 0
+    world_size: int | None = None
 
 
 class Member(NamedTuple):
@@ -95,14 +96,16 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """`stragglers`: the latest first. `unknown` says why there are none; `notes` what was left out or assumed.
-    `mixed`: what was given cannot be compared as the ranks of one run, so nothing that compares them follows."""
+    """`stragglers`: the latest first. `unknown` says why there are none, or what they do not tell; `notes` what was
+    left out or assumed. `mixed`: what was given cannot be compared as the ranks of one run, so nothing that compares them
+    follows."""
 
     stragglers: list[Straggler]
     unknown: str = ""
     notes: list[str] = field(default_factory=list)
     mixed: bool = False
     numbers: tuple[int, ...] = ()       # under which ranks were compared, one for each `Seen` that was given
+    world_size: int | None = None       # of the run, as far as was recorded
 
 
 def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
@@ -196,6 +199,7 @@ def _seen(trace: Trace, rank: int | None, start: Column, end: Column, names: lis
         kind, sequence = Kind(group, name, size), facts.get("Seq")
         rows[Key(kind, "sequence", sequence) if isinstance(sequence, int) else Key(kind, "step", step)].append(row)
     return Seen(rank=rank, source=trace.source, devices=devices, members=members, point_to_point=point_to_point,
+                world_size=trace.world_size,
                 starts={key: start[own] + trace.origin_ns for key, own in rows.items()},
                 ends={key: end[own] + trace.origin_ns for key, own in rows.items()})
 
@@ -293,7 +297,19 @@ def across(seen: list[Seen]) -> Ranks:
     elif apart > END_TOLERANCE_NS:
         notes.append(f"the ranks' clocks are up to {apart / 1e6:,.2f} ms apart; they were set by the ends of the "
                      "collectives, which ranks finish together")
-    return Ranks(_sum([each.set_right for each in matched], agree), "", notes, numbers=tuple(ranks))
+    found, size = _sum([each.set_right for each in matched], agree), _world_size(seen)
+    missing = ""
+    if size is not None and size > len(found):
+        missing = (f"{len(found):,} of {size:,} ranks were compared: what they waited for the others cannot be told "
+                   "from their transfers")
+        notes.append(missing)
+    return Ranks(found, missing, notes, numbers=tuple(ranks), world_size=size)
+
+
+def _world_size(seen: list[Seen]) -> int | None:
+    """Ranks of the run: as many as a file says, and no fewer than its process groups name."""
+    named = frozenset[int]().union(*(members for rank in seen for members in rank.members.values()))
+    return max(len(named), *(rank.world_size or 0 for rank in seen)) or None
 
 
 def _numbered(seen: list[Seen]) -> tuple[dict[int, Seen], str, list[str]]:
