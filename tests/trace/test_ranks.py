@@ -222,6 +222,32 @@ def test_sends_and_receives_are_no_collectives() -> None:
     assert study.notes == ["24 sends and receives are not collectives and were left out"]
 
 
+@pytest.mark.parametrize("name", ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+                                  "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)"])
+def test_sends_and_receives_without_recorded_arguments(name: str) -> None:
+    """Rank 1 receives long after rank 0 has sent to another one: nobody waits for it."""
+    def one(rank: int, host: tuple[str, ...] = (), **facts: Any) -> list[ranks.Seen]:
+        made = Recording(rank=rank, world_size=2)
+        for number in range(3):
+            at = 100_000 * number
+            for called in host:
+                made.operator(called, at, at + 10)
+            made.kernel(NAME, at, at + 1_000, launched=at)
+            made.collective(name, at + 10_000, at + 20_000 + (0 if facts or host else 30_000 * rank), launched=at,
+                            arguments=facts)
+        return ranks.observe(made.trace())
+
+    study = ranks.across(one(0) + one(1))
+    assert [(each.wait_ns, each.collectives) for each in study.stragglers] == [(0, 3), (0, 3)]
+    assert study.notes == ["6 sends and receives are not collectives and were left out"]
+    told = ranks.across(one(0, **{"Collective name": "all_to_all"}) + one(1, **{"Collective name": "all_to_all"}))
+    assert {each.collectives for each in told.stragglers} == {6} and told.notes == []
+    for host, collectives in ((("c10d::alltoall_base_",), 6), (("nccl:all_to_all", "nccl:send 0->1"), 3),
+                              (("nccl:all_to_all", "c10d::recv_"), 3), (("c10d::send",), 3)):
+        seen = ranks.across(one(0, host) + one(1, host)).stragglers
+        assert {each.collectives for each in seen} == {collectives}, host
+
+
 @pytest.mark.parametrize(("traces", "reason"), [
     ([], "no collectives were recorded"),
     ([recorded(0, {0: {}})], "only one rank was given"),

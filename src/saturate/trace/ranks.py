@@ -37,7 +37,13 @@ from saturate.trace.launches import launching_calls, named, valid
 from saturate.trace.windows import STEP
 
 #: Sends and receives concern two ranks only; they are no collectives.
-POINT_TO_POINT = re.compile(r"^(\w+:)?i?(send|recv)$", re.IGNORECASE)
+POINT_TO_POINT = re.compile(r"^(\w+:)?i?(send|recv|sendrecv)$", re.IGNORECASE)
+
+#: NCCL runs sends, receives and all-to-alls as one kernel ("ncclDevKernel_SendRecv", "ncclKernel_SendRecv_RING_..."). Where
+#: its arguments were not recorded, what the host calls tells them apart.
+SENDRECV = re.compile(r"SendRecv", re.IGNORECASE)
+ALL_TO_ALL = re.compile(r"all_?to_?all", re.IGNORECASE)
+SENDS = re.compile(r"^(c10d::|nccl:)i?(send|recv)(_any_source)?_?( |$)")
 
 #: What a backend calls its collectives on the host.
 ON_THE_HOST = re.compile(r"^(gloo|mpi|ucc):\w+$")
@@ -158,6 +164,8 @@ def observe(trace: Trace) -> list[Seen]:
     time = np.where(launched >= 0, calls.start[launched], gpu.start[rows]) if len(calls.start) else gpu.start[rows]
     steps = _steps(trace, time)
     names = [trace.names[index].partition("(")[0] for index in gpu.name[rows].tolist()]
+    if not _only_all_to_alls(trace.names):
+        names = ["sendrecv" if SENDRECV.search(name) else name for name in names]
     recorded = [trace.collectives.get(row, {}) for row in rows.tolist()]
 
     def seen(mask: Column, rank: int | None, devices: frozenset[int] | None = None) -> Seen:
@@ -171,6 +179,11 @@ def observe(trace: Trace) -> list[Seen]:
         return [seen(pids == processes[0], trace.rank)]
     devices = {pid: np.unique(gpu.device[rows[pids == pid]]).tolist() for pid in processes}
     return [seen(pids == pid, None, frozenset(devices[pid])) for pid in sorted(processes, key=devices.__getitem__)]
+
+
+def _only_all_to_alls(names: list[str]) -> bool:
+    """Whether kernels that send and receive are all-to-alls: the trace speaks of those, and of no sends."""
+    return any(map(ALL_TO_ALL.search, names)) and not any(map(SENDS.match, names))
 
 
 def _on_the_host(trace: Trace) -> list[Seen]:
