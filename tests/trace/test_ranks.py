@@ -10,7 +10,7 @@ import pytest
 from nsys_exports import Export
 from traces import Recording
 
-from saturate.trace import nsys, ranks
+from saturate.trace import nsys, one_run, ranks
 from saturate.trace.analyze import analyze
 from saturate.trace.columns import Trace
 
@@ -261,9 +261,9 @@ def test_when_nothing_can_be_said(traces: list[Trace], reason: str) -> None:
     assert ranks.stragglers(traces) == []
 
 
-def of_run(source: str, rank: int | None = None, size: int | None = 2, at_s: float = 0.0) -> ranks.Member:
+def of_run(source: str, rank: int | None = None, size: int | None = 2, at_s: float = 0.0) -> one_run.Member:
     first = 1_700_000_000_000_000_000 + round(at_s * 1e9)
-    return ranks.Member(source, rank, size, first, first + 10**9)
+    return one_run.Member(source, rank, size, first, first + 10**9)
 
 
 @pytest.mark.parametrize(("members", "reason"), [
@@ -275,10 +275,10 @@ def of_run(source: str, rank: int | None = None, size: int | None = 2, at_s: flo
     ([of_run("a", 0), of_run("b")], "b does not say its rank, and others do"),
     ([of_run("a", 0), of_run("b", 1, 16)], "a is of a run of 2 ranks and b of one of 16"),
     ([of_run("a", 1, at_s=62), of_run("b", 0)], "a was recorded 61 s after b"),
-    ([ranks.Member("a", 0, 2, 5, 9), ranks.Member("b", 1, 2, 10**15, 10**15)], ""),     # clocks of their own
+    ([one_run.Member("a", 0, 2, 5, 9), one_run.Member("b", 1, 2, 10**15, 10**15)], ""),     # clocks of their own
 ])
-def test_files_that_cannot_be_one_run(members: list[ranks.Member], reason: str) -> None:
-    assert ranks.not_one_run(members) == reason
+def test_files_that_cannot_be_one_run(members: list[one_run.Member], reason: str) -> None:
+    assert one_run.not_one_run(members) == reason
     assert ranks.compared(members, []).mixed == bool(reason)
 
 

@@ -24,7 +24,7 @@ from saturate.records.observations import CommunicationSeen, Observations
 from saturate.report import analysis as terminal
 from saturate.report import analysis_compare, analysis_html, words
 from saturate.techniques import _registry as techniques
-from saturate.trace import ranks
+from saturate.trace import one_run, ranks
 from saturate.trace.analyze import analyze_one, combine, not_one_run, ranked
 from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
@@ -46,7 +46,7 @@ class Reduced:
     analysis: Analysis
     seen: list[Observations]  # one for each device
     collectives: list[ranks.Seen]
-    member: ranks.Member
+    member: one_run.Member
 
 
 class Progress:
@@ -145,7 +145,7 @@ def reduced(trace: Trace, measured: Sequence[Ceilings] = (), lighter: bool = Fal
             replace(each, operators=tuple(sorted(each.operators, key=lambda o: -o.share)[:OPERATORS]))
             for each in seen
         ]
-    return Reduced(analysis, seen, ranks.observe(trace), ranks.member(trace))
+    return Reduced(analysis, seen, ranks.observe(trace), one_run.member(trace))
 
 
 def _lighter(device: Device) -> Device:

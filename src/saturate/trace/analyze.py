@@ -11,7 +11,7 @@ import numpy as np
 
 from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline
 from saturate.records.ceilings import Ceilings
-from saturate.trace import breakdown, gaps, integrity, ranks
+from saturate.trace import breakdown, gaps, integrity, one_run, ranks
 from saturate.trace.columns import Column, Trace
 from saturate.trace.each_step import each_step
 from saturate.trace.intervals import length
@@ -45,7 +45,7 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
     for trace in traces:
         parts.append(analyze_one(trace, ceilings))
         seen.append(ranks.observe(trace))
-        members.append(ranks.member(trace))
+        members.append(one_run.member(trace))
     together = ranks.compared(members, [each for own in seen for each in own])
     whole = combine(ranked(parts, seen, together), stragglers=together.stragglers)
     mixed = not_one_run(together)

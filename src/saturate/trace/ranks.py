@@ -34,6 +34,7 @@ from saturate.records.analysis import Straggler
 from saturate.trace.breakdown import communication
 from saturate.trace.columns import Column, HostEvents, Trace
 from saturate.trace.launches import launching_calls, named, valid
+from saturate.trace.one_run import Member, not_one_run
 from saturate.trace.windows import STEP
 
 #: Sends and receives concern two ranks only; they are no collectives.
@@ -54,10 +55,6 @@ HOLDS = 0.9
 
 #: Ends of one collective differ by no more than this share of its shortest duration, or by this many ns.
 END_TOLERANCE, END_TOLERANCE_NS = 0.05, 20_000
-
-#: Clocks that count since 1970 are kept in step by the network, far closer than this. What lies further apart was not
-#: recorded together. Other clocks count from a start of their own and tell nothing.
-SINCE_1970_NS, APART_NS = 10**18, 60 * 10**9
 
 _NUMBER = re.compile(r"(?<!\d)\d{1,18}(?!\d)")      # beyond 64 bits it numbers nothing
 
@@ -90,16 +87,6 @@ class Seen:
     world_size: int | None = None
 
 
-class Member(NamedTuple):
-    """What a file says about its place in a run."""
-
-    source: str
-    rank: int | None
-    world_size: int | None
-    first_ns: int = 0               # of its clock since the epoch
-    last_ns: int = 0
-
-
 @dataclass(frozen=True)
 class Ranks:
     """`stragglers`: the latest first. `unknown` says why there are none, or what they do not tell; `notes` what was
@@ -117,37 +104,6 @@ class Ranks:
 def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
     """Each rank across the collectives that all took part in; empty where that cannot be told (`across` says why)."""
     return across([seen for trace in traces for seen in observe(trace)]).stragglers
-
-
-def member(trace: Trace) -> Member:
-    tables = [table for table in (trace.gpu, trace.calls, trace.operators, trace.annotations) if len(table.start)]
-    first = min((int(table.start[0]) for table in tables), default=0)
-    last = max((int(table.end.max()) for table in tables), default=0)
-    return Member(trace.source, trace.rank, trace.world_size, trace.origin_ns + first, trace.origin_ns + last)
-
-
-def not_one_run(files: Sequence[Member]) -> str:
-    """Why files cannot be the ranks of one run; empty where nothing speaks against it."""
-    by_rank: dict[int, Member] = {}
-    for file in files:
-        if file.rank is None:
-            if any(other.rank is not None for other in files):
-                return f"{file.source} does not say its rank, and others do"
-            continue
-        other = by_rank.setdefault(file.rank, file)
-        if other.source != file.source:
-            return f"two files are of rank {file.rank} ({other.source}, {file.source})"
-    sized = [file for file in files if file.world_size is not None]
-    other = next((file for file in sized if file.world_size != sized[0].world_size), None)
-    if other is not None:
-        return (f"{sized[0].source} is of a run of {sized[0].world_size:,} ranks and {other.source} of one of "
-                f"{other.world_size:,}")
-    in_order = sorted(files, key=lambda file: file.first_ns)
-    for earlier, later in zip(in_order, in_order[1:]):
-        apart = later.first_ns - earlier.last_ns
-        if earlier.last_ns > SINCE_1970_NS and apart > APART_NS:
-            return f"{later.source} was recorded {apart / 1e9:,.0f} s after {earlier.source}"
-    return ""
 
 
 # One trace ---------------------------------------------------------------------------------------------------------
