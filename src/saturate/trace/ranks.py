@@ -244,6 +244,8 @@ def across(seen: list[Seen]) -> Ranks:
     if point_to_point:
         notes.append(f"{point_to_point:,} sends and receives are not collectives and were left out")
     total = sum(len(starts) for rank in seen for starts in rank.starts.values())
+    if not total:       # a pipeline, say: nothing speaks against one run
+        return Ranks([], "no collective could be matched: all that was recorded are sends and receives", notes)
     counted, certain = _by_position(ranks)
     held = [_held(matched) for matched in counted]
     if counted and sum(each.start.shape[1] for each in held) < HOLDS * sum(each.start.shape[1] for each in counted):
