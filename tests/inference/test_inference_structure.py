@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import json
 import math
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch")
 
 from saturate.inference import structure  # noqa: E402
+from saturate.techniques import _trees  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -24,6 +26,45 @@ class Answer:
 
 
 Pair = collections.namedtuple("Pair", "first second")
+
+
+class Attributes(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class OneDictionary(dict):
+    """Its attributes are its items. Filling it runs none of this."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Stateful(dict):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.origin = "here"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Its constructor changes a field, and computes another."""
+
+    logits: torch.Tensor
+    probs: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "logits", self.logits * 2)
+        object.__setattr__(self, "probs", self.logits.softmax(-1))
+
+
+@dataclasses.dataclass
+class Doubled:
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        self.logits = self.logits * 2
 
 
 def roundtrip(value):
@@ -40,6 +81,57 @@ def test_structures_come_back():
     assert type(found[0]) is Answer and found[0].hidden[0] is b and found[0].loss is None
     assert type(found[1]) is Pair and found[1].second == {"x": b, 3: True} and found[1].first is a
     assert found[2] == (1.5, "text", None)
+
+
+def test_what_torch_returns_keeps_its_names():
+    for value in (torch.rand(2, 3).topk(2), torch.rand(2, 3).max(1), torch.rand(2, 3).sort()):
+        description, tensors = roundtrip((value, value.values))
+        found, again = structure.rebuild(description, tensors)
+        assert type(found) is type(value) and found.values is again and torch.equal(found.indices, value.indices)
+        assert structure.same(description, structure.flatten(torch, (tuple(value), value.values))[0])
+        assert structure.accessors(description, "x") == {0: "x[1]", 1: "x[0].indices"}
+
+
+@pytest.mark.parametrize("kind", [Attributes, OneDictionary, collections.OrderedDict])
+def test_a_subclass_of_dict_comes_back(kind):
+    a = torch.rand(2)
+    value = [kind(a=a, items=a + 1)]
+    description, tensors = roundtrip(value)
+    found, = structure.rebuild(description, tensors)
+    assert type(found) is kind and dict(found) == dict(zip(("a", "items"), tensors)) and structure.places(description) == [0, 1]
+    assert kind is collections.OrderedDict or found.a is a
+    assert structure.same(description, structure.flatten(torch, [dict(value[0])])[0])      # one is taken where the other was
+    named = structure.rebuild(json.loads(json.dumps(description).replace(kind.__name__, "Nobody")), tensors, {})[0]
+    assert type(named) is structure.Items and named.a is a and pickle.loads(pickle.dumps(named)).keys() == {"a", "items"}
+    nobody = json.loads(json.dumps(description).replace(f"{kind.__module__}:{kind.__qualname__}", "nobody:Kind"))
+    assert type(structure.rebuild(nobody, tensors, {"nobody:Kind": kind})[0]) is kind
+    assert structure.classes_in(value) == {f"{kind.__module__}:{kind.__qualname__}": kind}
+
+
+def test_a_dictionary_with_a_state_of_its_own_comes_back_as_a_plain_one():
+    description, tensors = roundtrip(Stateful({"a": torch.rand(2)}))
+    assert type(structure.rebuild(description, tensors)) is dict
+
+
+def test_a_dataclass_comes_back_as_it_was_whatever_its_constructor_does():
+    for value in (Scaled(torch.rand(2)), Doubled(torch.rand(2))):
+        description, tensors = roundtrip(value)
+        found = structure.rebuild(description, tensors)
+        assert type(found) is type(value) and vars(found).keys() == vars(value).keys()
+        assert all(torch.equal(vars(found)[name], held) for name, held in vars(value).items())
+
+
+def test_fields_of_a_stand_in_hide_its_methods():
+    fields = structure.Fields({"values": 1, "items": 2, "keys": 3, "__class__": 4})
+    assert (fields.values, fields.items, fields.keys, type(fields), isinstance(fields, dict)) == (1, 2, 3, structure.Fields, True)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(fields)))
+    assert (again.values, again["items"], again[0], list(again)) == (1, 2, 1, ["values", "items", "keys", "__class__"])
+    named = structure.NamedFields(("count", "index", "names"), [1, 2, 3])
+    assert (named.count, named.index, named.names, tuple(named)) == (1, 2, 3, (1, 2, 3))
+    again = pickle.loads(pickle.dumps(copy.copy(named)))
+    assert (again.count, again.index, again.names) == (1, 2, 3)
+    assert structure.flatten(torch, fields)[0]["dict"][0] == ["values", {"value": 1}]
+    assert _trees.copied(fields, lambda path, leaf: leaf + 1).items == 3
 
 
 def test_a_class_that_is_not_there_has_a_stand_in_that_can_travel():
@@ -63,10 +155,14 @@ def test_a_description_imports_and_calls_nothing():
         for kind in ("fields of", "tuple of"):
             found = structure.rebuild({kind: name, "fields": [["args", {"value": "true"}]]}, [])
             assert type(found) in (structure.Fields, structure.NamedFields) and found.args == "true"
+        assert type(structure.rebuild({"dict of": name, "dict": [["args", {"value": "true"}]]}, [])) is structure.Items
+    made = structure.rebuild({"dict of": f"{Stateful.__module__}:Stateful", "dict": [["args", {"value": "true"}]]}, [])
+    assert made == {"args": "true"} and vars(made) == {}        # none of its code has run
     assert "antigravity" not in sys.modules
 
 
-@pytest.mark.parametrize("description", [{}, {"list": 3}, [5], {"fields of": "x"}, 3, None, {"dict": [[1]]}])
+@pytest.mark.parametrize("description", [{}, {"list": 3}, [5], {"fields of": "x"}, 3, None, {"dict": [[1]]},
+                                         {"dict of": 3, "dict": []}])
 def test_what_is_no_description_is_named(description):
     with pytest.raises(ValueError, match="not a description"):
         structure.rebuild(description, [torch.rand(1)])

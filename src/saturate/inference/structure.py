@@ -10,13 +10,17 @@ with the same fields takes its place.
     {"value": 3}              None, a bool, a number or text: part of the program, it cannot change
     {"number": "inf"}         also "-inf" and "nan": JSON has no form for them
     {"list": [...]}           also "tuple"
-    {"dict": [[key, ...]]}    keys are text, numbers or bools
-    {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple
+    {"dict": [[key, ...]]}    keys are text, numbers or bools; with "dict of": "module:Class", a subclass of dict
+    {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple, or one of torch.return_types
     {"fields of": "module:Class", "fields": [[name, ...]]}      a dataclass; transformers' ModelOutput is one
+
+A class is never called with what a file holds, except for named tuples and dataclasses with just these fields: a subclass of
+dict is filled without its own code.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -27,6 +31,9 @@ from typing import Any
 #: What a description holds beside tensors.
 SCALARS = (bool, int, float, str, type(None))
 
+#: The module of the classes of what torch.max(x, 1) and its like return.
+_TORCH_RETURNS = "torch.return_types"
+
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -36,37 +43,51 @@ class NotDescribable(TypeError):
 
 class Fields(dict):
     """Stands in for a dataclass whose class this process does not know: its fields as attributes, by name, and by place
-    among those that are not None (as in ModelOutput)."""
+    among those that are not None (as in ModelOutput). A field hides the method of its name: `values` is the field."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getitem__(name)
-        except KeyError:
-            raise AttributeError(name) from None
+    def __getattribute__(self, name: str) -> Any:
+        if dict.__contains__(self, name) and not name.startswith("__"):
+            return dict.__getitem__(self, name)
+        return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return super().__getitem__(key)
-        return tuple(value for value in self.values() if value is not None)[key]
+        return tuple(value for value in dict.values(self) if value is not None)[key]
+
+    def __reduce__(self) -> Any:
+        return Fields, (dict(dict.items(self)),)
 
 
 class NamedFields(tuple):
-    """Stands in for a named tuple whose class this process does not know."""
+    """Stands in for a named tuple whose class this process does not know. A field hides the method of its name."""
 
-    names: tuple[str, ...]
+    _names: tuple[str, ...]     # no field of a named tuple begins with an underscore
 
     def __new__(cls, names: tuple[str, ...], values: list[Any]) -> NamedFields:
         made = super().__new__(cls, values)
-        made.names = tuple(names)
+        made._names = tuple(names)
         return made
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "names" and name in self.names:
-            return self[self.names.index(name)]
-        raise AttributeError(name)
+    def __getattribute__(self, name: str) -> Any:
+        names = super().__getattribute__("_names")
+        if name in names and not name.startswith("__"):
+            return tuple.__getitem__(self, names.index(name))
+        return super().__getattribute__(name)
 
     def __reduce__(self) -> Any:
-        return NamedFields, (self.names, list(self))
+        return NamedFields, (super().__getattribute__("_names"), list(self))
+
+
+class Items(dict):
+    """Stands in for a subclass of dict that this process does not know: items as attributes too, where no method has the name,
+    because that is what most such classes are for."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, list[Any]]:
@@ -92,6 +113,8 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
             return {"value": storable(value, where)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"tuple of": _name(value), "fields": fields(value, value._fields, where)}
+        if _is_torch_return(type(value)):
+            return {"tuple of": _name(value), "fields": fields(value, type(value).__match_args__, where)}
         if isinstance(value, (list, tuple)):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [describe(item, f"{where}[{index}]") for index, item in enumerate(value)]}
@@ -99,7 +122,8 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
             names = [field.name for field in dataclasses.fields(value)]
             return {"fields of": _name(value), "fields": fields(value, names, where)}
         if isinstance(value, Mapping) and all(type(key) in SCALARS for key in value):
-            return {"dict": [[storable(key, where), describe(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+            items = [[storable(key, where), describe(item, f"{where}[{key!r}]")] for key, item in _items(value)]
+            return {**_dict_class(value), "dict": items}
         raise NotDescribable(f"{where or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, "
                              "neither a tensor nor plain data")
 
@@ -119,8 +143,19 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
 
 def same(one: Any, other: Any) -> bool:
     """Whether two descriptions are equal, and their values of the same types: 1, 1.0 and True are equal to Python, as are the
-    two zeros."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    two zeros. The class of a dictionary, and torch's own of a tuple, may differ: who takes one takes the plain kind too."""
+    return any(json.dumps(form(one), sort_keys=True) == json.dumps(form(other), sort_keys=True) for form in (lambda node: node, _plain))
+
+
+def _plain(node: Any) -> Any:
+    """A description with plain dictionaries, and plain tuples for torch.return_types."""
+    if not isinstance(node, dict):
+        return node
+    if str(node.get("tuple of", "")).startswith(f"{_TORCH_RETURNS}:"):
+        return {"tuple": [_plain(item) for _, item in node["fields"]]}
+    found: dict[str, Any] = {kind: [_plain(item) for item in node[kind]] for kind in ("list", "tuple") if kind in node}
+    found |= {kind: [[key, _plain(item)] for key, item in node[kind]] for kind in ("dict", "fields") if kind in node}
+    return {**{key: value for key, value in node.items() if key not in ("dict of", "attributes")}, **found}
 
 
 def rebuild(description: Any, tensors: list[Any], classes: Mapping[str, type] | None = None) -> Any:
@@ -146,18 +181,71 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     if "tuple" in node:
         return tuple(_rebuild(item, tensors, classes) for item in node["tuple"])
     if "dict" in node:
-        return {key: _rebuild(item, tensors, classes) for key, item in node["dict"]}
+        items = {key: _rebuild(item, tensors, classes) for key, item in node["dict"]}
+        return _dict_made(node, items, classes) if "dict of" in node else items
     fields = {name: _rebuild(item, tensors, classes) for name, item in node["fields"]}
     if "tuple of" in node:
         cls = _known(node["tuple of"], classes)
         if isinstance(cls, type) and issubclass(cls, tuple) and getattr(cls, "_fields", None) == tuple(fields):
             return cls(*fields.values())
+        if _is_torch_return(cls) and cls.__match_args__ == tuple(fields):
+            return cls(list(fields.values()))
         return NamedFields(tuple(fields), list(fields.values()))
     cls = _known(node["fields of"], classes)
     is_one = isinstance(cls, type) and dataclasses.is_dataclass(cls)
-    if is_one and [field.name for field in dataclasses.fields(cls) if field.init] == list(fields):
-        return cls(**fields)
+    if is_one and [field.name for field in dataclasses.fields(cls)] == list(fields):
+        return _dataclass_made(cls, fields)
     return Fields(fields)
+
+
+def _dataclass_made(cls: Any, fields: dict[str, Any]) -> Any:
+    """An instance with just these values: what `__post_init__` would compute from them, or do to them a second time, is in them."""
+    constructible = all(field.init for field in dataclasses.fields(cls))
+    if issubclass(cls, dict):           # a ModelOutput fills itself as a dictionary
+        return cls(**fields) if constructible else Fields(fields)
+    try:
+        made = cls(**fields) if constructible else object.__new__(cls)
+    except TypeError:                   # a constructor that takes something else than the fields
+        made = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)       # frozen ones too
+    return made
+
+
+def _is_torch_return(cls: Any) -> bool:
+    """Whether it is a class of what torch.max(x, 1) and its like return."""
+    return isinstance(cls, type) and issubclass(cls, tuple) and cls.__module__ == _TORCH_RETURNS and hasattr(cls, "n_fields")
+
+
+def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Also where an item, as an attribute, hides the method."""
+    return dict.items(value) if isinstance(value, dict) else value.items()
+
+
+def _dict_class(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a description says of a mapping's class: {} where it is a plain dictionary, or an object with a state of its own,
+    which comes back as one. "attributes" are the items themselves, as with `self.__dict__ = self`."""
+    if type(value) is dict or not isinstance(value, dict) or isinstance(value, (Fields, Items)):
+        return {}
+    state = getattr(value, "__dict__", {})
+    if not state:
+        return {"dict of": _name(value)}
+    whole = len(state) == len(value) and all(key in state and state[key] is item for key, item in _items(value))
+    return {"dict of": _name(value), "attributes": True} if whole else {}
+
+
+def _dict_made(node: Any, items: dict[Any, Any], classes: Mapping[str, type]) -> dict[Any, Any]:
+    """A dictionary of the class that the description names. Nothing of the class is called, which may be any that is imported."""
+    cls = _known(node["dict of"], classes)
+    if not isinstance(cls, type) or not issubclass(cls, dict) or dataclasses.is_dataclass(cls):
+        return Items(items)
+    base = collections.OrderedDict if issubclass(cls, collections.OrderedDict) else dict
+    made = base.__new__(cls)
+    for key, item in items.items():
+        base.__setitem__(made, key, item)
+    if node.get("attributes") is True:
+        object.__setattr__(made, "__dict__", made)
+    return made
 
 
 def places(description: Any) -> list[int]:
@@ -187,6 +275,8 @@ def _places(node: Any) -> Iterator[int]:
     items = node[kind]
     if type(items) is not list or (kind == "fields" and not isinstance(node.get("tuple of", node.get("fields of")), str)):
         raise TypeError(items)
+    if not isinstance(node.get("dict of", ""), str):
+        raise TypeError(node["dict of"])
     for item in items:
         if kind in ("dict", "fields"):
             key, item = item
@@ -217,7 +307,7 @@ def classes_in(value: Any) -> dict[str, type]:
     travelled by value to a candidate's process."""
     found: dict[str, type] = {}
     if isinstance(value, Mapping):
-        items = list(value.values())
+        items = [item for _, item in _items(value)]
     elif isinstance(value, (list, tuple)):
         items = list(value)
     else:
@@ -225,7 +315,7 @@ def classes_in(value: Any) -> dict[str, type]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found[_name(value)] = type(value)
         items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+    elif (isinstance(value, tuple) and hasattr(value, "_fields")) or (isinstance(value, Mapping) and _dict_class(value)):
         found[_name(value)] = type(value)
     for item in items:
         found |= classes_in(item)

@@ -39,7 +39,7 @@ def copied(value: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tupl
         return {key: copied(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
         twin = copy.copy(value)
-        for key in list(value.keys()):
+        for key in list(dict.keys(value) if isinstance(value, dict) else value.keys()):     # an item may hide the method
             twin[key] = copied(value[key], change, (*path, key))
         return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Slot)):
