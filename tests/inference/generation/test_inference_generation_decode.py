@@ -4,6 +4,7 @@ by name."""
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 import pytest
 
@@ -266,16 +267,36 @@ def test_an_adapter_makes_any_model_follow_the_protocol(texts):
 # ---------------------------------------------------------------------------------------------------
 
 
+class _Whole:
+    """A whole number of another library: numpy's of 16 bits is none of Python's."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __int__(self):
+        return self.value
+
+
+numbers.Integral.register(_Whole)
+
+
 @pytest.mark.parametrize("given, rows", [
     ([1, 2], [[1, 2]]), (torch.tensor([1, 2]), [[1, 2]]), (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
     ([[1], torch.tensor([2, 3])], [[1], [2, 3]]),
     ({"input_ids": torch.tensor([[0, 1], [2, 3]]), "attention_mask": torch.tensor([[0, 1], [1, 1]])}, [[1], [2, 3]]),
+    ({"input_ids": torch.tensor([[0, 1], [2, 3]]), "attention_mask": torch.tensor([[False, True], [True, True]])}, [[1], [2, 3]]),
+    ({"input_ids": torch.tensor([[0, 1], [2, 3]]), "attention_mask": torch.tensor([[0.0, 1.0], [1.0, 1.0]])}, [[1], [2, 3]]),
+    ({"input_ids": [0, 1], "attention_mask": [False, True]}, [[1]]),
+    ({"input_ids": [[0, 1], [2]], "attention_mask": [torch.tensor([0, 1]), [torch.tensor(True)]]}, [[1], [2]]),
+    ([torch.tensor(1), torch.tensor(2)], [[1, 2]]), ([_Whole(1), _Whole(2)], [[1, 2]]),
 ])
 def test_prompts_in_the_shapes_that_people_have(given, rows):
     assert as_lists(given) == rows
 
 
 @pytest.mark.parametrize("wrong", ["text", [], [[]], 3, [["a"]], [[[1, 2], [3, 4]]], [1.5], [True], {"ids": [1, 2]}, {},
+                                   [torch.tensor(1.5)], [torch.tensor(True)],
+                                   {"input_ids": [[1, 2]], "attention_mask": [["1", "0"]]}, {"input_ids": [[1, 2]], "attention_mask": 1},
                                    {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, {"input_ids": [[1], [2]], "attention_mask": [[1]]}])
 def test_what_is_no_prompt_is_refused(wrong):
     with pytest.raises(UsageError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from saturate.errors import UsageError
@@ -25,7 +26,7 @@ def as_lists(prompts: Any) -> list[list[int]]:
         rows = as_lists(ids)
         if mask is None:
             return rows
-        masks = as_lists(mask)
+        masks = _masks(mask)
         if [len(row) for row in rows] != [len(keep) for keep in masks]:
             raise UsageError("the attention_mask has other lengths than the input_ids", remedy="one number for each token: 1, or 0 for padding")
         return [[token for token, seen in zip(row, keep) if seen] for row, keep in zip(rows, masks)]
@@ -87,4 +88,25 @@ def halves(prompts: Sequence[list[int]], size: int) -> tuple[list[list[list[int]
 
 
 def _whole(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    """Whether it is a token's number: Python's, numpy's, or a tensor without dimensions that holds one."""
+    if getattr(item, "ndim", None) == 0 and hasattr(item, "item"):
+        item = item.item()
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _masks(mask: Any) -> list[list[bool]]:
+    """Which tokens of each prompt count: numbers or flags, of one prompt or of several, as lists, tensor or array."""
+    plain = mask.tolist() if hasattr(mask, "tolist") else mask
+    try:
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in plain]
+        several = any(isinstance(row, Iterable) for row in rows)
+        return [[_counts(one) for one in row] for row in (rows if several else [rows])]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the attention_mask is no mask: {error}", remedy="one number for each token: 1, or 0 for padding") from error
+
+
+def _counts(one: Any) -> bool:
+    one = one.item() if hasattr(one, "item") else one
+    if not isinstance(one, (bool, int, float)):
+        raise TypeError(f"it holds a {type(one).__name__}")
+    return bool(one)
