@@ -103,6 +103,24 @@ def test_a_builder_that_returns_nothing_is_named(tmp_path: Any) -> None:
     assert "return" in caught.value.remedy and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["only", "skip"])
+def test_one_technique_may_be_named_without_a_list(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Stopped(Exception):
+        pass
+
+    def known(registry: Any, only: Any, skip: Any) -> None:
+        given.update(only=only, skip=skip)
+        raise Stopped
+
+    monkeypatch.setattr(api, "known", known)
+    for ids in ("tf32-products", iter(["tf32-products"])):
+        with pytest.raises(Stopped):
+            saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], workdir=tmp_path / "run", time="5s", **{name: ids})
+        assert given == {"only": (), "skip": (), name: ("tf32-products",)}
+
+
 def test_what_is_public_is_there_and_nothing_else() -> None:
     assert {"optimize", "load", "Budget", "Train", "Result", "generation"} <= set(dir(saturate))
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):

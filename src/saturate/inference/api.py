@@ -64,7 +64,7 @@ LOOK_SHARE = 0.05
 def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None, budget: Budget | None = None,
              objective: str = "latency", limits: Mapping[str, float] | None = None, time: str | float = "20m",
              train: Train | tuple[Any, Any] | None = None, calibration: Any = None, workdir: str | os.PathLike[str] | None = None,
-             threads: int | None = None, only: Collection[str] = (), skip: Collection[str] = (), resume: bool = True,
+             threads: int | None = None, only: str | Collection[str] = (), skip: str | Collection[str] = (), resume: bool = True,
              progress: Callable[[str], None] | None = None) -> Result:
     """Find the fastest deployable variant of `model` whose accuracy loss is within the budget, and prove it.
 
@@ -89,6 +89,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         raise UsageError("the model is None", cause="a function that builds it and returns nothing gives None",
                          remedy="return the torch.nn.Module")
     budget = checked(check, budget, objective, limits)
+    only, skip = _ids(only), _ids(skip)
     if isinstance(train, tuple) and len(train) != 2:
         raise UsageError(f"`train` is a tuple of {len(train)}", remedy="train=(loader, loss), or saturate.Train(loader, loss, ...)")
     if threads is not None and (not isinstance(threads, numbers.Integral) or isinstance(threads, bool) or threads < 1):
@@ -129,6 +130,11 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         search.deadline_s, search.end_s = lab.deadline_s, math.inf
         with ending.told():
             return conclude(ending, say)
+
+
+def _ids(given: str | Collection[str]) -> tuple[str, ...]:
+    """Of techniques; a text is one, and no collection of its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]) -> dict[str, Any]:
