@@ -148,6 +148,18 @@ def test_bf16_needs_the_arithmetic(flags: frozenset[str], answer: bool) -> None:
 # -- layout --------------------------------------------------------------------------------------------------------------
 
 
+def test_the_lines_of_nhwc_take_any_inputs_and_convolutions_of_both_kinds() -> None:
+    model = torch.nn.ModuleList([torch.nn.Conv2d(3, 4, 3), torch.nn.ConvTranspose3d(3, 4, 3), torch.nn.Linear(2, 2)])
+    image, clip, counts = torch.rand(2, 3, 8, 8), torch.rand(2, 3, 4, 8, 8), torch.ones(2, 3, 4, 4, dtype=torch.long)
+    given = {"torch": torch, "model": model, "inputs": (image, None, True, 3, {"clip": [clip]}, counts)}
+    exec(nhwc_layout.as_code(nhwc_layout.Options()), given)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    first, nothing, flag, number, nested, other = given["inputs"]
+    assert (nothing, flag, number) == (None, True, 3) and other is counts
+    for found, wanted in ((first, image), (nested["clip"][0], clip), *((layer.weight, layer.weight) for layer in model[:2])):
+        assert torch.equal(found, wanted) and found.is_contiguous(memory_format=formats[found.dim()]) and not found.is_contiguous()
+
+
 def test_nhwc_changes_strides_and_nothing_else(tmp_path: Path) -> None:
     context = images(tmp_path)
     weight = context.model.body.weight

@@ -47,6 +47,18 @@ TECHNIQUE = Technique(
     touches=(Touch("memory-format"),),
 )
 
+#: What `apply` does, on any nesting of inputs.
+_LINES = """\
+from torch.utils._pytree import tree_map
+formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+for layer in model.modules():
+    if type(layer).__name__ in ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"):
+        layer.weight.data = layer.weight.data.contiguous(memory_format=formats[layer.weight.dim()])
+def inward(x):
+    image = torch.is_tensor(x) and x.dim() in formats and x.is_floating_point()
+    return x.contiguous(memory_format=formats[x.dim()]) if image else x
+inputs = tree_map(inward, inputs)"""
+
 _CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
 
 
@@ -110,7 +122,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return (
-        "model = model.to(memory_format=torch.channels_last)\n"
-        "inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)"
-    )
+    return _LINES
