@@ -147,6 +147,8 @@ def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str |
     kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
     context, window = context_of(model), window_of(model)
     _refuse_stateful(model)
+    if kind != "recompute":
+        _refuse_other_masks(model)
     if kind == "huggingface":
         _refuse_huggingface(model)
         return CachedDecoder(torch, model, _huggingface(torch, model), context, compile_mode, window)
@@ -257,19 +259,31 @@ def _kind(model: Any) -> str:
 def _refuse_stateful(model: Any) -> None:
     """Raise UsageError for a model that says, in Hugging Face's words, that it keeps more than keys and values at
     positions."""
-    text = _text_config(model)
-    kinds = sorted(
-        {
-            layer
-            for layer in getattr(text, "layer_types", None) or ()
-            if layer not in ("full_attention", "sliding_attention")
-        }
-    )
+    kinds = [kind for kind in _other_layers(model) if not _keeps_positions(kind)]
     if getattr(model, "_is_stateful", False) or kinds:
         raise UsageError(
             f"{type(model).__name__} keeps a state that cannot be rolled back{': ' * bool(kinds)}{', '.join(kinds)}",
             cause="rejected drafts would stay in its recurrent state",
             remedy="use the model's own generate",
+        )
+
+
+def _other_layers(model: Any) -> list[str]:
+    """The kinds of layers that it says it has, beside those that see all tokens or a sliding window of them."""
+    return sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+
+
+def _keeps_positions(kind: str) -> bool:
+    """Whether a kind of layer keeps keys and values at positions, by its name: linear attention keeps a recurrent state."""
+    return kind.endswith("attention") and "linear" not in kind
+
+
+def _refuse_other_masks(model: Any) -> None:
+    """Raise UsageError for layers that a cache with one mask of all tokens, and one of a window, does not serve."""
+    if layers := _other_layers(model):
+        raise UsageError(
+            f"{type(model).__name__} has layers of {', '.join(layers)}, which need a mask that is not made here",
+            remedy='pass adapter="recompute", which uses no cache, or use the model\'s own generate',
         )
 
 
