@@ -14,8 +14,8 @@ import generation_models as toys  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
 from saturate.inference.generation import generate  # noqa: E402
-from saturate.inference.generation.build import eos_of  # noqa: E402
-from saturate.inference.generation.models import context_of, window_of  # noqa: E402
+from saturate.inference.generation.build import eos_of, not_done  # noqa: E402
+from saturate.inference.generation.models import context_of, decoder, window_of  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 9, 8, 9, 8, 9, 8, 9]]
 NEW = 20
@@ -158,6 +158,18 @@ def test_stateful_models_are_refused():
         generate(model, PROMPTS, max_new_tokens=NEW)
 
 
+def test_chunked_attention_is_refused_with_a_cache_and_taken_without():
+    torch.manual_seed(0)
+    more = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**{**SMALL, **more, "attention_chunk_size": 8})).eval()
+    assert "chunked_attention" in model.config.layer_types
+    for adapter in (None, "huggingface", lambda model, ids, cache: model(input_ids=ids)):
+        with pytest.raises(UsageError, match="chunked_attention, which need a mask that is not made here") as refused:
+            decoder(torch, model, adapter)
+        assert 'adapter="recompute"' in refused.value.remedy
+    assert generate(model, PROMPTS[1], max_new_tokens=NEW, adapter="recompute").tokens == [own(model, PROMPTS[1])]
+
+
 def test_encoder_decoders_are_refused():
     config = transformers.T5Config(
         vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -174,3 +186,15 @@ def test_what_the_generation_configuration_asks_for_and_is_not_done_is_said(recw
     model.generation_config.temperature = 0.7           # the call's own sampling decides
     with pytest.warns(UserWarning, match="repetition_penalty 1.3, which is not done"):
         generate(model, PROMPTS[0], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name, value, done", [
+    ("min_new_tokens", 1, False), ("no_repeat_ngram_size", 1, False), ("remove_invalid_values", True, False),
+    ("forced_eos_token_id", 0, False), ("forced_eos_token_id", 1, False), ("suppress_tokens", [0], False), ("num_beams", 2, False),
+    ("repetition_penalty", True, False), ("typical_p", 0.5, False),
+    ("repetition_penalty", 1.0, True), ("num_beams", 1, True), ("typical_p", 1.0, True), ("min_new_tokens", 0, True),
+    ("no_repeat_ngram_size", 0, True), ("early_stopping", True, True), ("suppress_tokens", [], True), ("remove_invalid_values", False, True),
+])
+def test_a_setting_does_nothing_at_its_own_neutral_value(name, value, done):
+    configuration = types.SimpleNamespace(to_dict=lambda: {name: value})
+    assert not_done(types.SimpleNamespace(generation_config=configuration)) == ([] if done else [f"{name} {value}"])

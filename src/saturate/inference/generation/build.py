@@ -115,15 +115,21 @@ def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
     return frozenset(plain if isinstance(plain, Iterable) and not isinstance(plain, str) else [plain])
 
 
-#: Settings of Hugging Face's generation that change no token here: what is given to the call instead, and what is bookkeeping.
+#: Settings of Hugging Face's generation that change no token here: what is given to the call instead, what is bookkeeping, and
+#: what acts on several beams only, whose number is named.
 _NO_MATTER = frozenset(
     "transformers_version _from_model_config use_cache output_attentions output_hidden_states output_scores output_logits "  # noqa: SIM905
     "return_dict_in_generate bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens max_time "
     "do_sample temperature top_k top_p cache_implementation cache_config compile_config disable_compile prefill_chunk_size "
     "num_return_sequences is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
-    "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit".split()
+    "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind low_memory "
+    "max_cache_len continuous_batching_config early_stopping length_penalty".split()
 )
-_NOTHING = (None, False, 0, 0.0, 1, 1.0, "never")     # a penalty of 1, a beam of 1, no n-gram of 0
+
+#: Those that do nothing at 1; the others do nothing at 0. A prompt is one token long at least.
+_NEUTRAL_AT_ONE = frozenset(
+    "repetition_penalty encoder_repetition_penalty guidance_scale typical_p num_beams num_beam_groups min_length".split()  # noqa: SIM905
+)
 
 
 def not_done(model: Any) -> list[str]:
@@ -132,4 +138,13 @@ def not_done(model: Any) -> list[str]:
     configuration = getattr(model, "generation_config", None)
     known = configuration.to_dict() if hasattr(configuration, "to_dict") else {}
     return [f"{name} {value}" for name, value in known.items()
-            if name not in _NO_MATTER and not any(value is none or value == none for none in _NOTHING) and value not in ([], {})]
+            if name not in _NO_MATTER and not _neutral(name, value)]
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a setting with this value does nothing. A number is no flag: True is a request, as is a token of number 0."""
+    if value is None or value is False or value in ([], {}):
+        return True
+    if type(value) not in (int, float) or name.endswith(("token_id", "token_ids")):
+        return False
+    return value == 0 or (value == 1 and name in _NEUTRAL_AT_ONE)
