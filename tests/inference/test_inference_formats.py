@@ -162,6 +162,8 @@ def test_the_short_path_still_looks_at_what_it_gets() -> None:
             call(x, x[:3])
         with pytest.raises(TypeError, match="float64"):
             call(x, x.double())
+        with pytest.raises(TypeError, match="input tensor 1 is torch.sparse_coo, this program takes dense tensors"):
+            call(x, x.to_sparse())
         with pytest.raises(TypeError, match="arranged as"):
             call(x)
     seen.clear()

@@ -353,7 +353,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched. `answered`: how
     many tensors `run` returns; None: not known before the first call.
 
-    The function raises TypeError for another structure or number type, ValueError for sizes that the program was not
+    The function raises TypeError for another structure or number type and for sparse tensors, ValueError for sizes that the program was not
     made for. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
@@ -382,6 +382,8 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             if tensor.dtype != dtype or tensor.device.type != device:
                 raise TypeError(f"input tensor {index} is {tensor.dtype} on {tensor.device.type}, this program takes "
                                 f"{dtype} on {device}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"input tensor {index} is {tensor.layout}, this program takes dense tensors: tensor.to_dense()")
             sizes = tuple(tensor.shape)
             if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
                 raise ValueError(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
@@ -393,7 +395,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             description, tensors = structure.flatten(torch, tuple(tensors), distinct=True)
             if not structure.same(description, inputs):
                 raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
-        kind = tuple([(one.shape, one.dtype, one.device.type) for one in tensors])
+        kind = tuple([(one.shape, one.dtype, one.device.type, one.layout) for one in tensors])
         if kind not in fitted:
             check(tensors)
             if len(fitted) < MOST_FITTED:
