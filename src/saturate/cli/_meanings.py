@@ -90,8 +90,8 @@ TRACE_PROBLEMS = {
                          "activities as well as the device's, from before the first of these kernels was launched.",
     "launched-before-recording": "Kernels were launched before the recording began. They are not lost; the gaps before them are not attributed. "
                                  "A step of warm-up in the profiler's schedule avoids it.",
-    "duplicate-ids": "Events share an id with another one of their process, so what they launched may be attributed wrongly. Do not join traces "
-                     "of several runs into one file.",
+    "duplicate-ids": "Events share an id with another one, of their process or of another in the file, so what they launched may be attributed "
+                     "wrongly or to nothing. Do not join traces of several runs or processes into one file.",
     "zero-durations": "More than 1 % of device events have no duration, so short work may be hidden. A profiler whose clock counts "
                       "nanoseconds avoids it.",
     "negative-durations": "Events end before they start. They are left out, and above 1 % nothing is concluded. Record again.",

@@ -223,16 +223,49 @@ def host_events(columns: dict[str, Column], pids: list[int]) -> HostEvents:
     return HostEvents(**columns, **absent, pid=pid)
 
 
-def launching(correlation: Column, calls: HostEvents) -> Column:
-    """The process of the call that launched each device event; -1 where no call is recorded."""
+def launching(correlation: Column, external: Column, device: Column, calls: HostEvents) -> Column:
+    """The process of the call that launched each device event; -1 where none is recorded, or where it is not known which.
+
+    Each process counts its correlations from 1, so in one file calls of several may have the same. Then the external id
+    decides where the call of one of them alone has it as well, else the device, where all its other events are of one
+    process.
+    """
     if not len(calls.start):
         return np.broadcast_to(np.int64(UNKNOWN), len(correlation))
     if calls.pid.strides == (0,):
         return np.broadcast_to(calls.pid[0], len(correlation))
-    order = np.argsort(calls.correlation, kind="stable")
-    place = np.searchsorted(calls.correlation, correlation, sorter=order).clip(max=len(order) - 1)
-    call = order[place]
-    return np.where(calls.correlation[call] == correlation, calls.pid[call], UNKNOWN)
+    found, shared = _only(calls.correlation, calls.pid, correlation)
+    rows = np.flatnonzero(shared)
+    if not len(rows):
+        return found
+    own, asked = _pairs((calls.correlation, calls.external), (correlation[rows], external[rows]))
+    by_external, _ = _only(own, calls.pid, asked)
+    for number in np.unique(device[rows]).tolist():
+        of_device = found[(device == number) & (found >= 0)]
+        if len(of_device) and (of_device == of_device[0]).all():
+            found[rows[device[rows] == number]] = of_device[0]
+    decided = (external[rows] > 0) & (by_external >= 0)
+    found[rows[decided]] = by_external[decided]
+    return found
+
+
+def _only(keys: Column, pids: Column, wanted: Column) -> tuple[Column, Column]:
+    """For each wanted key the one process that has it, else -1; and whether several have it."""
+    order = np.lexsort((pids, keys))
+    keys, pids = keys[order], pids[order]
+    first = np.append(True, (keys[1:] != keys[:-1]) | (pids[1:] != pids[:-1]))
+    keys, pids = keys[first], pids[first]
+    low, high = np.searchsorted(keys, wanted, "left"), np.searchsorted(keys, wanted, "right")
+    return np.where(high - low == 1, pids[low.clip(max=len(pids) - 1)], UNKNOWN), high - low > 1
+
+
+def _pairs(left: tuple[Column, Column], right: tuple[Column, Column]) -> tuple[Column, Column]:
+    """Pairs of ids of two tables as one number each, the same for the same pair."""
+    joined = []
+    for one, other in zip(left, right):
+        joined.append(np.unique(np.concatenate((one, other)), return_inverse=True)[1].astype("i8"))
+    keys = joined[0] * (int(joined[1].max()) + 1) + joined[1]
+    return keys[: len(left[0])], keys[len(left[0]) :]
 
 
 def repeated(ids: Column, pids: Column) -> int:

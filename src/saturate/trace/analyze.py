@@ -163,7 +163,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
             (limit == "unknown", "verdict", why),
             (not span.window_ns, "busy_of_span", "nothing that was recorded took any time"),
             (not parts.communication_ns, "communication_overlap", "no communication was recorded"),
-            (seen.waiting is None, "data_wait", NO_LOADER),
+            (seen.waiting is None, "data_wait", OF_WHOM if here.untold else NO_LOADER),
             (not idle_in_span, "gaps", "the device was never idle inside its span"),
             (roof.coverage is None, "roofline", roof.source or "there is no kernel time to model")):
         if missing:
@@ -172,6 +172,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
 
 
 NO_LOADER = "the training thread recorded no DataLoader.__next__, so waiting for input cannot be told"
+OF_WHOM = "several processes marked steps, and which of them waited for this device's input is not known"
 ON_A_CPU = {
     "gaps": "a CPU has no queue of launched work whose gaps could be explained",
     "occupancy": "the share of an accelerator's threads; a CPU has none",

@@ -19,7 +19,7 @@ from saturate.records.analysis import Integrity, Problem
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, Trace
 from saturate.trace.intervals import covered, intersect, length, subtract
-from saturate.trace.launches import GRAPH_LAUNCH, ambiguous, by_thread, named, spans, valid
+from saturate.trace.launches import GRAPH_LAUNCH, ambiguous, by_thread, named, of_several_processes, spans, valid
 from saturate.trace.windows import CPU, Window, devices
 
 CONCLUSIONS = ("steps", "busy", "gaps", "kernels", "communication", "occupancy", "roofline")
@@ -55,6 +55,7 @@ def problems(trace: Trace, launches: Column) -> list[Problem]:
         found += _no_accelerator(trace)
     else:
         found += _reversed(trace) + _zero(trace) + _unmatched(trace, launches) + _lost(trace, launches)
+        found += _of_several_processes(trace)
         found += _early(trace, launches)
         found += _replayed(trace, launches)
     return found
@@ -66,6 +67,9 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     if window.kind == "span":
         found.append(Problem(id="no-steps", blocks=["steps"], message=(
             "no steps are marked (ProfilerStep#n: call profiler.step() in each); shares are of the device's span")))
+    if window.untold:
+        found.append(Problem(id="unmatched-kernels", blocks=["steps", "gaps", "roofline"], message=(
+            "several processes marked steps, and nothing tells which of them launched this device's work")))
     busy = length(work.busy)
     outside = length(subtract(work.busy, window.steps))
     if busy and outside > OUTSIDE_AT_MOST * busy:
@@ -150,6 +154,15 @@ def _unmatched(trace: Trace, launches: Column) -> list[Problem]:
         "unattributed and their operators unknown"))]
 
 
+def _of_several_processes(trace: Trace) -> list[Problem]:
+    count = int(of_several_processes(trace.calls, trace.gpu).sum())
+    if not count:
+        return []
+    return [Problem(id="duplicate-ids", blocks=[], message=(
+        f"{count:,} calls of several processes share correlation ids, and neither device nor external id tells which of them "
+        "launched what: they count as none"))]
+
+
 def _early(trace: Trace, launches: Column) -> list[Problem]:
     """Kernels that start before their call, which cannot be: the device's clock and the host's do not agree. How long each
     kernel took is known, but steps, waits and launches are the host's times."""
@@ -164,8 +177,8 @@ def _early(trace: Trace, launches: Column) -> list[Problem]:
 
 
 def _sharing(trace: Trace) -> str:
-    count = int(ambiguous(trace.calls).sum())
-    return f" of their own: {count} calls share correlation ids with calls before or after them" if count else ""
+    count = int(ambiguous(trace.calls, trace.gpu).sum())
+    return f" of their own: {count} calls share correlation ids with other calls" if count else ""
 
 
 def _before_recording(trace: Trace, rows: Column) -> Column:
@@ -181,7 +194,7 @@ def _before_recording(trace: Trace, rows: Column) -> Column:
 
 def _lost(trace: Trace, launches: Column) -> list[Problem]:
     """Launches without a kernel: the profiler dropped records, so the device looks idler than it was."""
-    own = ~ambiguous(trace.calls)       # whether the others' kernels arrived cannot be told
+    own = ~ambiguous(trace.calls, trace.gpu)       # whether the others' kernels arrived cannot be told
     launching = np.flatnonzero(named(trace, trace.calls.name, LAUNCH) & ~_captured(trace) & own)
     graphs = np.flatnonzero(named(trace, trace.calls.name, GRAPH_LAUNCH) & own)
     arrived = np.zeros(len(trace.calls.start), bool)

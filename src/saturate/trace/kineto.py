@@ -339,7 +339,9 @@ class _Reader:
         base, devices, rank, world_size = facts(document)
         if found:
             found["device"] = devices_told_apart(found["device"], devices, document.problems)
-        gpu = GpuEvents(**found, pid=launching(found.get("correlation", np.empty(0, "i8")), host["calls"]))
+        none = np.empty(0, "i8")
+        ids = (found.get(name, none) for name in ("correlation", "external", "device"))
+        gpu = GpuEvents(**found, pid=launching(*ids, host["calls"]))
         memory = tables.get("memory", {})
         for device in np.unique(gpu.device).tolist():
             devices.setdefault(device, DeviceInfo(id=device))

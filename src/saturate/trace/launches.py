@@ -31,7 +31,7 @@ def launching_calls(trace: Trace) -> Column:
 
     Joined by correlation within the process; by correlation alone where the reader could not tell the process. Of
     several calls with one correlation (a runtime call and the driver call in it) the first, the outer one, is taken;
-    of calls that are not in one another, none: which of them launched what cannot be told.
+    of calls that are not in one another, or of several processes, none: which of them launched what cannot be told.
     """
     gpu, calls = trace.gpu, trace.calls
     if not len(calls.start) or not len(gpu.start):
@@ -47,13 +47,33 @@ def launching_calls(trace: Trace) -> Column:
         lost = (gpu.pid < 0) & (call < 0)
         call[lost] = _first(dense[:len(calls.start)], dense[len(calls.start):][lost])
     call[gpu.correlation <= 0] = -1         # 0 is CUPTI's "unknown"
-    shared = ambiguous(calls)
+    shared = ambiguous(calls, gpu)
     if shared.any():
         call[shared[call] & (call >= 0)] = -1
     return call
 
 
-def ambiguous(calls: HostEvents) -> Column:
+def ambiguous(calls: HostEvents, gpu: GpuEvents) -> Column:
+    """Whether each call shares its correlation with another one of its process that is not around it or in it, or with
+    one of another process where a device event has it whose process is not known."""
+    return _repeated(calls) | of_several_processes(calls, gpu)
+
+
+def of_several_processes(calls: HostEvents, gpu: GpuEvents) -> Column:
+    """Whether each call's correlation is that of a device event of unknown process, and calls of several have it."""
+    shared = np.zeros(len(calls.start), bool)
+    asked = gpu.correlation[(gpu.pid < 0) & (gpu.correlation > 0)]
+    if not len(asked) or not len(calls.start) or (calls.pid == calls.pid[0]).all():
+        return shared
+    rows = np.flatnonzero(np.isin(calls.correlation, asked))
+    rows = rows[np.lexsort((calls.pid[rows], calls.correlation[rows]))]
+    ids, pids = calls.correlation[rows], calls.pid[rows]
+    mixed = ids[1:][(ids[1:] == ids[:-1]) & (pids[1:] != pids[:-1])]
+    shared[rows[np.isin(ids, mixed)]] = True
+    return shared
+
+
+def _repeated(calls: HostEvents) -> Column:
     """Whether each call shares its correlation with another one of its process that is not around it or in it."""
     shared = np.zeros(len(calls.start), bool)
     ids = np.sort(calls.correlation)

@@ -25,7 +25,8 @@ class Window:
 
     `span` runs from the device's first start to its last end (on a CPU: from the first recorded event to the last).
     `thread` is the training thread, an index into `Trace.threads`: the one that holds the steps, else the one with
-    most operator time. `first` and `last` bound each single step.
+    most operator time. `first` and `last` bound each single step. `untold`: several processes marked steps, and which
+    of them used the device is not known.
     """
 
     kind: Literal["steps", "span"]
@@ -34,6 +35,7 @@ class Window:
     thread: int | None
     first: Column
     last: Column
+    untold: bool = False
 
     @property
     def count(self) -> int:
@@ -53,15 +55,17 @@ def window(trace: Trace, device: int) -> Window:
     """The window of one device: steps of the processes that launched its work, where the trace tells them apart."""
     span = _span(trace, device)
     steps = np.flatnonzero(named(trace, trace.annotations.name, STEP))
+    untold = False
     if device != CPU:
         pids = np.unique(trace.gpu.pid[trace.gpu.device == device])
         own = steps[np.isin(trace.annotations.pid[steps], pids)]
         steps = own if len(own) else steps
+        untold = not (pids >= 0).any() and len(np.unique(trace.annotations.pid[steps])) > 1
     steps = steps[trace.annotations.end[steps] > trace.annotations.start[steps]]
     first, last = trace.annotations.start[steps], trace.annotations.end[steps]
     if len(steps):
         threads, count = np.unique(trace.annotations.tid[steps], return_counts=True)
-        return Window("steps", union(first, last), span, int(threads[np.argmax(count)]), first, last)
+        return Window("steps", union(first, last), span, int(threads[np.argmax(count)]), first, last, untold)
     return Window("span", span, span, _busiest_thread(trace), first, last)
 
 
@@ -86,7 +90,9 @@ def _busiest_thread(trace: Trace) -> int | None:
 
 
 def loader(trace: Trace, window: Window) -> Intervals | None:
-    """Time in `DataLoader.__next__` of the training thread; None where it recorded none, which is not 0."""
+    """Time in `DataLoader.__next__` of the training thread; None where it recorded none, which is not 0, or is not known."""
+    if window.untold:
+        return None
     rows = np.flatnonzero(named(trace, trace.annotations.name, LOADER))
     rows = rows[trace.annotations.tid[rows] == window.thread] if window.thread is not None else rows
     return spans(trace.annotations, rows) if len(rows) else None
