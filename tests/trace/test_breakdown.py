@@ -88,7 +88,13 @@ def test_an_ordinary_training() -> None:
     ("void sglang::cross_device_reduce_1stage<half, 8>(RankData*)", True),
     ("void deep_ep::intranode::dispatch<8, 768>(int4*)", True),
     ("void softmax_warp_forward<float, WarpAllReduce<4>>(float*)", False),
+    ("void mscclpp::allreduce7<float>(float*)", True),
+    ("void one_shot_all_reduce_kernel<c10::BFloat16>(x)", True),
     ("void cub::DeviceReduceKernel<Policy>(float*)", False),
+    ("triton_poi_fused_add_all_reduce_0", False),
+    ("triton_poi_fused_all_gather_into_tensor_cat_0", False),
+    ("void block_all_reduce_sum(float*)", False),
+    ("_ZN2at6native15warpAllReduceSumEPf", False),
     ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn", False),
 ])
 def test_names_of_collectives(name: str, expected: bool) -> None:
@@ -108,6 +114,25 @@ def test_the_operator_says_more_than_the_name() -> None:
     trace = made.trace()
     found = communication(trace, launching_calls(trace))
     assert [trace.names[name] for name in trace.gpu.name[found]] == ["one_shot_kernel", "opaque"]
+
+
+def test_a_name_that_says_what_a_kernel_does_is_no_word_against_an_ordinary_operator() -> None:
+    """A library's name is: DistributedDataParallel calls NCCL from what happens to run."""
+    made = Recording(V100)
+    made.operator("torch::autograd::AccumulateGrad", 0, 100)
+    made.operator("aten::sum", 10, 30)
+    made.operator("triton_poi_fused_all_reduce_0", 40, 60)
+    made.operator("_C_custom_ar::all_reduce", 70, 90)
+    made.kernel("my_all_reduce_of_rows", 200, 210, launched=20)
+    made.kernel("triton_poi_fused_all_reduce_0", 210, 220, launched=50)
+    made.kernel("ncclDevKernel_AllReduce_Sum", 220, 230, launched=15)
+    made.kernel("all_reduce_of_vllm", 230, 240, launched=80)
+    made.kernel("all_reduce_without_operator", 240, 250, launched=150)
+    made.kernel("all_reduce_without_launch", 250, 260)
+    trace = made.trace()
+    found = communication(trace, launching_calls(trace))
+    assert [trace.names[name] for name in trace.gpu.name[found]] == [
+        "ncclDevKernel_AllReduce_Sum", "all_reduce_of_vllm", "all_reduce_without_operator", "all_reduce_without_launch"]
 
 
 def test_an_event_that_lost_its_times_is_no_work() -> None:
@@ -151,7 +176,7 @@ def test_two_processes_do_not_share_a_correlation(scale: int) -> None:
     trace = made.trace()
     assert launching_calls(trace).tolist() == [0, 1, 2, -1, -1]
     untold = replace(trace, gpu=replace(trace.gpu, pid=trace.gpu.pid * 0 - 1))
-    assert launching_calls(untold).tolist() == [0, 0, 2, 2, -1]
+    assert launching_calls(untold).tolist() == [-1, -1, 2, 2, -1], "calls of both processes have correlation 7"
 
 
 @pytest.mark.parametrize("scale", [1, 10**12])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from saturate.trace import intervals
-from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace, rows_where
+from saturate.trace.columns import KERNEL, MEMCPY, Column, Trace, row_type, rows_where
 from saturate.trace.intervals import (
     EMPTY,
     Intervals,
@@ -31,45 +31,81 @@ from saturate.trace.intervals import (
     union,
 )
 from saturate.trace.launches import named, spans, valid
+from saturate.trace.nesting import innermost
 from saturate.trace.windows import CPU, LOADER, STEP, Window, loader
 
 #: Bump when a pattern below changes: shares of communication are comparable only within one version.
-COMMUNICATION_VERSION = 1
+COMMUNICATION_VERSION = 2
 
 #: Operators whose own kernels communicate. Looked at first: an operator says what a kernel is for, its name hints.
 COMMUNICATION_OPERATORS = re.compile(
     r"^(c10d::|_c10d_functional::|symm_mem::|record_param_comms|(nccl|gloo|mpi|ucc|xccl):)")
 
-#: Names of communicating kernels, without template arguments: NCCL, RCCL, HCCL; PyTorch's symmetric-memory and
-#: multicast collectives (`multimem_all_reduce_kernel`); the all-reduce of vLLM and SGLang; NVSHMEM and DeepEP.
-COMMUNICATION_KERNELS = re.compile(
-    r"nccl|rccl|hccl|sendrecv|multimem_|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|"
-    r"nvshmem|deep_ep::", re.IGNORECASE)
+#: Names of kernels that only libraries of collectives have, without template arguments: NCCL, RCCL, HCCL, MSCCL; multicast
+#: collectives (`multimem_all_reduce_kernel`); the all-reduce of vLLM and SGLang; NVSHMEM and DeepEP.
+LIBRARY_KERNELS = re.compile(r"nccl|rccl|hccl|msccl|multimem_|cross_device_reduce|nvshmem|deep_ep::", re.IGNORECASE)
+
+#: Names that say what a kernel does, as those of PyTorch's symmetric memory and of one's own. A block or a warp of threads
+#: does the same within one device (`block_all_reduce_sum`).
+COLLECTIVE_WORDS = re.compile(
+    r"sendrecv|(?<!block)(?<!block_)(?<!warp)(?<!warp_)(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)", re.IGNORECASE)
+
+#: The kernels that torch.compile generates are named after the operators around them, a collective's too
+#: (`triton_poi_fused_all_reduce_0` is what runs before it in place).
+_GENERATED = re.compile(r"^triton_")
+
+#: Operators that never communicate, whatever the names of their kernels.
+_ORDINARY = re.compile(r"^(aten::|triton_)")
 
 #: A template argument such as `WarpAllReduce` makes no kernel a collective, so names end at the first bracket.
 _ARGUMENTS = re.compile(r"[<(].*$", re.DOTALL)
 
 
-def communicates(name: str) -> bool:
-    """Whether a kernel's own name is that of a collective.
+def communicates(name: str, words: re.Pattern[str] | None = None) -> bool:
+    """Whether a kernel's own name is that of a collective: one of a library's, or by `words` alone.
 
     >>> communicates("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
     True
     >>> communicates("void softmax_warp_forward<float, WarpAllReduce>(float*)")
     False
+    >>> communicates("triton_poi_fused_add_all_reduce_0")
+    False
     """
-    return COMMUNICATION_KERNELS.search(_ARGUMENTS.sub("", name.replace("(anonymous namespace)::", ""))) is not None
+    own = _ARGUMENTS.sub("", name.replace("(anonymous namespace)::", ""))
+    if _GENERATED.match(own):
+        return False
+    patterns = (LIBRARY_KERNELS, COLLECTIVE_WORDS) if words is None else (words,)
+    return any(pattern.search(own) is not None for pattern in patterns)
 
 
 def communication(trace: Trace, launches: Column) -> Column:
-    """Whether each row of `gpu` is a kernel that communicates: recorded so, launched by a collective, or named so."""
+    """Whether each row of `gpu` is a kernel that communicates: recorded so, launched by a collective, or named so and not
+    launched by an ordinary operator."""
     kernels = trace.gpu.kind == KERNEL
-    named_so = np.fromiter((communicates(name) for name in trace.names), bool, len(trace.names))
-    found = named_so[trace.gpu.name] if len(trace.names) else np.zeros(len(kernels), bool)
-    found = found | _launched_by_collective(trace, launches)
+    found = _launched_by_collective(trace, launches)
     if trace.collectives:
         found[list(trace.collectives)] = True
+    if len(trace.names):
+        found |= _by_name(trace, LIBRARY_KERNELS)
+        hinted = np.flatnonzero(kernels & ~found & _by_name(trace, COLLECTIVE_WORDS))
+        found[hinted[~_ordinary(trace, launches[hinted])]] = True
     return found & kernels
+
+
+def _by_name(trace: Trace, pattern: re.Pattern[str]) -> Column:
+    return np.fromiter((communicates(name, pattern) for name in trace.names), bool, len(trace.names))[trace.gpu.name]
+
+
+def _ordinary(trace: Trace, calls: Column) -> Column:
+    """Whether the innermost operator around each call never communicates; not where the call (-1) is not known."""
+    operators, found = trace.operators, np.zeros(len(calls), bool)
+    known = np.flatnonzero(calls >= 0)
+    if not len(known) or not len(operators.start):
+        return found
+    everything = np.arange(len(operators.start), dtype=row_type(operators.start))
+    around = innermost(operators, everything, trace.calls.tid[calls[known]], trace.calls.start[calls[known]])
+    found[known] = (around >= 0) & named(trace, operators.name, _ORDINARY)[np.maximum(around, 0)]
+    return found
 
 
 def _launched_by_collective(trace: Trace, launches: Column) -> Column:
