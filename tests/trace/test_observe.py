@@ -179,6 +179,20 @@ def test_a_cpu_trace() -> None:
     assert found.copies == CopySeen()
 
 
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_streams_at_once_take_the_step_once(streams: int) -> None:
+    made = steps(Recording(V100))
+    for at in (0, 1_000_000):
+        for stream in range(streams):
+            begun = at + 10 * stream
+            made.operator("aten::mm", begun, begun + 5, dims=((1024, 1024), (1024, 1024)), types=("float",) * 2)
+            made.kernel("volta_sgemm_128x64_nn", at + 100_000, at + 1_000_000, launched=begun + 2, stream=7 + stream)
+    found = seen(made.trace())
+    product = found.operators[0]
+    assert found.fp32_matmul == product.share == pytest.approx(0.9)
+    assert 0.0 < product.recoverable <= 0.9
+
+
 def test_it_is_pure() -> None:
     trace = training()
     device = analyze_one(trace).devices[0]
@@ -189,6 +203,10 @@ def test_it_is_pure() -> None:
 def operator(name: str, shapes: str = "", dtypes: str = "float32", time_ns: int = 10, **columns: Any) -> Operator:
     return Operator(**{"name": name, "shapes": shapes, "dtypes": dtypes, "calls": 1, "kernels": [],
                        "time_ns": time_ns, "flops": None, "bytes": None, **columns})
+
+
+def ns(found: list[Operator] | None) -> int | None:
+    return None if found is None else sum(one.time_ns for one in found)
 
 
 def test_sizes_from_the_text_of_a_record() -> None:
@@ -208,13 +226,13 @@ def test_attention_written_out(product: str, expected: int) -> None:
     found = [operator("aten::_softmax", "[2, 8, 128, 128] []", time_ns=5), operator("aten::bmm", product, time_ns=7),
              operator("aten::_softmax", "[2, 8, 256, 256] []", time_ns=100),
              operator("aten::add", "[2, 8, 128, 128]")]
-    assert patterns.eager_attention_ns(found) == expected
+    assert ns(patterns.eager_attention(found)) == expected
 
 
 def test_a_classifiers_softmax_is_no_attention() -> None:
     products = operator("aten::bmm", "[1, 128, 64] [1, 64, 128]")
-    assert patterns.eager_attention_ns([operator("aten::_softmax", "[128, 128]"), products]) == 0
-    assert patterns.eager_attention_ns([operator("aten::_softmax"), operator("aten::bmm")]) is None, "no shapes"
+    assert ns(patterns.eager_attention([operator("aten::_softmax", "[128, 128]"), products])) == 0
+    assert ns(patterns.eager_attention([operator("aten::_softmax"), operator("aten::bmm")])) is None, "no shapes"
 
 
 @pytest.mark.parametrize("columns, expected", [
@@ -229,16 +247,16 @@ def test_a_classifiers_softmax_is_no_attention() -> None:
     ({"dtypes": "float32", "limit": "latency"}, 0),
 ])
 def test_products_in_fp32(columns: dict[str, Any], expected: int | None) -> None:
-    assert patterns.fp32_matmul_ns([operator(**{"name": "aten::mm", **columns})]) == expected
+    assert ns(patterns.fp32_matmuls([operator(**{"name": "aten::mm", **columns})])) == expected
 
 
 def test_elementwise_chains() -> None:
     found = [operator("aten::mul", limit="memory", time_ns=10), operator("aten::sum", limit="latency", time_ns=5),
              operator("aten::mm", limit="memory", time_ns=3), operator("aten::embedding", limit="memory", time_ns=2),
              operator("aten::_foreach_add_", limit="memory", time_ns=1), operator("aten::gelu", time_ns=20)]
-    assert patterns.elementwise_ns(found) == 15
-    assert patterns.elementwise_ns([*found, operator("custom::op", time_ns=2)]) is None, "most is not modelled"
-    assert patterns.elementwise_ns([]) is None
+    assert ns(patterns.elementwise(found)) == 15
+    assert ns(patterns.elementwise([*found, operator("custom::op", time_ns=2)])) is None, "most is not modelled"
+    assert ns(patterns.elementwise([])) is None
 
 
 def test_facts_of_the_device() -> None:

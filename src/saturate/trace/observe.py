@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from saturate.records.analysis import Device
+from saturate.records.analysis import Device, Operator
 from saturate.records.observations import (
     CommunicationSeen,
     CompilerSeen,
@@ -23,6 +23,7 @@ from saturate.trace.columns import KERNEL, MEMCPY, Column, DeviceInfo, HostEvent
 from saturate.trace.intervals import EMPTY, contains, intersect, length, overlap, subtract
 from saturate.trace.launches import by_thread, leaves, named, spans
 from saturate.trace.nesting import innermost, nest
+from saturate.trace.together import Together
 from saturate.trace.view import SHORT_NS, View, facts, joined, view
 from saturate.trace.windows import CPU
 
@@ -54,6 +55,11 @@ def observations(trace: Trace, device: Device) -> Observations:
     operators = device.roofline.operators
     split = {} if "busy" in blocked else _phases(seen)      # of what ran, and that is not known
     kind = _optimizer_kind(seen)
+    together = Together(seen)
+
+    def share(found: list[Operator] | None) -> float | None:
+        return None if found is None else _share(together.ns(found), whole)
+
     return Observations(
         device="cpu" if device.id == CPU else "cuda", device_name=device.name,
         capability=info.capability if info and not device.name.startswith("AMD") else None,
@@ -62,13 +68,12 @@ def observations(trace: Trace, device: Device) -> Observations:
         sync_idle=idle.get("sync"), device_wait=idle.get("already_launched"),
         forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"),
         optimizer_kind=kind, optimizer_fused=_optimizer_fused(seen, kind), optimizer_tensors=_optimizer_tensors(seen),
-        fp32_matmul=_share_or_none(patterns.fp32_matmul_ns(operators) if operators else None, whole),
-        attention_eager=_share_or_none(patterns.eager_attention_ns(operators), whole),
-        elementwise=_share_or_none(patterns.elementwise_ns(operators), whole),
+        fp32_matmul=share(patterns.fp32_matmuls(operators) if operators else None),
+        attention_eager=share(patterns.eager_attention(operators)), elementwise=share(patterns.elementwise(operators)),
         overhead=None if "busy" in blocked else _overhead(seen), limit=device.verdict, integrity_blocks=frozenset(blocked),
         loader=LoaderSeen(num_workers=_workers(seen)), copies=_copies(seen, device), syncs=_syncs(seen),
         kernels=_cpu_kernels(seen) if device.id == CPU else _kernels(seen, device, idle.get("host_late")),
-        operators=_operators(device, whole), memory=_memory(trace, device, info), compiler=_compiler(seen),
+        operators=_operators(device, whole, together), memory=_memory(trace, device, info), compiler=_compiler(seen),
         communication=CommunicationSeen(
             world_size=trace.world_size, exposed=_share_or_none(device.exposed_communication_ns, whole),
             overlap=device.communication_overlap),
@@ -260,13 +265,13 @@ def _cpu_kernels(seen: View) -> KernelsSeen:
                        short_time=_share_or_none(short, seen.parts.window_ns), median_us=float(np.median(time)) / 1e3)
 
 
-def _operators(device: Device, whole: int) -> tuple[OperatorSeen, ...]:
+def _operators(device: Device, whole: int, together: Together) -> tuple[OperatorSeen, ...]:
     return tuple(
         OperatorSeen(
             name=operator.name, shapes=operator.shapes, dtypes=operator.dtypes, kernels=tuple(operator.kernels),
-            calls_per_step=operator.calls / max(1, device.steps), share=operator.time_ns / whole if whole else 0.0,
+            calls_per_step=operator.calls / max(1, device.steps), share=_share(together.ns([operator]), whole) or 0.0,
             limit=operator.limit, efficiency=operator.efficiency,
-            recoverable=_share_or_none(operator.recoverable_ns, whole), dims=patterns.dims(operator))
+            recoverable=_share_or_none(together.recoverable_ns(operator), whole), dims=patterns.dims(operator))
         for operator in device.roofline.operators)
 
 

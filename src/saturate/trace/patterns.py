@@ -29,10 +29,10 @@ def dims(operator: Operator) -> Dims:
     return tuple(tuple(int(size) for size in found.split(", ")) for found in _SIZES.findall(operator.shapes))
 
 
-def fp32_matmul_ns(operators: Iterable[Operator]) -> int | None:
-    """Time of matrix products and convolutions in fp32 without TF32; None where the formats of most are not known. Not of
-    those that are so small that calling or launching them takes their time: no format makes that shorter."""
-    fp32 = known = total = 0
+def fp32_matmuls(operators: Iterable[Operator]) -> list[Operator] | None:
+    """Matrix products and convolutions in fp32 without TF32; None where the formats of most are not known. Without those
+    that are so small that calling or launching them takes their time: no format makes that shorter."""
+    fp32, known, total = [], 0, 0
     for operator in operators:
         if not _PRODUCT.match(operator.name) or operator.limit == "latency":
             continue
@@ -40,7 +40,7 @@ def fp32_matmul_ns(operators: Iterable[Operator]) -> int | None:
         answer = _is_fp32(operator)
         if answer is not None:
             known += operator.time_ns
-            fp32 += operator.time_ns if answer else 0
+            fp32 += [operator] if answer else []
     return None if 2 * known < total else fp32
 
 
@@ -51,8 +51,8 @@ def _is_fp32(operator: Operator) -> bool | None:
     return True if _FP32.search(longest) else False if _TENSOR_CORES.search(longest) else None
 
 
-def eager_attention_ns(operators: Iterable[Operator]) -> int | None:
-    """Time of softmax(Q K^T) V written out: softmaxes over [.., Lq, Lk] and the batched products that make or use
+def eager_attention(operators: Iterable[Operator]) -> list[Operator] | None:
+    """softmax(Q K^T) V written out: softmaxes over [.., Lq, Lk] and the batched products that make or use
     matrices of that size, forward and backward. Needs both kinds; None where no shapes were recorded."""
     operators = list(operators)
     if not any(operator.shapes for operator in operators):
@@ -60,15 +60,12 @@ def eager_attention_ns(operators: Iterable[Operator]) -> int | None:
     softmaxes = [(operator, scores[0]) for operator in operators
                  if _SOFTMAX.match(operator.name) and (scores := dims(operator)) and len(scores[0]) >= 3]
     products = [operator for operator in operators if _BATCHED.match(operator.name)]
-    total, counted = 0, set()
+    found: dict[int, Operator] = {}
     for softmax, scores in softmaxes:
         partners = [operator for operator in products if _touches(operator, scores)]
         if partners:
-            total += softmax.time_ns
-            for operator in partners:
-                total += operator.time_ns if id(operator) not in counted else 0
-                counted.add(id(operator))
-    return total
+            found |= {id(operator): operator for operator in (softmax, *partners)}
+    return list(found.values())
 
 
 def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
@@ -82,14 +79,14 @@ def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
     return prod(left[:-2]) == prod(scores[:-2]) and (made in sizes or bool(used & sizes))
 
 
-def elementwise_ns(operators: Iterable[Operator]) -> int | None:
-    """Time of elementwise operators and reductions that memory bounds; None where most time was not modelled."""
-    total = modelled = chains = 0
+def elementwise(operators: Iterable[Operator]) -> list[Operator] | None:
+    """Elementwise operators and reductions that memory bounds; None where most time was not modelled."""
+    total, modelled, chains = 0, 0, []
     for operator in operators:
         total += operator.time_ns
         if operator.limit is None:
             continue
         modelled += operator.time_ns
         apart = _PRODUCT.match(operator.name) or _NOT_A_CHAIN.search(operator.name)
-        chains += operator.time_ns if operator.limit != "compute" and not apart else 0
+        chains += [operator] if operator.limit != "compute" and not apart else []
     return None if 2 * modelled < total or not total else chains
