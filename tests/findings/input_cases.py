@@ -138,4 +138,27 @@ CASES = [
         reason="Copying 40.0 MB per step",
         techniques=("pin-memory", "device-prefetch"),
     ),
+    Case(
+        "exposed-copies",
+        base(copies__exposed_from_host=0.3, copies__pageable_ms=0.0, copies__pinned_bytes=40_000_000, copies__exposed=0.4),
+        lost=0.3,
+        edges=(("copies__exposed_from_host", 0.1, 0.0999),),
+        missing=("copies__exposed_from_host",),
+        quiet={
+            "copies from pageable memory: pageable-copies says so": {"copies__pageable_ms": 21.0},
+            "copies to the host": {"copies__exposed_from_host": 0.0},
+            "a CPU copies nothing to a device": {"device": "cpu"},
+            "more than all of the step": {"copies__exposed_from_host": 1.01},
+        },
+        still={"size unknown": {"copies__pinned_bytes": None}},
+        reason="Nothing but copies to the device runs in 30.0 %",
+        techniques=("device-prefetch",),
+    ),
+    Case(
+        "exposed-copies",
+        base(copies__exposed_from_host=0.3),
+        lost=0.3,
+        reason="Nothing but copies to the device runs in 30.0 %",
+        techniques=("pin-memory", "device-prefetch"),
+    ),
 ]

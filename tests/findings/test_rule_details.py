@@ -61,7 +61,7 @@ def lost(finding: Finding) -> float:
         ("small-batch", {"batch_size": None}, "A batch leaves the device"),
         ("input-bound-workers", {"loader__num_workers": 3, "loader__cpu_count": 8.0}, "3 workers compute for"),
         ("unaligned-shapes", {"operators": (NAMELESS,)}, "take 12.0 % of the step."),
-        ("nothing-to-gain", {"operators": ()}, "works 95.0 % of the step."),
+        ("nothing-to-gain", {"operators": ()}, "computes for 95.0 % of the step."),
     ],
 )
 def test_the_sentence_follows_what_is_known(rule, changes, said):

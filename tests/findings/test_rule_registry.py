@@ -21,6 +21,7 @@ BUILT_IN = [
     "eager-attention",
     "elementwise-chains",
     "exposed-communication",
+    "exposed-copies",
     "fp32-matmul",
     "fragmentation",
     "gc-pauses",

@@ -39,6 +39,12 @@ def test_small_waits_and_no_waits_name_nothing():
     assert verdict(base(input_wait=1.2)) == "unknown"
 
 
+def test_copies_are_no_computation_and_have_no_limit_of_their_own():
+    assert verdict(base(busy=0.95, copies__exposed=0.5, operators=operators(compute=0.45))) == "unknown"
+    assert verdict(base(busy=0.9, copies__exposed=0.5, kernels__host_late=0.1)) == "unknown"
+    assert verdict(base(busy=0.6, copies__exposed=0.1, kernels__host_late=0.4)) == "host-bound"
+
+
 @pytest.mark.parametrize(
     ("shares", "limit"),
     [

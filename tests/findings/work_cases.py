@@ -287,9 +287,12 @@ CASES = [
         quiet={
             "busy with slow kernels": {"operators": (OperatorSeen("aten::mm", share=0.9, recoverable=0.25),)},
             "more than all of the step": {"busy": 1.01},
+            "half of it is copies": {"copies__exposed": 0.5},
+            "half of it is communication": {"communication__exposed": 0.5},
+            "copies take a part that could be hidden": {"busy": 1.0, "copies__exposed": 0.1},
         },
-        still={"no roofline": {"operators": ()}},
-        reason="works 95.0 % of the step, and its operators are 10.0 % of the step above their roof",
+        still={"no roofline": {"operators": ()}, "few copies": {"copies__exposed": 0.05}},
+        reason="computes for 95.0 % of the step, and its operators are 10.0 % of the step above their roof",
     ),
     Case(
         "nothing-to-gain",

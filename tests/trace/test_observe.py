@@ -36,7 +36,8 @@ def test_an_ordinary_training() -> None:
     assert found.kernels == KernelsSeen(
         count_per_step=4.0, short_share=0.0, median_us=200.0, median_launch_delay_us=30.0, queue_shallow=1.0,
         host_late=pytest.approx(0.18), graph_replay=False)
-    assert found.copies == CopySeen(pageable_bytes=1 << 20, pageable_ms=0.04, pinned_bytes=0, exposed=0.04)
+    assert found.copies == CopySeen(pageable_bytes=1 << 20, pageable_ms=0.04, pinned_bytes=0, exposed=0.04,
+                                    exposed_from_host=0.04)
     assert (found.communication.world_size, found.communication.exposed, found.communication.overlap) == (2, 0.2, 0.2)
     assert (found.loader.num_workers, found.limit, found.integrity_blocks) == (0, "communication-bound", frozenset())
 

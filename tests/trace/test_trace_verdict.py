@@ -25,14 +25,14 @@ def modelled(coverage: float, **times: int) -> Roofline:
 ])
 def test_a_busy_device_is_limited_by_what_its_operators_are(roofline: Roofline, expected: str) -> None:
     """And never called host-bound for the few per cent that remain."""
-    limit, reason = verdict(100, 85, {"host-bound": 15}, 0, roofline)
+    limit, reason = verdict(100, 85, {"host-bound": 15}, {}, roofline)
     assert limit == expected and bool(reason) == (expected == "unknown")
 
 
 def test_operators_that_are_little_more_than_their_call_argue_for_who_calls_them() -> None:
     calls = modelled(0.6, compute=30, memory=20, latency=50)
-    assert verdict(100, 85, {}, 0, calls, "host-bound") == ("host-bound", "")
-    assert verdict(100, 85, {}, 0, calls)[0] == "unknown"
+    assert verdict(100, 85, {}, {}, calls, "host-bound") == ("host-bound", "")
+    assert verdict(100, 85, {}, {}, calls)[0] == "unknown"
 
 
 @pytest.mark.parametrize("losses, other, expected", [
@@ -45,9 +45,15 @@ def test_operators_that_are_little_more_than_their_call_argue_for_who_calls_them
     ({}, 0, "unknown"),
 ])
 def test_else_the_largest_loss(losses, other: int, expected: str) -> None:
-    limit, reason = verdict(100, 84, losses, other, modelled(1.0, compute=100))
+    limit, reason = verdict(100, 84, losses, {"copies": other}, modelled(1.0, compute=100))
     assert limit == expected and bool(reason) == (expected == "unknown")
 
 
+def test_what_has_no_limit_of_its_own_is_named() -> None:
+    others = {"copies that no computation hides": 50, "idle time of unknown cause": 0}
+    assert verdict(100, 43, {"host-bound": 7}, others, NOTHING) == (
+        "unknown", "no limit is named for the largest loss: copies that no computation hides (50% of the window)")
+
+
 def test_no_time_at_all() -> None:
-    assert verdict(0, 0, {}, 0, NOTHING)[0] == "unknown"
+    assert verdict(0, 0, {}, {}, NOTHING)[0] == "unknown"

@@ -10,7 +10,7 @@ from saturate.findings._host import reading, reads, waited
 from saturate.records.analysis import Limit
 from saturate.records.observations import Observations
 
-#: Work that is not waiting for peers or reading values, of the step, from which the operators are the limit.
+#: Work that is not copying, waiting for peers or reading values, of the step, from which the operators are the limit.
 WORKING = 0.85
 #: Modelled time, of the busy time, from which operators may be judged; and share of it that one class must have.
 COVERAGE = 0.60
@@ -40,7 +40,7 @@ def verdict(seen: Observations) -> Limit:
 
 def _observed(seen: Observations) -> Limit:
     on_cpu = seen.device == "cpu"
-    working = without(seen.busy, seen.communication.exposed)
+    working = without(seen.busy, seen.communication.exposed, seen.copies.exposed)
     if on_cpu:  # where reads of values and compilation run between other operators
         working = without(working, waited(seen, reads(seen)), seen.compiler.compile_share)
     if working is not None and WORKING <= working <= 1.0:
@@ -53,7 +53,8 @@ def _observed(seen: Observations) -> Limit:
         "device-wait-bound": seen.device_wait,
     }
     known = {kind: share for kind, share in waits.items() if share is not None and LEAST_WAIT <= share <= 1.0}
-    return max(known, key=lambda kind: known[kind], default="unknown")
+    limit: Limit = max(known, key=lambda kind: known[kind], default="unknown")
+    return limit if known.get(limit, 0.0) > at_most(seen.copies.exposed) else "unknown"     # no limit is called copies
 
 
 def _of_host(seen: Observations) -> float:

@@ -7,13 +7,13 @@ failure: what remains is the ceiling.
 
 Evidence
 --------
-Busy time of the device (on a CPU: time in operators), of the step; where the roofline covers the operators, their
-time above the roof.
+Time in which the device computes (on a CPU: time in operators), of the step: not what copies and communication take
+alone. Where the roofline covers the operators, their time above the roof.
 
 Threshold
 ---------
-Busy for at least 85 % of the step, and less than 25 % of the step above the operators' roofs. It is printed only
-when no other rule found anything.
+Computing for at least 85 % of the step, copies alone and communication alone less than 10 % each, and less than 25 %
+of the step above the operators' roofs. It is printed only when no other rule found anything.
 
 Not to be confused with
 -----------------------
@@ -22,55 +22,61 @@ or one whose idle time is not known, is not at its ceiling.
 
 What helps
 ----------
-A faster device, smaller number formats, or less work. The bound is what the idle time and all time above the roof
-could give together; where the roof is not known it is the idle time alone, and the confidence is lower.
+A faster device, smaller number formats, or less work. The bound is what the time without computation and all time
+above the roof could give together; where the roof is not known it is the former alone, and the confidence is lower.
 
 References
 ----------
 Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
-2009. Definition of the compute- and memory-bound verdicts (85 % busy): docs/analysis.md.
+2009. Definition of the compute- and memory-bound verdicts (85 % computation): docs/analysis.md.
 """
 
 from __future__ import annotations
 
 from saturate.findings._api import Rule
-from saturate.findings._common import at_most, concludes, finding, of_step, percent, reaches, without
+from saturate.findings._common import at_most, below, concludes, finding, of_step, percent, reaches, without
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
 
 RULE = Rule(id="nothing-to-gain", title="nothing to gain", needs=frozenset({"steps", "busy"}))
 
-#: Busy, of the step.
-BUSY = 0.85
+#: Computing, of the step.
+COMPUTING = 0.85
+#: Copies alone, or communication alone, of the step: from there on the time is lost to them.
+EXPOSED = 0.10
 #: Time above the roof, of the step.
 RECOVERABLE = 0.25
 
 
 def detect(seen: Observations) -> Finding | None:
-    busy = _busy(seen)
-    if not concludes(seen, RULE) or busy is None or not reaches(busy, BUSY):
+    computing = _computing(seen)
+    if not concludes(seen, RULE) or computing is None or not reaches(computing, COMPUTING):
+        return None
+    if reaches(seen.copies.exposed, EXPOSED) or reaches(seen.communication.exposed, EXPOSED):
         return None
     known = [one.recoverable for one in seen.operators if one.recoverable is not None]
     above = at_most(*known) if known else None
     if above is not None and above >= RECOVERABLE:
         return None
     roof = f", and its operators are {percent(above)} of the step above their roof" if above is not None else ""
-    evidence = [of_step("busy", busy, BUSY)]
+    evidence = [of_step("computing", computing, COMPUTING)]
     if above is not None:
         evidence.append(of_step("above the roof", above, RECOVERABLE))
     return finding(
         RULE,
         seen,
-        f"No lost time was found: {seen.device_name or 'the device'} works {percent(busy)} of the step{roof}.",
+        f"No lost time was found: {seen.device_name or 'the device'} computes for {percent(computing)} of the step{roof}.",
         evidence,
-        at_most(1.0 - busy, above),
+        at_most(1.0 - computing, above),
         direct=above is not None,
         advice="a faster device, smaller number formats or less work would be needed",
     )
 
 
-def _busy(seen: Observations) -> float | None:
-    """On a CPU without a busy share: what is left of the step after input and the time outside operators."""
-    if seen.busy is not None or seen.device != "cpu" or seen.input_wait is None or seen.overhead is None:
-        return seen.busy
-    return without(1.0, seen.input_wait, seen.overhead)
+def _computing(seen: Observations) -> float | None:
+    """Busy, but not with copies or communication alone; on a CPU without a busy share what is left of the step after
+    input and the time outside operators. Unknown where the parts make no sense."""
+    busy = seen.busy
+    if busy is None and seen.device == "cpu" and seen.input_wait is not None and seen.overhead is not None:
+        busy = without(1.0, seen.input_wait, seen.overhead)
+    return without(busy, seen.copies.exposed, seen.communication.exposed) if below(busy, 1.0 + 1e-9) else None

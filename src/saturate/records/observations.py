@@ -32,7 +32,8 @@ class CopySeen:
     pageable_bytes: int | None = None
     pageable_ms: float | None = None        # time of pageable host-to-device copies
     pinned_bytes: int | None = None
-    exposed: float | None = None            # copy time not hidden by computation
+    exposed: float | None = None            # copy time, of the step, not hidden by computation
+    exposed_from_host: float | None = None  # of that the copies to the device
 
 
 @dataclass(frozen=True)

@@ -195,14 +195,14 @@ def _verdict(seen: View, roof: Roofline, blocked: Mapping[str, str]) -> tuple[Li
             return "unknown", blocked[conclusion]
     parts, exposed = seen.parts, length(seen.exposed_wait)
     losses: dict[Limit, int] = {"input-bound": exposed, "communication-bound": parts.exposed_communication_ns}
-    other = parts.exposed_copy_ns
+    others = {"copies that no computation hides": parts.exposed_copy_ns}
     if seen.device == CPU:
         losses["host-bound"] = parts.idle_ns - exposed      # the interpreter: in no operator, and not in the loader
     else:
         losses |= {"host-bound": seen.idle_ns["host_late"], "sync-bound": seen.idle_ns["sync"],
                    "device-wait-bound": seen.idle_ns["already_launched"]}
-        other += seen.idle_ns["unattributed"]
-    return verdict(parts.window_ns, parts.compute_ns, losses, other, roof, "host-bound" if seen.device == CPU else None)
+        others["idle time of unknown cause"] = seen.idle_ns["unattributed"]
+    return verdict(parts.window_ns, parts.compute_ns, losses, others, roof, "host-bound" if seen.device == CPU else None)
 
 
 def _kernels(seen: View) -> tuple[dict[str, Any], dict[str, str]]:

@@ -23,6 +23,7 @@ import numpy as np
 from saturate.trace import intervals
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import MEMCPY, Column, Trace
+from saturate.trace.copies import TO_PAGEABLE
 from saturate.trace.intervals import EMPTY, Intervals, covered, subtract, union
 from saturate.trace.launches import by_thread, named
 from saturate.trace.windows import Window
@@ -33,11 +34,10 @@ INPUT, HOST_LATE, SYNC, ALREADY_LAUNCHED, UNATTRIBUTED = range(5)
 #: A cause must cover this share of the gap. A choice of the definitions; how much hangs on it is not known.
 COVER = 0.5
 
-#: Calls that return only when the device is done. An asynchronous copy is such a call where pageable memory receives.
+#: Calls that return only when the device is done, of CUDA, HIP, and Intel's Unified Runtime and Level Zero. An asynchronous copy is such a call where pageable memory receives.
 SYNC_CALLS = re.compile(r"Synchronize|^(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?$|"
-                        r"^cuMemcpy(DtoH|HtoD)?(_v\d+)?$")
+                        r"^cuMemcpy(DtoH|HtoD)?(_v\d+)?$|^ur(EventWait|QueueFinish)$")
 READS_VALUE = re.compile(r"^aten::(item|_local_scalar_dense)$")
-TO_PAGEABLE = re.compile(r"DtoH.*Pageable|Device -> Pageable")
 
 
 @dataclass(frozen=True)

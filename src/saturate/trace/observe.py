@@ -20,7 +20,8 @@ from saturate.records.observations import (
 )
 from saturate.trace import breakdown, gaps, integrity, patterns, phases
 from saturate.trace.columns import KERNEL, MEMCPY, Column, DeviceInfo, HostEvents, Trace, row_type
-from saturate.trace.intervals import EMPTY, contains, intersect, length, overlap, subtract
+from saturate.trace.copies import FROM_HOST, FROM_PAGEABLE, FROM_PINNED
+from saturate.trace.intervals import EMPTY, contains, intersect, join, length, overlap, subtract, union
 from saturate.trace.launches import by_thread, leaves, named, spans
 from saturate.trace.nesting import innermost, nest
 from saturate.trace.together import Together
@@ -30,8 +31,6 @@ from saturate.trace.windows import CPU
 #: Marks a wait for the batch to be copied, which is not the reading of a value.
 UPLOAD = " (HtoD)"
 
-_FROM_HOST = re.compile(r"HtoD|(Host|Pageable|Pinned) -> Device")
-_PAGEABLE, _PINNED = re.compile(r"Pageable -> Device"), re.compile(r"Pinned -> Device")
 _SINGLE_PROCESS = re.compile(r"^enumerate\(DataLoader\)#_SingleProcessDataLoaderIter")
 _OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#(\w+)\.step")
 _BACKWARD = re.compile(r"^saturate\.backward$|^autograd::engine::evaluate_function")
@@ -164,17 +163,20 @@ def _copies(seen: View, device: Device) -> CopySeen:
     if seen.device == CPU or not device.steps:
         return CopySeen()
     rows = seen.work.rows[gpu.kind[seen.work.rows] == MEMCPY]
+    rows = rows[named(trace, gpu.name[rows], FROM_HOST)]
+    hidden = join(seen.work.compute, seen.work.communication)
+    alone = subtract(intersect(union(gpu.start[rows], gpu.end[rows]), seen.window.steps), hidden)
     rows = rows[contains(seen.window.steps, gpu.start[rows])]
-    rows = rows[named(trace, gpu.name[rows], _FROM_HOST)]
-    pageable = rows[named(trace, gpu.name[rows], _PAGEABLE)]
-    pinned = rows[named(trace, gpu.name[rows], _PINNED)]
+    pageable = rows[named(trace, gpu.name[rows], FROM_PAGEABLE)]
+    pinned = rows[named(trace, gpu.name[rows], FROM_PINNED)]
     known = len(pageable) + len(pinned) == len(rows)        # HIP does not say which memory the host's is
     sized = bool((gpu.bytes[rows] >= 0).all())
     return CopySeen(
         pageable_bytes=int(gpu.bytes[pageable].sum()) // device.steps if known and sized else None,
         pageable_ms=_per_step(int((gpu.end[pageable] - gpu.start[pageable]).sum()), device) if known else None,
         pinned_bytes=int(gpu.bytes[pinned].sum()) // device.steps if known and sized else None,
-        exposed=_share_or_none(device.exposed_copy_ns, seen.parts.window_ns))
+        exposed=_share_or_none(device.exposed_copy_ns, seen.parts.window_ns),
+        exposed_from_host=None if device.exposed_copy_ns is None else _share(length(alone), seen.parts.window_ns))
 
 
 def _syncs(seen: View) -> tuple[SyncSeen, ...]:
@@ -195,7 +197,7 @@ def _syncs(seen: View) -> tuple[SyncSeen, ...]:
                 & contains(seen.window.steps, trace.calls.start[rows])]
     around = _around(trace, rows)
     uploads = trace.gpu.kind == MEMCPY
-    uploads &= named(trace, trace.gpu.name, _FROM_HOST) & (seen.joined.launches >= 0)
+    uploads &= named(trace, trace.gpu.name, FROM_HOST) & (seen.joined.launches >= 0)
     uploading = _around(trace, np.unique(seen.joined.launches[uploads]))
     return _grouped(seen, trace.calls, rows, around, np.isin(around, uploading[uploading >= 0]))
 

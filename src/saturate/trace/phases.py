@@ -33,6 +33,7 @@ import numpy as np
 
 from saturate.trace.breakdown import COMMUNICATION_OPERATORS, Work, communication, work
 from saturate.trace.columns import MEMCPY, Column, Trace
+from saturate.trace.copies import FROM_HOST, TO_HOST
 from saturate.trace.gaps import INPUT, SYNC, edges, gaps
 from saturate.trace.intervals import EMPTY, Intervals, contains, intersect, join, length, subtract, union
 from saturate.trace.launches import launching_calls, named, spans, valid
@@ -46,8 +47,6 @@ _FORWARD = re.compile(r"^saturate\.module |^(DistributedDataParallel|FullySharde
 _BACKWARD = re.compile(r"^saturate\.backward$")
 _ENGINE = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _LABELLED_SYNC = re.compile(r"^saturate\.sync ")
-_FROM_HOST = re.compile(r"HtoD|Host ?-> ?Device|HostToDevice", re.IGNORECASE)
-_TO_HOST = re.compile(r"DtoH|Device ?-> ?(Pageable|Pinned|Host)|DeviceToHost", re.IGNORECASE)
 
 #: Python between two operators of one part that is still that part's own.
 BRIDGE_NS = 200_000
@@ -227,7 +226,7 @@ def _of_device(trace: Trace, device: int, view: Window, launches: Column, commun
     for number, name in enumerate(_LAUNCHING):
         take(name, _rows(trace, own & ~copies & ~communicating & (launched == number)))
     take("communication", done.communication)
-    from_host, to_host = (named(trace, gpu.name, pattern) & copies for pattern in (_FROM_HOST, _TO_HOST))
+    from_host, to_host = (named(trace, gpu.name, pattern) & copies for pattern in (FROM_HOST, TO_HOST))
     take("host_to_device", _rows(trace, own & from_host))
     take("sync", _rows(trace, own & to_host))
     for number, name in enumerate(_LAUNCHING):

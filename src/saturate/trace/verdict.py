@@ -17,12 +17,12 @@ CLASS_AT_LEAST = 0.50           # of the modelled time
 COVERED_AT_LEAST = 0.60         # modelled of the kernel time: less says nothing about the whole
 
 
-def verdict(window_ns: int, compute_ns: int, losses: Mapping[Limit, int], other_ns: int,
+def verdict(window_ns: int, compute_ns: int, losses: Mapping[Limit, int], others: Mapping[str, int],
             roofline: Roofline, calls: Limit | None = None) -> tuple[Limit, str]:
     """The limit, and where it is unknown the reason. `calls`: what operators argue for that are too short to be near a ceiling.
 
-    Nanoseconds of the window: `compute_ns` computing, `losses` by the limit that they argue for, `other_ns` lost to
-    what has no limit of its own (gaps without a cause, exposed copies).
+    Nanoseconds of the window: `compute_ns` computing, `losses` by the limit that they argue for, `others` by the
+    name of what has no limit of its own (gaps without a cause, exposed copies).
     """
     if not window_ns:
         return "unknown", "there is no time to explain"
@@ -33,8 +33,9 @@ def verdict(window_ns: int, compute_ns: int, losses: Mapping[Limit, int], other_
         covered = "none" if roofline.coverage is None else f"{roofline.coverage:.0%}"
         return "unknown", (f"the device computes for {compute_ns / window_ns:.0%} of the window and the roofline "
                            f"models {covered} of its time, so computation and memory cannot be told apart")
-    if max(losses.values(), default=0) <= other_ns:
-        return "unknown", f"the largest loss, {other_ns / window_ns:.0%} of the window, is copies or of unknown cause"
+    if max(losses.values(), default=0) <= sum(others.values()):
+        parts = [f"{name} ({ns / window_ns:.0%} of the window)" for name, ns in others.items() if ns]
+        return "unknown", f"no limit is named for the largest loss: {' and '.join(parts) or 'nothing was lost'}"
     return max(losses, key=lambda limit: losses[limit]), ""
 
 
