@@ -363,6 +363,7 @@ def closed(monkeypatch, folder):
         (["t.json", "none.json", "nor.json"], "there is no file none.json, nor 1 more"),
         (["t.json", "--against", "t.json", "t.json"], "--against takes its two traces itself"),
         (["t.json", "u.json", "--trim", "o.json"], "--trim takes one trace"),
+        (["t.sqlite", "--trim", "o.json"], "--trim takes a Kineto trace"),
         (["t.json", "--html", "t.json"], "--html would overwrite the trace t.json"),
         (["t.json", "--html", "no/such.html"], "its folder is missing"),
         (["t.json", "--html", "."], "it is a folder"),
@@ -380,6 +381,7 @@ def closed(monkeypatch, folder):
 def test_mistakes(capsys, trace, tmp_path, monkeypatch, words, said):
     trace("t.json"), trace("u.json")
     monkeypatch.chdir(tmp_path)
+    Path("t.sqlite").write_bytes(b"SQLite format 3\0" + bytes(100))
     os.mkfifo("pipe")
     os.symlink("pipe", "to_pipe")
     closed(monkeypatch, tmp_path)

@@ -95,6 +95,12 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
         raise UsageError(
             f"there is no file {missing[0]}" + (f", nor {len(missing) - 1:,} more" if missing[1:] else "")
         )
+    if arguments.trim and _head(files[0]).startswith(b"SQLite format 3"):
+        raise UsageError(
+            "--trim takes a Kineto trace",
+            cause=f"{files[0]} is an SQLite database, which Perfetto does not open",
+            remedy="leave --trim away: the analysis reads it as it is",
+        )
     places = []
     for option, out in (("--html", arguments.html), ("--trim", arguments.trim)):
         if out is not None:
@@ -111,6 +117,15 @@ def _absent(path: Path) -> bool:
         return not path.exists()
     except OSError:  # it cannot be seen; who reads it says why
         return False
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes; of a file that cannot be read, none: who reads it says why. Never of a pipe, which would wait."""
+    try:
+        with path.open("rb") if path.is_file() else open(os.devnull, "rb") as file:
+            return file.read(16)
+    except OSError:
+        return b""
 
 
 def _same(one: Path, other: Path) -> bool:
