@@ -374,3 +374,14 @@ SIZES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 def test_nor_do_sizes_that_look_right(name, dims, concrete):
     found = flops.cost(name, Signature(tuple(dims), (F32,) * 12, (), tuple(concrete)), "float32")
     assert found is None or (found.flops >= 0 and found.bytes >= 0)
+
+
+def test_distances_are_the_product_that_computes_them() -> None:
+    """The same FLOPs whether the operator is counted, as inside a step, or what it calls, as in a trace."""
+    with torch.profiler.profile(record_shapes=True, activities=[torch.profiler.ProfilerActivity.CPU]) as recorded_:
+        torch.cdist(torch.ones(40, 8), torch.ones(50, 8))
+    inner = next(event for event in recorded_.events() if event.name in ("aten::mm", "aten::bmm"))
+    called = flops.cost(inner.name, recorded(inner.name, self=(40, 10), mat2=(10, 50)))
+    assert [tuple(sizes) for sizes in inner.input_shapes] == [(40, 10), (10, 50)]
+    whole = flops.cost("aten::_euclidean_dist", recorded("aten::_euclidean_dist", x1=(40, 8), x2=(50, 8)))
+    assert called is not None and whole is not None and called.flops == whole.flops == 40_000

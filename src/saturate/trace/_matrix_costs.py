@@ -79,10 +79,12 @@ def _addr(args: Arguments) -> Cost:
 
 
 def _euclidean_dist(args: Arguments) -> Cost:
-    """`torch.cdist` of many points, [B, P, M] and [B, R, M]: what costs is their product."""
+    """`torch.cdist` of many points, [B, P, M] and [B, R, M]: what costs is their product. It has M + 2 columns, |a - b|^2
+    being [-2 a, |a|^2, 1] times [b, 1, |b|^2]; a trace of the operators shows it so too."""
     a, b = args.tensor(0), args.tensor(1)
-    _check(len(b.dims) >= 2)
-    return _product(a, b.like((*b.dims[:-2], b.dims[-1], b.dims[-2])))
+    _check(len(a.dims) >= 2 and len(b.dims) >= 2)
+    columns, others = a.dims[-1] + 2, b.dims[-1] + 2
+    return _product(a.like((*a.dims[:-1], columns)), b.like((*b.dims[:-2], others, b.dims[-2])))
 
 
 def _mv(args: Arguments) -> Cost:
