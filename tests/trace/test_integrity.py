@@ -209,6 +209,23 @@ def test_an_accelerator_that_is_not_read_is_not_taken_for_none() -> None:
     assert "no-accelerator" in found(replace(made.trace(), left_out={"python_function": 3}), CPU)
 
 
+@pytest.mark.parametrize("name, expected", [
+    ("aten::cudnn_convolution", "unknown-accelerator"), ("aten::_cudnn_rnn", "unknown-accelerator"),
+    ("aten::miopen_batch_norm", "unknown-accelerator"), ("aten::_thnn_fused_lstm_cell", "unknown-accelerator"),
+    ("aten::_scaled_dot_product_flash_attention", "unknown-accelerator"),
+    ("aten::_efficient_attention_forward", "unknown-accelerator"),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "no-accelerator"),
+    ("aten::cudnn_is_acceptable", "no-accelerator"), ("aten::mkldnn_convolution", "no-accelerator"),
+])
+def test_an_accelerator_that_was_not_recorded_is_not_taken_for_none(name: str, expected: str) -> None:
+    made = Recording()
+    made.step(0, 100)
+    made.operator(name, 5, 50)
+    seen = found(made.trace(), CPU)
+    assert {"no-accelerator", "unknown-accelerator"} & set(seen) == {expected}
+    assert ("busy" in seen[expected].blocks) == (expected == "unknown-accelerator")
+
+
 @pytest.mark.parametrize("problem", ["lost-records", "truncated"])
 def test_an_accelerator_whose_events_were_lost_is_not_taken_for_none(problem: str) -> None:
     made = Recording()

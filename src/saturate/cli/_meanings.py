@@ -103,8 +103,8 @@ TRACE_PROBLEMS = {
     "no-steps": "The trace marks no steps, so shares are of the whole span. Call profiler.step() after each step.",
     "no-accelerator": "No work of an accelerator was recorded, so the analysis is of the CPU's operators. Where there is one, record its "
                       "activities too.",
-    "unknown-accelerator": "The calls of a device were recorded whose own events are not read, or could not be. What rests on busy and idle time "
-                           "is not known.",
+    "unknown-accelerator": "Calls or operators of a device were recorded, but its own events were not, or are not read. What rests on busy and idle "
+                           "time is not known. Record the accelerator's activities too.",
     "unknown-device": "Device events do not say which device they ran on. They are shown as a device of their own.",
     "devices-not-told-apart": "Several processes used devices that each gives the same number, and the file does not say which is which. Record "
                               "each process into its own file.",

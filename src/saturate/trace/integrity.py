@@ -44,6 +44,10 @@ OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffe
 #: Kineto's names for the calls of a backend, where it is one that is not read: `mtia_runtime`.
 OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
 
+#: Operators that only accelerators have. `cudnn_is_acceptable` and its like ask on any device, and answer no.
+NOT_ON_A_CPU = re.compile(r"^aten::_?((cudnn|miopen)_(?!is_)|thnn_fused_|(scaled_dot_product_)?(flash|efficient|cudnn)_attention"
+                          r"(_forward|_backward)?$)")
+
 #: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
 READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls": ["gaps", "roofline"]}
 
@@ -92,6 +96,11 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
     if any("busy" in READING.get(id, ()) for id, _ in trace.problems):      # none was read, which does not say that there was none
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
             "no event of an accelerator could be read, and events were lost: whether one was at work is not known"))]
+    elsewhere = np.unique(trace.operators.name[named(trace, trace.operators.name, NOT_ON_A_CPU)])
+    if len(elsewhere):
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            f"{trace.names[elsewhere[0]]} runs on accelerators only, and none of their events were recorded: what the device "
+            "did is not known; record ProfilerActivity.CUDA too"))]
     if devices(trace):
         return [Problem(id="no-accelerator", blocks=[], message=(
             "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
