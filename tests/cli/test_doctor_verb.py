@@ -55,6 +55,11 @@ def test_problems_block_and_notes_do_not(capsys, examined):
     assert call(capsys)[1].endswith("\n\nready to tune\n")
 
 
+def test_isolation_of_a_folder_that_is_missing_is_not_known(tmp_path):
+    check = verb._isolation(tmp_path / "no" / "such")
+    assert check.status == "unknown" and str(tmp_path / "no" / "such") in check.found and "--dir" in check.fix
+
+
 def test_options_reach_the_doctor(capsys, examined, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call(capsys, "--python", "py", "--dir", "work", "--data", "set", "--measure")

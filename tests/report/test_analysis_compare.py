@@ -192,6 +192,7 @@ def test_the_page():
         "1 gone, 0 new, 1 still there",
     ):
         assert part in page.text, part
+    assert 'class="compact' not in text, "on a narrow screen each row becomes a block: no column is out of view"
     again = msgspec.json.decode(page.data, type=Comparison)
     assert again.devices[0].step == comparison().devices[0].step
 

@@ -82,6 +82,9 @@ def _isolation(folder: Path) -> doctor.Check:
     """Trials run on copy-on-write overlays where the kernel allows it; otherwise writes are intercepted."""
     from saturate.trial import planning
 
+    if not folder.is_dir():
+        return doctor.Check("isolation", "unknown", f"there is no folder {folder}",
+                            "create it, or choose another for the study: saturate tune --dir PATH")
     permitted, reason = planning.probe(folder)
     if permitted:
         return doctor.Check("isolation", "ok", reason or "overlays are permitted")

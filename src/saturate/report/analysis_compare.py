@@ -270,7 +270,7 @@ def _tables(device: DeviceComparison) -> list[object]:
                     [[line[index] for index in used] for line in lines],
                     label=name,
                     numeric=[index for index in used if index in (1, 2, 3)],
-                    class_="stacked" if 4 in used else "compact",
+                    class_="stacked",
                 ),
             ]
     if device.operators:
