@@ -88,14 +88,3 @@ def test_laps_begin_anew(ticks):
     ticks.now += 5
     clock.leave()
     assert clock.lap() == {"backward": 5, REST: 0}
-
-
-def test_steps_with_something_else_in_them_are_left_out():
-    from saturate.agent.sampling import _training_steps
-
-    usual = (False, {"forward": 10, "rest": 1})
-    evaluated, checkpoint = (True, {"rest": 12}), (False, {"rest": 100})
-    assert _training_steps([usual, evaluated, usual, checkpoint, usual]) == \
-        {"parts": {"forward": 30, "rest": 3}, "clocked_steps": 3}
-    assert _training_steps([evaluated, evaluated]) == {"parts": {"rest": 24}, "clocked_steps": 2}
-    assert _training_steps([]) == {"parts": {}, "clocked_steps": 0}

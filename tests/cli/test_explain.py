@@ -19,6 +19,7 @@ from saturate.findings import _api, _registry
 from saturate.records import drill, fit, inference, result
 from saturate.records.analysis import Limit
 from saturate.report.inference_words import MEANINGS
+from saturate.study import diagnose
 from saturate.trace import integrity
 from saturate.trial.outcome import KINDS
 
@@ -62,7 +63,8 @@ def test_every_fate_of_an_inference_candidate_has_a_meaning():
 def problems_of_traces() -> set[str]:
     """The ids of problems that the sources name: `Problem(id=...)`, `_say("...")`, and pairs of an id and a message."""
     found = set(integrity.READING)
-    files = [*Path(integrity.__file__).parent.glob("*.py"), Path(explain.__file__).with_name("_analysis.py")]
+    files = [*Path(integrity.__file__).parent.glob("*.py"), Path(explain.__file__).with_name("_analysis.py"),
+             Path(diagnose.__file__)]
     for node in (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
             found |= {word.value.value for word in node.keywords if word.arg == "id" and isinstance(word.value, ast.Constant)}

@@ -18,6 +18,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.records.analysis import Analysis, Operator, Profile, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
+from saturate.records.observations import Observations, OperatorSeen
 from saturate.study import memory
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, nothing, recorded_steps
@@ -28,7 +29,7 @@ diagnose = pytest.importorskip("saturate.study.diagnose")
 
 CWD = Path("/home/user/project")
 SAMPLE = {
-    "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "process_cpu_ns": 700_000_000, "workers": 0,
+    "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "uneven_input": False, "process_cpu_ns": 700_000_000, "workers": 0,
     "worker_cpu_ns": 0, "worker_queued_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
     "fetch_queued_ns": 0, "longest_fetch_ns": 50_000_000, "read_bytes": 1_000_000, "gc_ns": 20_000_000, "gc_pauses": 5,
     "kernel_ns": 140_000_000, "page_faults": 50_000,
@@ -180,11 +181,44 @@ def test_a_profiler_makes_waits_longer_as_it_does_steps():
     seen = Seen(facts=facts(), step_ns=[10_000_000] * 9, sample=SAMPLE,
                 record={"steps": 4, "syncs": [[f"{CWD}/train.py", 3, "Tensor.item", 8, 80_000_000]]})
     shorten = diagnose._shortener(CWD)
-    faster = diagnose._faster(seen.step_ms, 25.0)
+    faster = diagnose.unprofiled(seen, 25.0, 0.4)
     (sync,) = diagnose.Record(request(), seen, shorten, faster).syncs()
     (observed,) = diagnose._syncs(seen.record, shorten, faster)
     assert sync.ms_per_step == observed.ms_per_step == 8.0      # 20 of 25 ms, as 8 of 10
-    assert diagnose._faster(10.0, 9.0) == diagnose._faster(None, 9.0) == diagnose._faster(10.0, None) == 1.0
+    assert diagnose.unprofiled(seen, 9.0, 0.4) == diagnose.unprofiled(seen, None, None) == 1.0
+    assert diagnose.unprofiled(Seen(facts=facts()), 9.0, None) == 1.0
+
+
+def test_recorded_steps_without_a_long_wait_are_compared_with_others_without_theirs():
+    """Every eighth step waits for a file: 40 recorded ones of 20 ms were taken for slower than clocked ones of 100 ms."""
+    uneven = {**SAMPLE, "parts": {"input": 450_000_000, "rest": 50_000_000}, "uneven_input": True}
+    seen = Seen(facts=facts(), step_ns=[10_000_000] * 9, sample=uneven)
+    assert seen.step_ms == 100.0 and seen.input_share == 0.9        # not the median, 10 ms
+    assert diagnose.unprofiled(seen, 20.0, 0.0) == pytest.approx(0.5)
+    assert diagnose.unprofiled(seen, 200.0, 0.9) == pytest.approx(0.5)
+
+
+def test_shares_of_work_are_beside_the_input_of_the_clocked_steps():
+    seen = Observations(device="cpu", busy=0.8, overhead=0.2, input_wait=0.0, input_wait_raw=0.0, step_ms=10.0,
+                        operators=(OperatorSeen("aten::mm", share=0.6, recoverable=0.1),))
+    beside = diagnose.beside_input(seen, 0.9)
+    assert (beside.busy, beside.overhead) == (pytest.approx(0.08), pytest.approx(0.02))
+    assert beside.operators[0].share == pytest.approx(0.06) and beside.operators[0].recoverable == pytest.approx(0.01)
+    assert beside.step_ms == pytest.approx(100.0)
+    assert diagnose.beside_input(seen, 0.05) is seen
+    assert diagnose.beside_input(dataclasses.replace(seen, input_wait_raw=None), 0.9).busy == 0.8
+
+
+def test_input_of_other_steps_than_the_recorded_ones_is_told():
+    seen = Seen(facts=facts(), sample={**SAMPLE, "uneven_input": True})     # 40 of 100 ms
+    (note,) = diagnose._uneven(seen, 65.0, 0.0)
+    assert note.id == "uneven-input" and not note.blocks and "0.0 ms" in note.message and "40.0 ms" in note.message
+    assert diagnose._uneven(seen, 160.0, 0.25) == []                        # stretched by the profiler, with as long a wait
+    assert diagnose._uneven(seen, 65.0, None) == []
+
+
+def test_more_steps_are_sampled_where_a_few_are_long():
+    assert study_profile.uneven([10] * 7 + [1200]) and not study_profile.uneven([10, 11, 10, 12])
 
 
 # -- observations ------------------------------------------------------------------------------------------------------

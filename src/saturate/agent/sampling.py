@@ -16,6 +16,7 @@ from collections import Counter
 from typing import Any
 
 from saturate.agent import kinds
+from saturate.agent.clocked import Step, training_steps
 from saturate.agent.partclock import PartClock
 from saturate.agent.places import Places
 from saturate.agent.window import Window
@@ -24,9 +25,6 @@ from saturate.techniques._standard import standard
 resource = standard("resource")
 
 PERIOD_S = 0.005
-
-#: A step this many times longer than the median holds something that other steps do not.
-EVENT = 3.0
 
 #: How long the training thread may keep the sampler waiting while it runs Python: what is seen is where it was then.
 _SWITCH_S = 1e-5
@@ -47,7 +45,9 @@ class Sampling(Window):
         self.pauses: list[int] = []
         self.workers: list[Any] = []
         self.dataset: Any = None
-        self.clocked: list[tuple[bool, dict[str, int]]] = []
+        self.clocked: list[Step] = []
+        self._batches = 0               # fetched in this step, and whether a pass over a loader began in it
+        self._begins = False
         self._sampler = Sampler(session.torch, self)
         self._began = 0
         self._paused = 0
@@ -72,10 +72,8 @@ class Sampling(Window):
 
     def turn(self) -> None:
         """The clock has the first half of the steps for itself; in the other the sampler looks on."""
-        half = self.steps // 2
-        if -self.left <= half:
-            self.clocked.append((self.session.evaluated, self.parts.lap()))
-        if self.left != -half:
+        self._lap()
+        if self.left != -(self.steps // 2):
             return
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
@@ -83,7 +81,12 @@ class Sampling(Window):
         self.on_undo(self._sampler.stop)
         self._sampler.start()
 
+    def _lap(self) -> None:
+        self.clocked.append(Step(self.session.evaluated, self.parts.lap(), self._batches, self._begins))
+        self._batches, self._begins = 0, False
+
     def finish(self) -> None:
+        self._lap()
         wall = self.clock() - self._began
         own = time.process_time_ns() - self._cpu
         kernel = resource.getrusage(resource.RUSAGE_SELF)
@@ -91,7 +94,7 @@ class Sampling(Window):
         below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in self._processes()]
         read = self._read_bytes()
         self.result.update(
-            wall_ns=wall, **_training_steps(self.clocked), process_cpu_ns=own, workers=len(below),
+            wall_ns=wall, **training_steps(self.clocked, self.steps // 2), process_cpu_ns=own, workers=len(below),
             worker_cpu_ns=sum(now[0] - then[0] for now, then in below),
             worker_queued_ns=sum(now[1] - then[1] for now, then in below),
             fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
@@ -124,8 +127,11 @@ class Sampling(Window):
             self.fetching += 1
             self.parts.enter("input")
             queued, began, used = queue(), clock(), cpu()
+            self._begins |= getattr(this, "_num_yielded", None) == 0
             try:
-                return original(this)
+                batch = original(this)
+                self._batches += 1
+                return batch
             finally:
                 took = clock() - began
                 self.fetch_cpu_ns += cpu() - used
@@ -248,21 +254,6 @@ class Sampler(threading.Thread):
             "worker_samples": self.workers, "worker_waiting": self.workers_waiting,
             "lines": [[*place, count] for place, count in self.lines.most_common(10)],
         }
-
-
-def _training_steps(clocked: list[tuple[bool, dict[str, int]]]) -> dict[str, Any]:
-    """The parts of the steps that are like the others: those with an evaluation in them, a checkpoint or the end of an
-    epoch say nothing about a step. Where all are like that, all count."""
-    times = sorted(sum(parts.values()) for evaluated, parts in clocked if not evaluated)
-    most = EVENT * times[len(times) // 2] if times else 0
-    usual = [parts for evaluated, parts in clocked if not evaluated and sum(parts.values()) <= most]
-    if 2 * len(usual) < len(clocked):
-        usual = [parts for _, parts in clocked]
-    total: dict[str, int] = {}
-    for parts in usual:
-        for name, ns in parts.items():
-            total[name] = total.get(name, 0) + ns
-    return {"parts": total, "clocked_steps": len(usual)}
 
 
 def _described(dataset: Any) -> dict[str, Any] | None:

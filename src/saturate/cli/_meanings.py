@@ -112,6 +112,8 @@ TRACE_PROBLEMS = {
                           "by the span.",
     "profiler-overhead": "The profiler's own work takes more than 5 % of the window, so the step is slower than without it. Record with less "
                          "detail: without stacks, shapes or memory.",
+    "uneven-input": "On a CPU, the few recorded steps waited for the loader for another time than those that were clocked without a profiler: "
+                    "its batches come in bursts. What is said of input is of the clocked steps; the trace shows the recorded ones.",
     "truncated": "The file ends too early. It was read as far as it goes, and nothing is concluded from it. Let the profiler finish, and copy the "
                  "file whole.",
     "concatenated": "More follows behind the end of the trace, and was not read. Split files that were joined.",

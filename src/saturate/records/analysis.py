@@ -244,7 +244,7 @@ class Profile(Analysis, frozen=True, kw_only=True):
     stretch some parts more than others, steps that were clocked without one (`trace.phases.calibrated`)."""
 
     command: list[str] = []
-    step_ms: float | None = None                # median, without a profiler
+    step_ms: float | None = None                # without a profiler: median, or mean where input is uneven
     step_ms_profiled: float | None = None
     loader_cost: LoaderCost | None = None       # with --synthetic-input
     split: dict[str, int] = {}                  # "input", "host_to_device", "forward", "backward", "optimizer",

@@ -13,7 +13,7 @@ import msgspec
 
 from saturate.findings import _registry as rules
 from saturate.machine import accelerators
-from saturate.records.analysis import Analysis, Memory, ModuleCost, Profile, Sync
+from saturate.records.analysis import Analysis, Memory, ModuleCost, Problem, Profile, Sync
 from saturate.records.facts import BY_HAND, Facts, LoaderFacts
 from saturate.records.observations import (
     CommunicationSeen,
@@ -53,11 +53,13 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     observed = observe(seen, analysis, first, split, shorten)
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
-    record = Record(request, seen, shorten, _faster(seen.step_ms, profiled_ms))
+    recorded_input = recorded["input"] / max(1, sum(recorded.values())) if device == windows.CPU else None
+    record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input))
     rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
     integrity = analysis.integrity
     if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
         problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
+        problems += _uneven(seen, profiled_ms, recorded_input)
         integrity = msgspec.structs.replace(integrity, problems=problems)
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
@@ -171,17 +173,17 @@ class Record:
     def input_lines(self) -> list[Sync]:
         """The slowest code below the dataset; of workers, which are other processes, the dataset's own method."""
         sample = self.seen.sample
-        dataset, taken = sample.get("dataset"), sample.get("fetch_ns", 0)
+        dataset, taken = sample.get("dataset"), sample["parts"].get("input", 0) if sample else 0
         if not dataset or not taken:
             return []
         if sample["workers"]:
             what = f"{dataset['kind']}.{dataset['function']} (in {sample['workers']} workers)"
-            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["steps"])]
+            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["clocked_steps"])]
         looks = sample["fetch_samples"]
         if looks < _LEAST_SAMPLES:
             what = f"{dataset['kind']}.{dataset['function']}"
-            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["steps"])]
-        return [self._place(file, line, function, None, taken * count / looks, sample["steps"])
+            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["clocked_steps"])]
+        return [self._place(file, line, function, None, taken * count / looks, sample["clocked_steps"])
                 for file, line, function, count in sample["lines"][:_MOST_LINES]]
 
     def _place(self, file: str, line: int, what: str, calls: int | None, ns: float, steps: int) -> Sync:
@@ -193,9 +195,32 @@ class Record:
         return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
 
 
-def _faster(step_ms: float | None, profiled_ms: float | None) -> float:
-    """A step without the profiler over one with it, at most 1. It makes waits longer as well as steps, so their share is kept."""
-    return min(1.0, step_ms / profiled_ms) if step_ms and profiled_ms else 1.0
+def unprofiled(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> float:
+    """What a time of the recorded steps is without the profiler, as a factor. It makes waits for values longer as well as
+    steps, so their share is kept. Of a CPU's steps without their input (`recorded_input`: its share of the recorded ones),
+    because the few that were recorded may hold more or less of it than others."""
+    step_ms = seen.step_ms
+    if not step_ms or not profiled_ms:
+        return 1.0
+    if seen.input_share is not None and recorded_input is not None and max(seen.input_share, recorded_input) < 1.0:
+        step_ms, profiled_ms = step_ms * (1 - seen.input_share), profiled_ms * (1 - recorded_input)
+    return min(1.0, step_ms / profiled_ms)
+
+
+#: Input that differs by more than this share of the step is that of different steps.
+APART = 0.1
+
+
+def _uneven(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> list[Problem]:
+    """A note where the loader was waited for longer in the recorded steps than in the clocked ones, or shorter."""
+    if seen.input_share is None or recorded_input is None or not seen.step_ms or not profiled_ms:
+        return []
+    clocked_ms, recorded_ms = seen.input_share * seen.step_ms, recorded_input * profiled_ms
+    if abs(clocked_ms - recorded_ms) <= APART * seen.step_ms:
+        return []
+    return [Problem(id="uneven-input", blocks=[], message=(
+        f"the loader took {recorded_ms:.1f} ms of each recorded step, and {clocked_ms:.1f} ms of each step without a profiler; "
+        "verdict, split and findings go by the latter"))]
 
 
 def number_format(facts: Facts) -> str:
@@ -219,8 +244,10 @@ def observe(
     total = sum(split.values())
     optimizer = facts.optimizers[0] if facts.optimizers else None
     cpu = facts.device == "cpu"
-    clocked = sum(sample["parts"].values()) if sample else 0
-    fetched = sample["parts"].get("input", 0) / clocked if clocked and sample["dataset"] else None
+    fetched = seen.input_share if cpu else None
+    faster = unprofiled(seen, base.step_ms, base.input_wait_raw if cpu else None)
+    if fetched is not None:
+        base = beside_input(base, fetched)
     changes: dict[str, Any] = {
         "device": facts.device,
         "device_name": facts.device_name or facts.machine.cpu_name,
@@ -239,7 +266,7 @@ def observe(
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
-        "syncs": _syncs(record, shorten, _faster(seen.step_ms, base.step_ms)),
+        "syncs": _syncs(record, shorten, faster),
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
@@ -248,9 +275,28 @@ def observe(
     changes["batch_size"] = changes["loader"].batch_size
     if total:
         changes |= {name: split[name] / total for name in ("forward", "backward", "optimizer")}
-    if cpu and fetched is not None:        # without a profiler, and nothing to hide behind
+    if fetched is not None:        # without a profiler, and nothing to hide behind
         changes |= {"input_wait": min(1.0, fetched), "input_wait_raw": min(1.0, fetched)}
     return dataclasses.replace(base, **changes)
+
+
+def beside_input(base: Observations, input_share: float) -> Observations:
+    """Shares of recorded steps as they are where input has this share: the few that were recorded may hold none of the long
+    waits, or most of them. What is not input keeps its proportions."""
+    recorded = base.input_wait_raw
+    if recorded is None or abs(recorded - input_share) <= APART or not max(recorded, input_share) < 1.0:
+        return base
+    factor = (1 - input_share) / (1 - recorded)
+
+    def scaled(record: Any, *names: str) -> Any:
+        known = {name: getattr(record, name) for name in names if getattr(record, name) is not None}
+        return dataclasses.replace(record, **{name: min(1.0, factor * share) for name, share in known.items()})
+
+    base = scaled(base, "busy", "overhead", "fp32_matmul", "attention_eager", "elementwise")
+    return dataclasses.replace(
+        base, step_ms=base.step_ms and base.step_ms / factor,
+        kernels=scaled(base.kernels, "short_time"), communication=scaled(base.communication, "exposed"),
+        operators=tuple(scaled(one, "share", "recoverable") for one in base.operators))
 
 
 def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:

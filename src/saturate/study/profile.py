@@ -15,6 +15,7 @@ import json
 import math
 import shlex
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -49,6 +50,9 @@ RECORDED_MS, MOST_RECORDED_MS = 400.0, 3000.0
 #: Windows without a profiler last about this long.
 _TIMED_MS = 1500.0
 _LEAST_TIMED, _MOST_TIMED = 6, 200
+
+#: Mean and median of the timed steps that differ by more than this share: the next window is twice as long.
+UNEVEN = 0.1
 
 #: What `tune` gives for a diagnosis of its baseline, of its budget, and how much longer a step is taken to last meanwhile.
 GLANCE_SHARE = 0.1
@@ -235,6 +239,8 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
     with telemetry.Sampler(study.request.environment) as sampler:
         study.say(f"timing {many} steps")
         seen.step_ns = trial.run_block(skip, many).step_ns
+        if not briefly and uneven(seen.step_ns):
+            many = _whole(2 * usual, period)        # of long waits that are rare, more than one has to be seen
         study.say(f"sampling {many} steps")
         seen.sample = trial.look("sample", skip, many)
         seen.telemetry = sampler.seen()
@@ -310,6 +316,12 @@ def recorded_steps(wanted: int | None, step_ms: float) -> int:
     """How many steps to record: two at least, because one proves nothing."""
     usual = min(MOST_RECORDED, max(LEAST_RECORDED, math.ceil(RECORDED_MS / step_ms)))
     return max(2, min(wanted or usual, int(MOST_RECORDED_MS / step_ms)))
+
+
+def uneven(step_ns: list[int]) -> bool:
+    """Whether a few steps are so long that the median says nothing about the mean."""
+    median = statistics.median(step_ns)
+    return abs(statistics.fmean(step_ns) - median) > UNEVEN * median
 
 
 def _whole(steps: int, period: int) -> int:

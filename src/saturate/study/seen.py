@@ -32,4 +32,13 @@ class Seen:
 
     @property
     def step_ms(self) -> float | None:
+        """A typical step: the median, or the mean of the clocked steps where a few of them wait for all the others' input."""
+        if self.sample.get("uneven_input"):
+            return sum(self.sample["parts"].values()) / self.sample["clocked_steps"] / 1e6
         return statistics.median(self.step_ns) / 1e6 if self.step_ns else None
+
+    @property
+    def input_share(self) -> float | None:
+        """Share of the clocked steps in which the training thread waits for its loader; None: there is none, or no clock."""
+        clocked = sum(self.sample["parts"].values()) if self.sample else 0
+        return self.sample["parts"].get("input", 0) / clocked if clocked and self.sample["dataset"] else None
