@@ -153,8 +153,9 @@ CASES = [
             "recompilation": {"compiler__compile_share": 0.4},
             "a slow peer": {"communication__late_ms_per_step": 40.0},
             "communication": {"communication__exposed": 0.4},
+            "reads of values, which run in no operator": {"syncs": (SyncSeen("train.py:7", "Tensor.tolist", 1.0, 40.0),)},
         },
-        reason="50.0 % of the step passes outside operators and the loader, 500 us for each",
+        reason="50.0 % of the step passes outside operators, the loader and reads of values, 500 us for each",
     ),
     Case(
         "device-waits",

@@ -7,6 +7,7 @@ from rule_cases import Case, base, but, on_cpu
 from test_rules import CASES, RULES
 from work_cases import LATENCY, NAMELESS, ODD, SOFTMAX
 
+from saturate.findings import _host
 from saturate.records.analysis import Finding
 from saturate.records.observations import CompilerSeen, KernelsSeen, OperatorSeen, SyncSeen
 
@@ -268,3 +269,11 @@ def test_a_compiler_that_gave_up_before_the_window_is_evidence_of_its_own():
     one = found("recompilation", seen)
     assert "gave up" in one.reason and "train.py:7" in one.reason
     assert [(e.metric, e.value) for e in one.evidence] == [("limit of recompilations hit", 1.0)]
+
+
+def test_reads_that_run_in_no_operator_count_once():
+    """A `tolist` in a loop is both read and time outside operators; an `item` is an operator, with the interpreter around it."""
+    lists = on_cpu(overhead=0.8, busy=0.1, kernels__count_per_step=20.0, syncs=(SyncSeen("train.py:7", "Tensor.tolist", 4.0, 60.0),))
+    items = but(lists, syncs=(SyncSeen("train.py:7", "Tensor.item", 4.0, 10.0),))
+    assert _host.reading(lists) == pytest.approx(0.9) and _host.reading(items) == pytest.approx(0.9)    # not all of it
+    assert _host.late(lists) == pytest.approx(0.2) and _host.late(items) == pytest.approx(0.8)

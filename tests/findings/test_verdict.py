@@ -101,6 +101,10 @@ def test_on_a_cpu_reads_and_overhead_are_waits():
     reads = (SyncSeen("train.py:9", "Tensor.item", 100.0, 30.0),)
     assert verdict(on_cpu(busy=0.9, syncs=reads, overhead=0.1)) == "sync-bound"
     assert verdict(on_cpu(busy=0.5, overhead=0.4, syncs=reads)) == "host-bound"
+    lists = (SyncSeen("train.py:7", "Tensor.tolist", 1.0, 60.0),)      # which no operator is around
+    assert verdict(on_cpu(busy=0.1, overhead=0.9, syncs=lists)) == "sync-bound"
+    assert verdict(on_cpu(busy=0.1, overhead=0.9, syncs=lists, step_ms=200.0, step_ms_recorded=100.0)) == "sync-bound"
+    assert verdict(on_cpu(busy=0.1, overhead=0.9, syncs=lists, step_ms=200.0)) == "host-bound"
     assert verdict(on_cpu(busy=0.5, overhead=0.2, input_wait=0.3)) == "input-bound"
     assert verdict(on_cpu(busy=0.9, overhead=0.95, communication__exposed=0.85)) == "communication-bound"
     assert verdict(on_cpu(busy=0.95, overhead=0.02, compiler__compile_share=0.9)) == "host-bound"

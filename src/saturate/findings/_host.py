@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from saturate.findings._common import at_most, per_step, without
+from saturate.findings._common import at_most, per_step, recorded_ms, without
 from saturate.records.observations import KernelsSeen, Observations, SyncSeen
 
 #: Idle time (on a CPU: time outside operators), of the step, from which the host counts as late.
@@ -17,6 +17,8 @@ SHORT_KERNELS = 0.5
 SHORT_US = 10.0
 #: Marks a wait for a copy to the device in `SyncSeen.what`.
 UPLOAD = "HtoD"
+#: Values of `SyncSeen.what` that make Python objects of many values, which on a CPU no operator is around.
+OUTSIDE_OPERATORS = frozenset({"Tensor.tolist", "print", "format(Tensor)"})
 #: On a CPU: time outside operators, per operator, that a launch can take. More is other code.
 LAUNCH_US = 50.0
 #: On a CPU: reads of values per operator, from which the operators are those of a loop that reads elements.
@@ -32,22 +34,34 @@ def never_ahead(kernels: KernelsSeen) -> bool | None:
 
 
 def late(seen: Observations) -> float | None:
-    """Share of the step in which the device waited for the host (on a CPU: spent outside operators and the loader),
-    less what collector pauses, compilation and (on a CPU) communication are known to take."""
+    """Share of the step in which the device waited for the host (on a CPU: spent outside operators and the loader), less
+    what collector pauses, compilation and (on a CPU) communication and reads of many values are known to take."""
     if seen.device != "cpu":
         return without(seen.kernels.host_late, seen.gc_pause, seen.compiler.compile_share)
-    return without(seen.overhead, seen.gc_pause, seen.compiler.compile_share, seen.communication.exposed)
+    return without(outside(seen), seen.gc_pause, seen.compiler.compile_share)
+
+
+def outside(seen: Observations) -> float | None:
+    """On a CPU: share of the step outside operators and the loader that neither communication nor reads of values take."""
+    return without(seen.overhead, seen.communication.exposed, waited(seen, read_outside_operators(seen)))
 
 
 def waited(seen: Observations, places: tuple[SyncSeen, ...]) -> float | None:
-    """Share of the step that the host spends in these waits; None where the step was not timed."""
-    return per_step(sum(one.ms_per_step for one in places), seen.step_ms)
+    """Share of the step that the host spends in these waits; None where the step was not timed. On a CPU of the recorded
+    steps where those were the faster ones: waits are as long as they were recorded, and other shares are of those steps."""
+    step_ms, recorded = seen.step_ms, recorded_ms(seen)
+    if seen.device == "cpu" and step_ms is not None and recorded is not None:
+        step_ms = min(step_ms, recorded)
+    return per_step(sum(one.ms_per_step for one in places), step_ms)
 
 
 def reading(seen: Observations) -> float | None:
     """On a CPU: share of the step that reads of values take, with the interpreter around them where they loop."""
     share = waited(seen, reads(seen))
-    return at_most(share, seen.overhead) if share is not None and loops_over_elements(seen) else share
+    if share is None or not loops_over_elements(seen):
+        return share
+    in_operators = share if seen.busy is None else min(share, max(0.0, seen.busy))      # what is not is overhead already
+    return max(share, at_most(in_operators, seen.overhead))
 
 
 def loops_over_elements(seen: Observations) -> bool:
@@ -73,6 +87,16 @@ def outside_us(seen: Observations) -> float | None:
 def reads(seen: Observations) -> tuple[SyncSeen, ...]:
     """The places where the host waits for results."""
     return tuple(one for one in _sensible(seen) if UPLOAD not in one.what)
+
+
+def read_outside_operators(seen: Observations) -> tuple[SyncSeen, ...]:
+    """On a CPU: the reads whose time is outside operators, as far as nothing else tells them apart."""
+    return tuple(one for one in reads(seen) if one.what in OUTSIDE_OPERATORS)
+
+
+def read_in_operators(seen: Observations) -> tuple[SyncSeen, ...]:
+    """On a CPU: the reads that are operators themselves (`aten::item`)."""
+    return tuple(one for one in reads(seen) if one.what not in OUTSIDE_OPERATORS)
 
 
 def uploads(seen: Observations) -> tuple[SyncSeen, ...]:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from saturate.findings._api import STEPS_TO_CONCLUDE
 from saturate.findings._common import at_most, without
-from saturate.findings._host import reading, reads, waited
+from saturate.findings._host import outside, reading, reads, waited
 from saturate.records.analysis import Limit
 from saturate.records.observations import Observations
 
@@ -25,8 +25,8 @@ def verdict(seen: Observations) -> Limit:
     """The verdict of the trace where it has one (definition: docs/analysis.md), else the same from what was observed.
 
     A working device is limited by memory or by arithmetic, whichever class of operators has the most time. Otherwise
-    the largest wait names the limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside operators and the loader stands for a late host, and the
-    time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first. What the trace
+    the largest wait names the limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside
+    operators, the loader and reads of values stands for a late host, and the time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first. What the trace
     cannot carry is not concluded from the rest either: a device whose records were lost looks like none at all.
     """
     if seen.integrity_blocks & RESTS_ON:
@@ -58,9 +58,9 @@ def _observed(seen: Observations) -> Limit:
 
 
 def _of_host(seen: Observations) -> float:
-    """On a CPU: time outside operators, or what is known of it where that is more (a compiler runs operators too)."""
-    outside = without(seen.overhead, seen.communication.exposed) or 0.0
-    return max(outside, at_most(seen.gc_pause, seen.compiler.compile_share))
+    """On a CPU: time outside operators that reads of values do not take, or what is known of it where that is more (a
+    compiler runs operators too)."""
+    return max(outside(seen) or 0.0, at_most(seen.gc_pause, seen.compiler.compile_share))
 
 
 def _kind_of_work(seen: Observations, working: float) -> Limit:

@@ -56,7 +56,7 @@ from saturate.findings._host import (
     loops_over_elements,
     never_ahead,
     outside_us,
-    reads,
+    read_in_operators,
     waited,
 )
 from saturate.records.analysis import Finding
@@ -106,7 +106,7 @@ def _on_device(seen: Observations) -> Finding | None:
 
 def _between_calls(seen: Observations) -> Finding | None:
     # What the interpreter does around reads of values is theirs, and is not told apart from the reads.
-    kernels, outside, each = seen.kernels, without(late(seen), waited(seen, reads(seen))), outside_us(seen)
+    kernels, outside, each = seen.kernels, without(late(seen), waited(seen, read_in_operators(seen))), outside_us(seen)
     if outside is None or each is None or kernels.median_us is None or loops_over_elements(seen):
         return None
     if not reaches(outside, HOST_LATE) or not kernels.median_us < SHORT_US or not each <= LAUNCH_US:

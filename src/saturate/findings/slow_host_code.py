@@ -14,13 +14,13 @@ outside operators and the loader, in all and per operator.
 Threshold
 ---------
 15 % of the step, after collector pauses, compilation, and on an accelerator waits of the host, on a CPU
-communication are taken off; and on an accelerator less than 50 % of the kernels below 10 us, on a CPU more than 50
+communication and reads of values are taken off; and on an accelerator less than 50 % of the kernels below 10 us, on a CPU more than 50
 us outside operators for each of them.
 
 Not to be confused with
 -----------------------
-Many short operators (`launch-bound`). Reads of values that empty the queue (`host-syncs`): the host can be late for
-as long as it waited. Compilation, collector pauses, and waiting for input or for a slow peer, which have rules of
+Many short operators (`launch-bound`). Reads of values (`host-syncs`): they empty the queue, and the host can be late
+for as long as it waited; on a CPU `tolist`, `print` and the like run outside operators themselves. Compilation, collector pauses, and waiting for input or for a slow peer, which have rules of
 their own.
 
 What helps
@@ -91,8 +91,8 @@ def _on_cpu(seen: Observations) -> Finding | None:
     return finding(
         RULE,
         seen,
-        f"{percent(lost)} of the step passes outside operators and the loader, {each:,.0f} us for each operator.",
-        [of_step("time outside operators", lost, HOST_LATE), *number("outside, per operator", each, "us", LAUNCH_US)],
+        f"{percent(lost)} of the step passes outside operators, the loader and reads of values, {each:,.0f} us for each operator.",
+        [of_step("time outside operators and reads of values", lost, HOST_LATE), *number("outside, per operator", each, "us", LAUNCH_US)],
         lost,
         direct=False,
         advice=_ADVICE,
