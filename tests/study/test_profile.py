@@ -35,7 +35,7 @@ SAMPLE = {
     "kernel_ns": 140_000_000, "page_faults": 50_000,
     "fetch_samples": 80, "fetch_waiting": 8, "worker_samples": 0, "worker_waiting": 0,
     "lines": [[f"{CWD}/data.py", 17, "__getitem__", 60], [f"{CWD}/data.py", 20, "collate", 20]],
-    "dataset": {"kind": "Rows", "file": f"{CWD}/data.py", "line": 15, "function": "__getitem__"},
+    "dataset": {"kind": "Rows", "file": f"{CWD}/data.py", "line": 15, "function": "__getitem__", "collate": None},
     "memory": {"parameters": 100, "gradients": 90, "optimizer_state": 200}, "python": sys.executable,
 }
 CEILINGS = Ceilings(device="cpu", device_name="a CPU", rates={"float32": 1e12, "bfloat16": 4e12}, bandwidth={})
@@ -162,6 +162,15 @@ def test_lines_of_workers_are_the_datasets():
     assert line.line == 15 and "in 2 workers" in line.what
 
 
+def test_in_workers_either_the_dataset_or_the_function_that_collates_is_slow():
+    """A dataset that only returns a number was said to take 52 ms per step."""
+    collated = {**SAMPLE["dataset"], "collate": {"file": f"{CWD}/train.py", "line": 7, "function": "pad"}}
+    (line,) = record(sample={**SAMPLE, "workers": 2, "lines": [], "dataset": collated}).input_lines()
+    assert line.what == "Rows.__getitem__ and pad of train.py:7 (in 2 workers)"
+    assert loader(workers=2, lines=[], dataset=collated).slowest == "data.py:15 __getitem__ or train.py:7 pad"
+    assert loader(dataset=collated).slowest == "data.py:17 __getitem__"
+
+
 def test_few_looks_name_no_line():
     (line,) = record(sample={**SAMPLE, "fetch_samples": 3}).input_lines()
     assert (line.line, line.what) == (15, "Rows.__getitem__")
@@ -214,6 +223,7 @@ def test_input_of_other_steps_than_the_recorded_ones_is_told():
     (note,) = diagnose._uneven(seen, 65.0, 0.0)
     assert note.id == "uneven-input" and not note.blocks and "0.0 ms" in note.message and "40.0 ms" in note.message
     assert diagnose._uneven(seen, 160.0, 0.25) == []                        # stretched by the profiler, with as long a wait
+    assert diagnose._uneven(seen, 200.0, 0.42) == []                        # all of it on a slower machine
     assert diagnose._uneven(seen, 65.0, None) == []
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from saturate.agent import kinds
 from saturate.agent.clocked import Step, training_steps
+from saturate.agent.fetched import described
 from saturate.agent.partclock import PartClock
 from saturate.agent.places import Places
 from saturate.agent.window import Window
@@ -45,6 +46,7 @@ class Sampling(Window):
         self.pauses: list[int] = []
         self.workers: list[Any] = []
         self.dataset: Any = None
+        self.collate: Any = None
         self.clocked: list[Step] = []
         self._batches = 0               # fetched in this step, and whether a pass over a loader began in it
         self._begins = False
@@ -102,7 +104,7 @@ class Sampling(Window):
             read_bytes=None if read is None or self._read is None else read - self._read,
             kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
             gc_ns=sum(self.pauses), gc_pauses=len(self.pauses), **self._sampler.result(),
-            dataset=_described(self.dataset), python=sys.executable, memory=kinds.memory(self.session),
+            dataset=described(self.dataset, self.collate), python=sys.executable, memory=kinds.memory(self.session),
         )
         if self.device == "cuda":
             memory = kinds.device_memory(self.torch, self.session.inspection.devices[0])
@@ -123,7 +125,7 @@ class Sampling(Window):
             if threading.get_ident() != thread or self.fetching:
                 return original(this)       # a prefetching thread of a library, or a loader inside a dataset
             self.workers = getattr(this, "_workers", [])
-            self.dataset = type(this._dataset)
+            self.dataset, self.collate = this._dataset, this._collate_fn
             self.fetching += 1
             self.parts.enter("input")
             queued, began, used = queue(), clock(), cpu()
@@ -254,17 +256,6 @@ class Sampler(threading.Thread):
             "worker_samples": self.workers, "worker_waiting": self.workers_waiting,
             "lines": [[*place, count] for place, count in self.lines.most_common(10)],
         }
-
-
-def _described(dataset: Any) -> dict[str, Any] | None:
-    """Where a dataset's items come from: class, and the file and line of its `__getitem__` or `__iter__`."""
-    if dataset is None:
-        return None
-    for name in ("__getitem__", "__iter__"):
-        code = getattr(getattr(dataset, name, None), "__code__", None)
-        if code is not None:
-            return {"kind": dataset.__name__, "file": code.co_filename, "line": code.co_firstlineno, "function": name}
-    return {"kind": dataset.__name__, "file": "", "line": 0, "function": ""}
 
 
 # -- /proc (proc(5)); None or "" where it does not tell ----------------------------------------------------------------

@@ -22,7 +22,7 @@ class LoaderSeen:
     fetch_cpu: float | None = None          # CPU time of a fetch (of workers) / time in which a core was free; <1: it waits
     read_bytes_per_s: float | None = None   # from storage, during the step
     io_wait: float | None = None            # share of the fetch that waited for storage
-    slowest: str = ""                       # "train.py:17 __getitem__"
+    slowest: str = ""                       # "train.py:17 __getitem__"; two joined by "or" where it is one of them
 
 
 @dataclass(frozen=True)

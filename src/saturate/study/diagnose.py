@@ -171,17 +171,18 @@ class Record:
         return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
 
     def input_lines(self) -> list[Sync]:
-        """The slowest code below the dataset; of workers, which are other processes, the dataset's own method."""
+        """The slowest code below the dataset; of workers, which are other processes, the dataset's own method and the user's
+        function that collates."""
         sample = self.seen.sample
         dataset, taken = sample.get("dataset"), sample["parts"].get("input", 0) if sample else 0
         if not dataset or not taken:
             return []
-        if sample["workers"]:
-            what = f"{dataset['kind']}.{dataset['function']} (in {sample['workers']} workers)"
-            return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["clocked_steps"])]
-        looks = sample["fetch_samples"]
+        looks = 0 if sample["workers"] else sample["fetch_samples"]
         if looks < _LEAST_SAMPLES:
             what = f"{dataset['kind']}.{dataset['function']}"
+            if collate := dataset.get("collate"):       # which of the two is slow cannot be seen from here
+                what += f" and {collate['function']} of {self.shorten(collate['file'])}:{collate['line']}"
+            what += f" (in {sample['workers']} worker{'s' * (sample['workers'] > 1)})" if sample["workers"] else ""
             return [self._place(dataset["file"], dataset["line"], what, None, taken, sample["clocked_steps"])]
         return [self._place(file, line, function, None, taken * count / looks, sample["clocked_steps"])
                 for file, line, function, count in sample["lines"][:_MOST_LINES]]
@@ -212,11 +213,12 @@ APART = 0.1
 
 
 def _uneven(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> list[Problem]:
-    """A note where the loader was waited for longer in the recorded steps than in the clocked ones, or shorter."""
+    """A note where the loader was waited for longer in the recorded steps than in the clocked ones, or shorter: in time,
+    because a profiler stretches the rest of the step, and in share, because a machine's speed changes both."""
     if seen.input_share is None or recorded_input is None or not seen.step_ms or not profiled_ms:
         return []
     clocked_ms, recorded_ms = seen.input_share * seen.step_ms, recorded_input * profiled_ms
-    if abs(clocked_ms - recorded_ms) <= APART * seen.step_ms:
+    if abs(clocked_ms - recorded_ms) <= APART * seen.step_ms or abs(seen.input_share - recorded_input) <= APART:
         return []
     return [Problem(id="uneven-input", blocks=[], message=(
         f"the loader took {recorded_ms:.1f} ms of each recorded step, and {clocked_ms:.1f} ms of each step without a profiler; "
@@ -309,15 +311,15 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     busy = (sample["process_cpu_ns"] + sample["worker_cpu_ns"]) / wall * facts.world_size      # ranks are alike
     read = sample["read_bytes"]
     lines, dataset = sample["lines"], sample["dataset"]
-    own = (dataset["file"], dataset["line"], dataset["function"])
     sampled = lines and not workers and sample["fetch_samples"] >= _LEAST_SAMPLES
-    file, line, function = lines[0][:3] if sampled else own
+    collate = dataset.get("collate")        # where nothing was sampled, either it or the dataset is slow
+    places = [lines[0][:3]] if sampled else [(one["file"], one["line"], one["function"]) for one in (dataset, collate) if one]
     return LoaderSeen(
         num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=busy,
         fetch_cpu=_fetch_cpu(sample, loader), io_wait=_io_wait(sample),
         read_bytes_per_s=read / wall * 1e9 if read is not None else None,
-        slowest=f"{shorten(file)}:{line} {function}" if file else "",
+        slowest=" or ".join(f"{shorten(file)}:{line} {function}" for file, line, function in places if file),
     )
 
 
