@@ -343,6 +343,20 @@ def test_input_by_a_worker(sample):
     assert seen["dataset"]["kind"] == "Slow" and seen["dataset"]["function"] == "__getitem__" and seen["dataset"]["line"] > 0
 
 
+def test_a_loader_that_another_thread_reads_is_told(sample):
+    seen = sample(MODEL + """
+import queue, threading
+batches = queue.Queue(1)
+def feed():
+    for batch in torch.utils.data.DataLoader(range(10_000_000), batch_size=4): batches.put(batch)
+threading.Thread(target=feed, daemon=True).start()
+while True:
+    batches.get()
+    opt.zero_grad(); loss_of().backward(); opt.step()
+""")
+    assert seen["fetched_elsewhere"] and seen["dataset"] is None and "input" not in seen["parts"]
+
+
 def test_pauses_of_the_collector_are_timed(sample):
     seen = sample(MODEL + """
 kept = [[number] for number in range(20_000)]

@@ -45,6 +45,7 @@ class Sampling(Window):
         self.longest_ns = 0
         self.pauses: list[int] = []
         self.workers: list[Any] = []
+        self.elsewhere = False          # whether another thread fetched a batch
         self.dataset: Any = None
         self.collate: Any = None
         self.clocked: list[Step] = []
@@ -104,7 +105,8 @@ class Sampling(Window):
             read_bytes=None if read is None or self._read is None else read - self._read,
             kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
             gc_ns=sum(self.pauses), gc_pauses=len(self.pauses), **self._sampler.result(),
-            dataset=described(self.dataset, self.collate), python=sys.executable, memory=kinds.memory(self.session),
+            dataset=described(self.dataset, self.collate),
+            fetched_elsewhere=self.elsewhere and self.dataset is None, python=sys.executable, memory=kinds.memory(self.session),
         )
         if self.device == "cuda":
             memory = kinds.device_memory(self.torch, self.session.inspection.devices[0])
@@ -123,6 +125,7 @@ class Sampling(Window):
 
         def next_batch(this: Any) -> Any:
             if threading.get_ident() != thread or self.fetching:
+                self.elsewhere |= not self.fetching
                 return original(this)       # a prefetching thread of a library, or a loader inside a dataset
             self.workers = getattr(this, "_workers", [])
             self.dataset, self.collate = this._dataset, this._collate_fn

@@ -112,6 +112,8 @@ TRACE_PROBLEMS = {
                           "by the span.",
     "profiler-overhead": "The profiler's own work takes more than 5 % of the window, so the step is slower than without it. Record with less "
                          "detail: without stacks, shapes or memory.",
+    "loader-in-thread": "A thread of the script's own reads the DataLoader and hands its batches on. The wait of training for that thread is not "
+                        "told apart from other host code, so the share of input is not known. Read the loader in the training thread to see it.",
     "uneven-input": "On a CPU, the few recorded steps waited for the loader for another time than those that were clocked without a profiler: "
                     "its batches come in bursts. What is said of input is of the clocked steps; the trace shows the recorded ones.",
     "truncated": "The file ends too early. It was read as far as it goes, and nothing is concluded from it. Let the profiler finish, and copy the "

@@ -57,6 +57,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input))
     rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
     integrity = analysis.integrity
+    if seen.sample.get("fetched_elsewhere"):
+        integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, _ELSEWHERE])
     if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
         problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
         problems += _uneven(seen, profiled_ms, recorded_input)
@@ -86,6 +88,10 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         trace=str(seen.traces[0]),
         next_command=next_command(request, [name for finding in findings for name in finding.techniques]),
     )
+
+
+_ELSEWHERE = Problem(id="loader-in-thread", blocks=[], message=(
+    "another thread reads the loader: how long training waits for that thread is not known, and looks like other host code"))
 
 
 def next_command(request: Request, techniques: list[str]) -> str:
