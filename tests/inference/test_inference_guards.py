@@ -196,6 +196,30 @@ def test_whole_numbers_of_a_lossless_candidate_may_differ_by_a_tie_only():
     assert problem(many, "precision", ids) is None
 
 
+@pytest.mark.parametrize("few", [1, 16, 99])
+def test_of_few_whole_numbers_none_may_differ_unless_the_baseline_changes_one_itself(few):
+    ids = [[torch.arange(few)]]
+    other = changed(ids, lambda x: x.index_add(0, torch.tensor([few // 2]), torch.tensor([3])))
+    assert f"1 of {few} whole numbers" in (problem(other, "reordering", ids) or "")
+    assert problem(other, "reordering", ids, twin=other) is problem(other, "reordering", ids, again=other) is None
+    assert problem(other, "reordering", ids, spare=1) is None
+
+
+def test_the_baseline_s_own_changes_excuse_no_more_than_a_few():
+    ids = [[torch.arange(400)]]
+    other = changed(ids, lambda x: x.flip(0))
+    assert "400 of 400" in (problem(other, "reordering", ids, twin=other) or "")
+
+
+@pytest.mark.parametrize("wanted, got, tie", [
+    (5011959035832, -267798784, False), (2**31, 2**31 - 1, True), (7, 31999, True), (-3, -4, True), (7, -4, False),
+    (0, 2**31 - 1, False)])
+def test_a_whole_number_that_no_tie_leads_to_is_wrong_however_many_there_are(wanted, got, tie):
+    many = [[torch.full((10000,), wanted)]]
+    other = changed(many, lambda x: x.index_fill(0, torch.tensor([4]), got))
+    assert (problem(other, "reordering", many) is None) is tie
+
+
 def test_outputs_that_are_all_zero_must_stay_zero():
     zero = [[torch.zeros(4, 4)]]
     assert problem([[torch.full((4, 4), 1e-9)]], "reordering", zero) is not None
