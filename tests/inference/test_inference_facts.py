@@ -71,10 +71,16 @@ def test_attention_counts_by_modules_and_by_calls() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "batch_size", "varying"), [
-    ([(4, 3), (4, 3), (1, 3)], 4, False), ([(4, 3), (4, 5)], 4, True), ([(4, 3), (2, 3), (4, 3)], None, True), ([(2, 3)], 2, False)])
+    ([(4, 3), (4, 3), (1, 3)], None, True), ([(4, 3), (4, 5)], 4, True), ([(4, 3), (2, 3), (4, 3)], None, True), ([(2, 3)], 2, False)])
 def test_shapes(sizes: list[tuple[int, ...]], batch_size: int | None, varying: bool) -> None:
     found = observe(torch.nn.ReLU(), *[(torch.rand(size),) for size in sizes])
     assert (found.batch_size, found.varying_shapes) == (batch_size, varying)
+
+
+def test_sizes_that_are_not_measured_vary_too() -> None:
+    model, measured, other = torch.nn.ReLU(), (torch.rand(4, 3),), (torch.rand(4, 5),)
+    found = facts.observe(torch, model, [measured], "cpu", others=[other])
+    assert (found.batch_size, found.varying_shapes) == (4, True)
 
 
 def test_inputs_that_do_not_agree_have_no_batch_size() -> None:

@@ -232,6 +232,14 @@ def test_varying_lengths_stay_open_together(tmp_path: Path) -> None:
         call(torch.randint(16, (1, 5)), torch.ones(1, 6, dtype=torch.bool))
 
 
+def test_sizes_of_inputs_that_are_not_measured_stay_open(tmp_path: Path) -> None:
+    context = context_of(torch.nn.Linear(4, 4), [(torch.randn(2, 5, 4),)], tmp_path, varying_shapes=True)
+    context.others = [(torch.randn(2, 9, 4),)]
+    call = exported.load(torch, tmp_path, exported.save(context, tmp_path))
+    for length in (5, 9, 30):
+        assert call(torch.randn(2, length, 4)).shape == (2, length, 4)
+
+
 class Branches(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x

@@ -198,6 +198,27 @@ def test_batches_alternate_and_the_smaller_rest_is_not_measured() -> None:
     assert [len(x) for x, in calibration] == [4, 4, 1] and not notes
 
 
+def shapes_of(given: list[tuple[Any, ...]]) -> list[int]:
+    return [one[0].shape[1] for one in given]
+
+
+@pytest.mark.parametrize("sizes, measured, calibration", [
+    ([32, 48, 32, 48], [32, 48], [32, 48]), ([32, 32, 48, 48, 48], [32, 48, 48], [32, 48]), ([1, 2, 3, 4], [1, 3], [2, 4]),
+    ([5, 7, 5, 9, 5], [5, 9, 5], [7, 5])])
+def test_both_halves_hold_every_shape_that_occurs_twice(sizes: list[int], measured: list[int], calibration: list[int]) -> None:
+    """Where sizes alternate, every other batch would be of one size."""
+    found = batches.split(torch, [(torch.zeros(4, size),) for size in sizes])
+    assert (shapes_of(found[0]), shapes_of(found[1])) == (measured, calibration)
+
+
+def test_batches_that_are_not_measured_say_which_sizes_vary(tmp_path: Path) -> None:
+    sizes = [16, 20, 18, 17, 12, 24]
+    source = Source.write(tmp_path / "source", torch.nn.ReLU(), [(torch.zeros(4, size),) for size in sizes] + [(torch.zeros(1, 16),)])
+    assert shapes_of(source.inputs(torch)) == [16, 18, 12] and shapes_of(source.others(torch)) == [20, 24]
+    alike = Source.write(tmp_path / "alike", torch.nn.ReLU(), [(torch.zeros(4, 16),)] * 3, [(torch.zeros(1, 20),)])
+    assert alike.others(torch) == []        # calibration that is given apart says nothing of the inputs
+
+
 def test_a_single_batch_is_divided_and_keeps_its_size() -> None:
     (measured,), (calibration,), notes = batches.split(torch, [(torch.arange(5.0)[:, None], None, 3)])
     assert measured[0].flatten().tolist() == [0, 1, 2, 0, 1] and measured[1:] == (None, 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -146,13 +147,17 @@ def split(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, .
                                                                list[str]]:
     """(measured, for calibration, what the user should know). No sample is in both, unless a sentence says so.
 
-    Batches alternate, so that both see the same range of shapes. A single batch is cut in two, and the measured half
-    is repeated to the size that the user gave: a call costs what the user's call costs.
+    Batches of one shape alternate, so that both see every shape that occurs twice. A single batch is cut in two, and the
+    measured half is repeated to the size that the user gave: a call costs what the user's call costs.
     """
     full, rest = without_last(torch, batches)
     if len(batches) > 1:
-        calibration = full[1::2] + rest
-        return full[0::2], calibration, []
+        places: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for place, one in enumerate(full):
+            places.setdefault(signature(torch, one), []).append(place)
+        grouped = list(itertools.chain.from_iterable(places.values()))
+        measured, calibration = ([full[place] for place in sorted(grouped[first::2])] for first in (0, 1))
+        return measured, calibration + rest, []
     batch = batches[0]
     rows = samples(torch, batch)
     if rows is None or rows < 2 or not _divisible(torch, batch):
@@ -163,6 +168,25 @@ def split(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, .
     return [_rows(torch, batch, repeated)], [_rows(torch, batch, torch.arange(half, rows))], [
         f"inputs is a single batch: {rows - half} of its {rows} samples are kept for calibration, and the others are "
         "repeated to fill the measured batch"]
+
+
+def of_other_sizes(torch: Any, batches: list[tuple[Any, ...]], measured: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those of `batches` with a size that is smaller or larger than in all measured ones, and in those before it. They, too,
+    say which sizes vary."""
+    seen: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def widens(batch: tuple[Any, ...]) -> bool:
+        before = dict(seen)
+        for place, shape in enumerate(signature(torch, batch)):
+            for dimension, size in enumerate(shape):
+                where = place, len(shape), dimension
+                least, most = seen.get(where, (size, size))
+                seen[where] = min(least, size), max(most, size)
+        return seen != before
+
+    for batch in measured:
+        widens(batch)
+    return [batch for batch in batches if widens(batch)]
 
 
 def without_last(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:

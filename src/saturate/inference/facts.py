@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from types import FrameType
@@ -52,12 +52,13 @@ _PACKING = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence")
 _DATA_DEPENDENT = re.compile(r"data[- ]?dependent|dynamic control flow", re.IGNORECASE)
 
 
-def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, *, kind: str = "",
-            exportable: bool | None = None, export_problem: str = "", threads: int = 1, calibration_samples: int = 0,
-            training_mode: bool = False, trainable: bool = False, student: bool = False,
-            generates: bool = False) -> ModelFacts:
+def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, *,
+            others: Sequence[tuple[Any, ...]] = (), kind: str = "", exportable: bool | None = None,
+            export_problem: str = "", threads: int = 1, calibration_samples: int = 0, training_mode: bool = False,
+            trainable: bool = False, student: bool = False, generates: bool = False) -> ModelFacts:
     """The facts about `model`, which is in evaluation mode on `device` ("cpu" or "cuda"), as `inputs` are. It is
-    called some times on the first batch. What it raises there is raised: then there is no baseline.
+    called some times on the first batch. What it raises there is raised: then there is no baseline. `others`: batches that the
+    user gives too, whose sizes no measured one has.
 
     `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only.
     """
@@ -67,8 +68,8 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
     with recording():
         calls, attention_calls, writes_inputs = _watch_calls(torch, model, inputs[0])
         differs, keeps_state = _repeats(torch, model, inputs[0])
-    full, _ = trees.without_last(torch, inputs)
-    sizes = {trees.samples(torch, batch) for batch in full}
+    given = [*inputs, *others]
+    sizes = {trees.samples(torch, batch) for batch in given}
     return ModelFacts(
         kind=kind or type(model).__name__, device=device, torch=str(torch.__version__),
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -78,7 +79,7 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         attentions=max(attention_calls, _attention_modules(torch, modules)),
         reused_modules=tuple(name for name, count in calls.items() if count > 1),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
-        varying_shapes=len({trees.signature(torch, batch) for batch in full}) > 1,
+        varying_shapes=len({trees.signature(torch, batch) for batch in given}) > 1,
         exportable=exportable, export_problem=export_problem, random=differs, keeps_state=keeps_state,
         writes_inputs=writes_inputs, mode=_mode(torch, model, inputs[0], recording), training_mode=training_mode,
         installed=installed(),

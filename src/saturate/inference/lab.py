@@ -204,7 +204,7 @@ class Lab:
         except WorkerFailed as error:
             worker.close()
             return self.baseline(), [f"inputs one rounding away, and other batch sizes, were not tried: there {_ended(error)}"]
-        for batch in guards.other_batches(inputs):
+        for batch in (*self.source.others(self._torch()), *guards.other_batches(inputs)):
             try:
                 answer = self._taken(worker, batch)
             except WorkerFailed as error:
@@ -226,7 +226,7 @@ class Lab:
             return None
 
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
-        """What is wrong on batches of other sizes that the model takes. A compiler may compile again for each."""
+        """What is wrong on batches of other sizes, the user's first, that the model takes. A compiler may compile again for each."""
         for batch, expected in self.others:
             size = guards.size_of(batch)
             try:

@@ -26,7 +26,8 @@ from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
 _MANIFEST = "source.json"
-_MODEL, _INPUTS, _CALIBRATION, _TRAIN, _FACTS = "model.pt", "inputs.pt", "calibration.pt", "train.pt", "facts.pt"
+_MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _FACTS = (
+    "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "facts.pt")
 
 #: What `torch.nn.parallel` puts around a module, by class name.
 _PARALLEL = ("DataParallel", "DistributedDataParallel")
@@ -65,7 +66,7 @@ class Source:
 
         folder = Path(folder)
         called, notes = _called(torch, model)
-        measured = batches.take(torch, inputs)
+        measured = given = batches.take(torch, inputs)
         if called is not None:
             batches.check_call(called.function(called.module), measured[0])
             device = _device(called.module)
@@ -77,6 +78,7 @@ class Source:
             measured, rest = batches.without_last(torch, measured)
             if rest:
                 notes.append("the last batch of inputs is smaller than the others and is not measured")
+        others = batches.of_other_sizes(torch, batches.without_last(torch, given)[0], measured)
         _check_train(train)
         _make_private(folder)
         for name in (_MANIFEST, _FACTS):        # of an earlier model
@@ -84,6 +86,7 @@ class Source:
         if called is not None:
             pickles.save(torch, called, folder / _MODEL, "the model")
         pickles.save(torch, measured, folder / _INPUTS, "inputs")
+        pickles.save(torch, others, folder / _OTHERS, "inputs")
         pickles.save(torch, calibrate, folder / _CALIBRATION, "calibration")
         pickles.save(torch, train, folder / _TRAIN, "train")
         made = Source(
@@ -138,6 +141,11 @@ class Source:
         """The measured batches, on the source's device."""
         check_private(self.folder)
         return pickles.load(torch, self.folder / _INPUTS, self.device)
+
+    def others(self, torch: Any) -> list[tuple[Any, ...]]:
+        """Batches of the inputs that are not measured and have sizes that no measured one has, on the source's device."""
+        check_private(self.folder)
+        return pickles.load(torch, self.folder / _OTHERS, self.device)
 
     def calibration(self, torch: Any) -> list[tuple[Any, ...]]:
         """The batches for calibration, on the CPU."""

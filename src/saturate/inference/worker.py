@@ -170,9 +170,10 @@ class Server:
             able, problem = observing.try_export(torch, model, on_cpu[0], min(EXPORT_S, order.limit_s / 2))
         self._take_device(source, order.memory_bytes)
         model.to(self.device)
+        others = source.others(torch)
         if facts is None:
             facts = observing.observe(
-                torch, model, self.inputs, self.device, kind=source.kind, exportable=able, export_problem=problem,
+                torch, model, self.inputs, self.device, others=others, kind=source.kind, exportable=able, export_problem=problem,
                 threads=source.threads, calibration_samples=source.calibration_samples,
                 training_mode=source.training, trainable=source.trainable, student=source.student,
                 generates=source.generates)
@@ -180,7 +181,7 @@ class Server:
         self.facts = facts
         self.context = Context(
             torch=torch, model=model, device=self.device, inputs=[self._own(batch) for batch in self.inputs],
-            calibration=source.calibration(torch),
+            calibration=source.calibration(torch), others=others,
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if source.trainable else None, keep=order.keep,
             deadline_s=began + _TRAINING_SHARE * order.limit_s)

@@ -58,7 +58,7 @@ def capture(context: Context, model: Any = None) -> Program:
     """
     torch, model = context.torch, context.model if model is None else model
     try:
-        described = [structure.flatten(torch, batch, distinct=True) for batch in context.inputs]
+        described = [structure.flatten(torch, batch, distinct=True) for batch in (*context.inputs, *context.others)]
     except structure.NotDescribable as error:
         raise NotApplied(f"the inputs cannot be stored: {error}") from error
     description = described[0][0]
@@ -181,7 +181,7 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
         alike = len(got) == len(expected) and all(_alike(torch, *pair, values) for pair in zip(expected, got))
         return "" if alike else "what was captured answers otherwise than the model"
 
-    cases = batches[:3]
+    cases = [*batches[:2], *batches[2:][-2:]]       # inputs of other sizes come last
     if any(open_sizes.get(0) == "batch" for open_sizes in sizes):
         cases.append(_with_rows(torch, batches[0], sizes, 3))
     found = next(filter(None, map(problem, cases)), "")

@@ -96,6 +96,7 @@ class Context:
     deadline_s: float | None = None         # time.monotonic() by which a training stage must stop
     call: Callable[..., Any] | None = None  # set by stage runtime: same signature and output structure as the model
     save: Callable[[Path], Entry] | None = None     # set with `call`: stores the program in a folder; None: by torch.export
+    others: list[tuple[Any, ...]] = field(default_factory=list)     # inputs of other sizes than all of `inputs`, on `device`
     notes: dict[str, str] = field(default_factory=dict)     # facts for `active`, by technique id or a key of its own
 
 

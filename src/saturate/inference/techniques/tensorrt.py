@@ -90,7 +90,7 @@ def apply(context: Context, options: Options) -> str:
 
 def _shapes(torch: Any, context: Context) -> list[list[tuple[int, ...]]]:
     """Of each input tensor, its shape in every batch."""
-    batches = [structure.flatten(torch, batch)[1] for batch in context.inputs]
+    batches = [structure.flatten(torch, batch)[1] for batch in (*context.inputs, *context.others)]
     return [[tuple(tensor.shape) for tensor in same] for same in zip(*batches)]
 
 
