@@ -232,6 +232,20 @@ def test_varying_lengths_stay_open_together(tmp_path: Path) -> None:
         call(torch.randint(16, (1, 5)), torch.ones(1, 6, dtype=torch.bool))
 
 
+class CalledOtherwise(torch.nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return super().__call__(x, (x > 0).float())
+
+
+def test_a_program_takes_the_names_that_the_call_takes(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    call = exported.load(torch, tmp_path, exported.save(context_of(CalledOtherwise(), [(x,)], tmp_path), tmp_path))
+    assert torch.equal(call(x=x), x.relu())
+
+
 def test_sizes_of_inputs_that_are_not_measured_stay_open(tmp_path: Path) -> None:
     context = context_of(torch.nn.Linear(4, 4), [(torch.randn(2, 5, 4),)], tmp_path, varying_shapes=True)
     context.others = [(torch.randn(2, 9, 4),)]

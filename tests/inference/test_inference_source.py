@@ -28,7 +28,7 @@ from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # no
 from saturate.inference import batches, guards, identity, pickles  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
-from saturate.inference.source import Source  # noqa: E402
+from saturate.inference.source import Source, signature_of  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
 
 
@@ -196,6 +196,28 @@ def test_batches_alternate_and_the_smaller_rest_is_not_measured() -> None:
     measured, calibration, notes = batches.split(torch, given)
     assert [float(x[0, 0]) for x, in measured] == [0.0, 2.0]
     assert [len(x) for x, in calibration] == [4, 4, 1] and not notes
+
+
+class CalledOtherwise(torch.nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return super().__call__(x, (x > 0).float())
+
+
+class HandedOn(Pair):
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return super().__call__(*inputs, **named)
+
+
+def test_a_call_with_parameters_of_its_own_says_what_a_batch_is(tmp_path: Path) -> None:
+    x = torch.randn(2, 3)
+    source = Source.write(tmp_path / "source", CalledOtherwise(), [(x,), (x,)])
+    assert torch.equal(source.model(torch)(x), x.relu()) and list(signature_of(CalledOtherwise()).parameters) == ["x"]
+    with pytest.raises(UsageError, match="2 positional inputs"):
+        Source.write(tmp_path / "other", CalledOtherwise(), [(x, x)])
+    assert signature_of(HandedOn()) == signature_of(Pair()) is not None
 
 
 def shapes_of(given: list[tuple[Any, ...]]) -> list[int]:

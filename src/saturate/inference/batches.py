@@ -95,6 +95,14 @@ def signature_of(call: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def call_of(module: Any) -> Callable[..., Any]:
+    """What takes the inputs where the module is called: its forward, or a `__call__` of its class with parameters of its own.
+    One that takes anything (*inputs, **named) hands it on to the forward."""
+    signature = signature_of(module.__call__)
+    kinds = {one.kind for one in signature.parameters.values()} if signature is not None else set()
+    return module.__call__ if kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} else module.forward
+
+
 def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """A call with keywords as positional inputs, up to the last one that is given; defaults fill what lies between.
 

@@ -175,7 +175,7 @@ class _Called:
     named: dict[str, Any]
 
     def function(self, module: Any) -> Callable[..., Any]:
-        found = getattr(module, self.method)
+        found = batches.call_of(module) if self.method == "forward" else getattr(module, self.method)
         return functools.partial(found, *self.arguments, **self.named) if self.arguments or self.named else found
 
     def call(self, module: Any, *inputs: Any) -> Any:

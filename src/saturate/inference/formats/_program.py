@@ -4,7 +4,7 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
 *signature*: plain data that goes into `Entry.settings`.
 
     inputs, outputs     what `saturate.inference.structure` says of both
-    parameters          names of the forward's parameters, for calls with keyword arguments
+    parameters          names of the model's parameters, for calls with keyword arguments
     tensors             of each input tensor {"dtype": "float32", "shape": [batch, 3, 224, 224]}; a size that may vary is
                         a name, and equal names mean equal sizes
     ranges              {name: [least, most]}; most is None without a limit
@@ -14,7 +14,6 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
 from __future__ import annotations
 
 import bisect
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
+from saturate.inference import batches as trees
 from saturate.inference import structure
 from saturate.inference.techniques._api import Context, NotApplied
 
@@ -329,12 +329,9 @@ def _flat_module(torch: Any, model: Any, description: Any) -> Any:
 
 
 def _parameters(model: Any) -> list[str]:
-    """Names of the forward's parameters that can be given by place."""
-    try:
-        found = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):     # not a Python function
-        return []
-    return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+    """Names of the model's parameters that can be given by place."""
+    found = trees.signature_of(trees.call_of(model))
+    return [one.name for one in found.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD] if found else []
 
 
 def short(error: BaseException | None) -> str:
