@@ -603,3 +603,59 @@ def test_a_method_as_a_module_has_the_parameters_of_the_method() -> None:
     called, _ = source._called(torch, model.score)
     module = called.as_module(torch)
     assert _program._parameters(module) == ["first", "scale", "second"] and module(1, 2, 3) == -1
+
+
+OPERATORS = '''
+import sys
+from pathlib import Path
+import torch
+from saturate.inference.source import Source
+from operators_of_a_module import twice
+
+aten, relu, exactly = torch.ops.aten, torch.ops.aten.relu, torch.ops.aten.add.Tensor
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return exactly(torch.ops.aten.relu(x) + relu(x), aten.neg(twice(x)))
+
+if __name__ == "__main__":
+    Source.write(Path(sys.argv[1]), Net(), [(torch.ones(2, 3),)] * 4)
+'''
+
+REGISTERS = '''
+import torch
+
+@torch.library.custom_op("saturate_test::{name}", mutates_args=())
+def {name}(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+'''
+
+
+def test_a_model_of_a_script_can_call_operators_of_torch_and_of_modules(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OPERATORS, encoding="utf-8")
+    (tmp_path / "operators_of_a_module.py").write_text(REGISTERS.format(name="twice"), encoding="utf-8")
+    reader = ("import sys, torch; from pathlib import Path; from saturate.inference.source import Source;"
+              "print(Source.open(Path(sys.argv[1])).model(torch)(torch.ones(2)).tolist())")
+    for call in (["script.py"], ["-c", reader]):
+        done = subprocess.run([sys.executable, *call, tmp_path / "source"], capture_output=True, text=True, cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0.0, 0.0]\n"
+
+
+@pytest.mark.parametrize("call", ["torch.ops.saturate_test.{name}(x)", "{name}(x)"])
+def test_an_operator_that_no_other_process_would_know_is_named(call: str, tmp_path: Path) -> None:
+    name = "of_ops" if "ops" in call else "of_script"
+    path = tmp_path / f"registers_{name}.py"
+    path.write_text(REGISTERS.format(name=name) + "class Net(torch.nn.Module):\n    def forward(self, x):\n"
+                    f"        return {call.format(name=name)}\n", encoding="utf-8")
+    import importlib.util
+
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module
+    specification.loader.exec_module(module)
+    with pytest.raises(UsageError, match="cannot be sent") as caught:
+        Source.write(tmp_path / "source", module.Net(), [torch.zeros(2, 1)])
+    assert f"the operator saturate_test::{name}" in caught.value.cause and "a module of their own" in caught.value.remedy
+    del sys.modules[path.stem]

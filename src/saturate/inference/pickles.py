@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import itertools
 import os
 import pickle
@@ -36,6 +37,10 @@ _NUMBERS = itertools.count(1)
 
 class NotImportable(pickle.PicklingError):
     """A class or function that another process could only get by value, which takes cloudpickle."""
+
+
+class NotRegistered(pickle.PicklingError):
+    """An operator that another process would not know: what registers it is never run there."""
 
 
 @functools.cache
@@ -66,8 +71,10 @@ def pickler() -> type[pickle.Pickler]:
                     _SENT.pop(name, None)
 
         def reducer_override(self, thing: Any) -> Any:
-            if (parts := _parametrized(thing)) is not None:
-                return parts
+            _check_operators(thing, self._known)
+            for reduced in (_parametrized(thing), _imported(thing), _operator(thing)):
+                if reduced is not None:
+                    return reduced
             module = _foreign_module(thing, self._known)
             if module is not None and module.__name__ not in ("__main__",
                                                               *cloudpickle.list_registry_pickle_by_value()):
@@ -153,6 +160,65 @@ def _parametrize(cls: type, names: list[str]) -> Any:
     return module
 
 
+def _imported(thing: Any) -> Any:
+    """How a module of a class of its own (torch.ops, one that imports its parts late) is found in another process; None for
+    anything else. Plain ones cloudpickle takes by itself."""
+    if not isinstance(thing, ModuleType) or type(thing) is ModuleType:
+        return None
+    name = thing.__name__
+    found = sys.modules.get(name) is thing and importable(name.partition(".")[0])
+    return (importlib.import_module, (name,)) if found else None
+
+
+def _operator(thing: Any) -> Any:
+    """How an operator of torch, or a namespace of them, is found in another process; None for anything else."""
+    ops = sys.modules.get("torch._ops")
+    if ops is None:
+        return None
+    if isinstance(thing, ops._OpNamespace):
+        return _find_operator, (thing.__name__.removeprefix("torch.ops."),)
+    if isinstance(thing, ops.OpOverloadPacket):
+        return _find_operator, tuple(thing._qualified_op_name.split("::"))
+    if isinstance(thing, ops.OpOverload):
+        return _find_operator, (*thing._schema.name.split("::"), thing._overloadname)
+    if isinstance(thing, _defined().get("", type(None))):
+        return _find_definition, (thing._init_fn.__module__, thing._qualname)
+    return None
+
+
+def _find_operator(*names: str) -> Any:
+    return functools.reduce(getattr, names, importlib.import_module("torch").ops)
+
+
+def _find_definition(module: str, name: str) -> Any:
+    importlib.import_module(module)         # which registers it
+    return _defined()[name]
+
+
+def _defined() -> dict[str, Any]:
+    """What torch.library.custom_op has defined, by "namespace::name", and its class as ""."""
+    library = sys.modules.get("torch._library.custom_ops")
+    return {**library.OPDEFS, "": library.CustomOpDef} if library is not None else {}
+
+
+def _check_operators(thing: Any, known: dict[str, bool]) -> None:
+    """Raises NotRegistered for an operator that a module registers which no other process imports (a script, mostly), and for
+    a function that would go by value and names one."""
+    defined = _defined()
+    kind = defined.pop("", type(None))
+    if isinstance(thing, kind):
+        defined = {thing._qualname: thing}
+    elif isinstance(thing, FunctionType) and defined and _foreign_module(thing, known) is not None:
+        words = set(thing.__code__.co_names)
+        defined = {name: one for name, one in defined.items() if {"ops", *name.split("::")} <= words}
+    else:
+        return
+    for name, one in defined.items():
+        module = _foreign_module(one._init_fn, known)
+        if module is not None:
+            raise NotRegistered(f"{module.__name__} registers the operator {name}, and is not imported in another process")
+
+
 def _foreign_module(thing: Any, known: dict[str, bool]) -> Any:
     """The module of a class or function, where a fresh process would not find it; else None."""
     name = getattr(thing, "__module__", None) if isinstance(thing, (type, FunctionType)) else None
@@ -195,6 +261,9 @@ def save(torch: Any, value: Any, path: Path, what: str) -> None:
     except NotImportable as error:
         raise UsageError(f"{what} cannot be sent to another process", cause=str(error),
                          remedy=f"{EXTRA}, or move the definition into a module of its own") from error
+    except NotRegistered as error:
+        raise UsageError(f"{what} cannot be sent to another process", cause=str(error),
+                         remedy="put the operator, and the model that uses it, into a module of their own, and import that") from error
     except Exception as error:  # a model's own __reduce__ may raise anything; it is named and raised again
         if _of_the_file_system(error):
             raise EnvironmentProblem(f"{what} cannot be written to {path.parent}", cause=_line(error),
