@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.errors import ArtifactDamaged  # noqa: E402 - after the check for torch
-from saturate.inference.formats import NotDeployable, _program, _vetting, aoti, exported  # noqa: E402
+from saturate.inference.formats import NotDeployable, _program, _sizes, _vetting, aoti, exported  # noqa: E402
 from saturate.inference.techniques._api import Context, Entry  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
@@ -328,6 +328,62 @@ def test_a_branch_on_a_size_that_varies_leaves_the_sizes_on_its_side(tmp_path: P
     batches = [(torch.randn(4, length),) for length in (5, 16, 20)]     # on both sides of it
     with pytest.raises(NotDeployable, match="branches on sizes"):
         exported.save(context_of(model, batches, tmp_path, varying_shapes=True), tmp_path)
+
+
+def window(size: Any) -> Any:
+    return (size + 1) // 2
+
+
+@pytest.mark.parametrize("guard, least, holds", [
+    (lambda a, b: 2 * (a // 2) < a + 1, 1, True), (lambda a, b: a // 2 <= a, 1, True), (lambda a, b: a // 2 < a, 1, True),
+    (lambda a, b: a // 2 < a // 3 + 1, 1, False), (lambda a, b: a // 2 >= 1, 1, False), (lambda a, b: a // 2 >= 1, 2, True),
+    (lambda a, b: window(a) * window(b) >= window(b), 1, True), (lambda a, b: a % 4 < 4, 1, True), (lambda a, b: a % 4 < 3, 1, False),
+    (lambda a, b: window(window(a)) * 4 >= a, 1, True), (lambda a, b: window(window(a)) * 4 >= a + 1, 1, False),
+    (lambda a, b: (a + a // 3) // a > 1, 9, False), (lambda a, b: (a + b) // (a + b + 1) < 1, 1, True),
+    (lambda a, b: a * b >= a + b, 2, True), (lambda a, b: a * b >= a + b, 1, False)])
+def test_what_is_known_of_sizes_is_true_of_them(guard: Any, least: int, holds: bool) -> None:
+    """Each is compared with the numbers themselves, too."""
+    from torch.utils._sympy.functions import FloorDiv, Mod
+
+    sympy = pytest.importorskip("sympy")
+
+    class Size:
+        """A size as torch writes it."""
+
+        def __init__(self, of: Any) -> None:
+            self.of = of
+
+    def operation(make: Any) -> Any:
+        return lambda one, other: (lambda found: Size(found) if not found.is_Boolean and not found.is_Relational else found)(
+            make(one.of, sympy.sympify(getattr(other, "of", other))))
+
+    for name, make in {"floordiv": FloorDiv, "mod": Mod, "add": sympy.Add, "mul": sympy.Mul, "rmul": sympy.Mul, "lt": sympy.Lt,
+                       "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge}.items():
+        setattr(Size, f"__{name}__", operation(make))
+    one, other = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+    assert _sizes.always(guard(Size(one), Size(other)), {one: least, other: least}) is holds
+    assert all(guard(a, b) for a in range(least, 60) for b in range(least, 60)) is holds
+
+
+def pooled_up(layer: Any) -> Any:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), layer)
+
+
+class SecondHalf(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, x.shape[1] // 2:]
+
+
+@pytest.mark.parametrize("model, shapes, others", [
+    (pooled_up(torch.nn.MaxPool2d(3, 2, 1, ceil_mode=True)), [(2, 3, 16, 20), (2, 3, 24, 16)], [(1, 3, 3, 4), (5, 3, 17, 19)]),
+    (pooled_up(torch.nn.Unfold(3, stride=2, padding=1)), [(2, 3, 16, 20), (2, 3, 24, 16)], [(1, 3, 5, 6), (5, 3, 17, 19)]),
+    (SecondHalf(), [(3, 12, 8), (3, 20, 8)], [(1, 4, 8), (4, 13, 8)])], ids=["ceil_mode", "unfold", "half"])
+def test_guards_that_are_always_true_leave_sizes_open(model: Any, shapes: Any, others: Any, tmp_path: Path) -> None:
+    context = context_of(model, [(torch.randn(*shape),) for shape in shapes], tmp_path, varying_shapes=True)
+    call = exported.load(torch, tmp_path, exported.save(context, tmp_path))
+    for shape in (*shapes, *others):
+        x = torch.randn(*shape)
+        assert torch.allclose(call(x), model(x), atol=1e-6)
 
 
 def test_what_belongs_to_one_batch_is_one_size(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from saturate.errors import ArtifactDamaged
 from saturate.inference import batches as trees
 from saturate.inference import structure
+from saturate.inference.formats import _sizes
 from saturate.inference.techniques._api import Context, NotApplied
 
 #: A program remembers so many kinds of inputs that it takes.
@@ -31,12 +32,15 @@ MOST_FITTED = 256
 #: What torch.export says of a size that was to stay open, and that it fixed.
 _GUARD = re.compile(r"Guard failed: tensors_(\d+)\.size\(\)\[(\d+)\] (\S+) (\d+)")
 
+#: So many sizes are looked at for one that goes another way.
+_NEXT = 256
+
 #: {dimension: name of its size} of every input tensor.
 Sizes = list[dict[int, str]]
 
 
 class Decided(ValueError):
-    """The model branches on a size that was left open: what is captured holds for some of the sizes only."""
+    """The model branches on a size that was left open, or may do so: what is captured is known to hold for some of the sizes only."""
 
 
 @dataclass
@@ -271,15 +275,25 @@ def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int]) -> dict[
         return {symbol: ValueRanges(size, limits[symbol].upper) for symbol, size in least.items()}
 
     def holds(least: dict[Any, int]) -> bool:
-        return bool(bound_sympy(guard, limits | from_(least)).lower)
+        return bool(bound_sympy(guard, limits | from_(least)).lower) or _sizes.always(guard, least)
 
-    least = {symbol: max(size, int(limits[symbol].lower)) for symbol, size in seen.items() if symbol in limits and symbol in guard.free_symbols}
+    lowest = {symbol: int(limits[symbol].lower) for symbol in seen if symbol in limits and symbol in guard.free_symbols}
+    if holds(lowest):
+        return from_(lowest)
+    least = {symbol: max(seen[symbol], size) for symbol, size in lowest.items()}
     if not holds(least):
-        raise Decided(f"the model branches on sizes, and what is captured holds where {guard} only")
+        why = "the model branches on sizes" if _fails_somewhere(guard, least) else "the model computes with sizes"
+        raise Decided(f"{why}, and what is captured is known to hold where {guard} only")
     for symbol in least:                # what is known of a range is known of each part of it
         first = int(limits[symbol].lower)
         least[symbol] = first + bisect.bisect_left(range(first, least[symbol]), True, key=lambda size: holds({**least, symbol: size}))
     return from_(least)
+
+
+def _fails_somewhere(guard: Any, least: dict[Any, int]) -> bool:
+    """Whether a guard is false for one of the next sizes above `least`."""
+    false = "BooleanFalse"
+    return any(type(guard.subs({**least, symbol: size + more})).__name__ == false for symbol, size in least.items() for more in range(_NEXT))
 
 
 def _shapes(exported: Any, within: dict[Any, Any]) -> dict[str, Any]:
