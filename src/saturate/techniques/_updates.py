@@ -301,6 +301,8 @@ class Updates:
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Before the script's own step. What its closure does comes between backward and step as well."""
+        if self.phase != "off" and _closures.surprising(args, kwargs):
+            self._object("step() is given something to call that is no closure")
         with_closure = _closures.around(args, kwargs, before=lambda: self.in_step.discard(id(optimizer)),
                                         after=lambda: self._updates(optimizer))
         if with_closure is None:

@@ -275,6 +275,8 @@ class _Scaler:
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self.passes and self._nested():
             raise RuntimeError("fp16-autocast cannot serve an optimizer that steps inside of backward")
+        if _closures.surprising(args, kwargs):
+            self._stop("step() is given something to call that is no closure, and gradients may arrive in it")
         with_closure = _closures.around(args, kwargs, lambda: self._decide(optimizer))
         if with_closure is None:
             self._decide(optimizer)

@@ -159,6 +159,8 @@ class _Switch:
         """Look when the gradients of this step are there: now, or after the closure that makes them."""
         if self.torch.compiler.is_compiling():
             return None
+        if _closures.surprising(args, kwargs) and not self.stopped:
+            self._stop("step() is given something to call that is no closure, and gradients may change in it")
         with_closure = _closures.around(args, kwargs, self.look)
         if with_closure is None:
             self.look()
