@@ -217,6 +217,91 @@ def test_step_with_a_closure():
     assert alike(ours, plain) and ours.proof().active
 
 
+def test_an_optimizer_built_with_the_same_parameters_is_refused():
+    training = Training(on=False)
+    others = [torch.optim.LBFGS(training.model.parameters()), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
+    training.context.built_optimizers = lambda: [training.optimizer, *others]
+    with pytest.raises(NotApplied, match="LBFGS, another optimizer of the script, holds the same parameters"):
+        technique.apply(training.context, OPTIONS)
+    training.context.built_optimizers = lambda: [training.optimizer, others[1]]
+    technique.apply(training.context, OPTIONS)
+
+
+def closure_of(training, optimizer, zeroes, rare=False):
+    def closure():
+        zeroes(optimizer)
+        loss = training.loss(rare)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("zeroes", [
+    lambda optimizer: optimizer.zero_grad(), lambda optimizer: optimizer.zero_grad(set_to_none=False),
+], ids=["dropped", "zeroed"])
+@pytest.mark.parametrize("before", [2, 4])
+@pytest.mark.parametrize("kind", ["LBFGS", "SGD"])
+def test_another_optimizer_goes_on_with_a_closure(kind, before, zeroes):
+    """As where Adam is followed by LBFGS, and comes back later."""
+    def run(on):
+        training = Training(on=on).steps(before, to_none=before == 2, rare=lambda number: number % 2)
+        more = {"max_iter": 3, "line_search_fn": "strong_wolfe"} if kind == "LBFGS" else {"lr": 0.1, "momentum": 0.9}
+        other = getattr(torch.optim, kind)(training.model.parameters(), **more)
+        for number in range(3):
+            other.step(closure_of(training, other, zeroes, number == 1))
+        training.steps(2)
+        return training
+
+    assert alike(run(True), run(False))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_another_optimizer_goes_on_without_a_closure(to_none):
+    def run(on):
+        training = Training(on=on).steps(4)
+        assert not on or training.proof().active
+        first, training.optimizer = training.optimizer, torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+        training.steps(4, to_none, lambda number: number == 1)
+        training.optimizer = first
+        return training.steps(2)
+
+    assert alike(run(True), run(False))
+
+
+def test_gradients_that_another_optimizer_misses_are_an_error():
+    """It steps after the first one, or in its place, with gradients that are gone."""
+    training = Training().steps(4)
+    other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="SGD is to use gradients that AdamW has used already"):
+        other.step()
+    training = Training().steps(4)
+    other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    training.model.zero_grad()
+    training.loss().backward()
+    for arguments in ((), (lambda: None,)):
+        with pytest.raises(RuntimeError, match="SGD is to use gradients that AdamW has used already"):
+            other.step(*arguments)
+
+
+def test_a_gradient_that_another_optimizer_s_closure_adds_to_one_that_is_gone_is_an_error():
+    training = Training().steps(4)
+    other = torch.optim.LBFGS(training.model.parameters())
+    with pytest.raises(RuntimeError, match="would be added to the one of the last step"):
+        other.step(closure_of(training, other, lambda _: None))
+
+
+def test_another_optimizer_in_the_steps_that_are_watched():
+    def run(on):
+        training = Training(on=on).steps(1)
+        other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        other.step()
+        return training.steps(4)
+
+    ours = run(True)
+    assert alike(ours, run(False)) and "SGD, another optimizer of the script" in ours.proof().evidence
+
+
 def test_two_optimizers_with_losses_of_their_own():
     def run(on):
         torch.manual_seed(0)

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from saturate.techniques._api import NotApplied
@@ -33,6 +33,7 @@ class Context:
         self.early = False
         self.differentiates_gradients = False
         self.gradient_norms: dict[int, Any] | None = None
+        self.built_optimizers: Callable[[], list[Any]] = list      # a function: to keep them would keep what a training has left behind
         self.owner = ""
         self.notes: dict[str, str] = {}
         self.changes: list[str] = []            # the patch manifest: one line per change

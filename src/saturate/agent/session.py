@@ -65,6 +65,7 @@ class Session:
         self.boundaries = 0
         self.backwards = 0
         self.optimizers = Optimizers()
+        self.context.built_optimizers = self.optimizers.constructed
         self.succeeded = 0                      # how often roles were given
         self.succession: succession.Succession | None = None
         self.lagging = 0                        # steps of optimizers that techniques do not act on

@@ -10,6 +10,7 @@ A technique module holds, in this order: a docstring with the headings of `HEADI
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +99,7 @@ class Context(Protocol):
     device: str                         # "cpu", "cuda": where the trained parameters live ("" before stage "model")
     early: bool                         # stage "model": applied before the first training forward (`EARLY`)
     differentiates_gradients: bool      # stage "model": a backward pass of the step that was watched had `create_graph=True`
+    built_optimizers: Callable[[], list[Any]]   # all that the script has built and holds, whether they step or not
     gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
     def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:

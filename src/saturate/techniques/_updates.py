@@ -28,6 +28,8 @@ MOST_STEPS = 8
 _HARMLESS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
 
 _FREED, _ZEROED = "freed", "zeroed"
+_ADDED = ("a gradient arrived that would be added to the one of the last step, which was used and freed (zero_grad() was not called "
+          "between them)")
 
 
 def why_not(optimizer: Any, torch: Any) -> str:
@@ -52,6 +54,18 @@ def why_not(optimizer: Any, torch: Any) -> str:
 def _parameters(optimizer: Any) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def shared(optimizers: Iterable[Any], built: Iterable[Any]) -> str:
+    """Why these optimizers are not alone with their parameters, of all that were built; "" when they are."""
+    mine = {id(optimizer) for optimizer in optimizers}
+    owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+    others = (o for o in built if id(o) not in mine and "param_groups" in vars(o) and any(id(p) in owned for p in _parameters(o)))
+    return next(map(_another, others), "")
+
+
+def _another(optimizer: Any) -> str:
+    return f"{type(optimizer).__name__}, another optimizer of the script, holds the same parameters"
 
 
 def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
@@ -115,6 +129,8 @@ class Updates:
     def install(self) -> int:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
         step's whatever becomes of them: nobody has watched what the script does with their gradients."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         for optimizer in self.context.optimizers:
             for parameter in _parameters(optimizer):
                 if not parameter.requires_grad:
@@ -128,6 +144,7 @@ class Updates:
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
             self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
+        self._handles.append(register_optimizer_step_pre_hook(self._another_steps))
         guard = property(self._read, self._write, lambda parameter: self._write(parameter, None))
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
         self._look_at_uses()
@@ -212,12 +229,15 @@ class Updates:
 
     def _arrived(self, parameter: Any) -> None:
         owned = self.owned[id(parameter)]
-        if self._forwards is None and self.phase != "off":
+        mine = id(owned.optimizer) in self.stepping
+        if self._forwards is None and (self.phase == "watching" or self.phase == "updating" and mine):
             self._look_at_forwards()
         if self.phase == "watching":
             self._watch(owned)
-        elif self.phase == "updating" and id(owned.optimizer) in self.stepping:
+        elif self.phase == "updating" and mine:
             self._update(owned)
+        elif owned.status == _FREED:
+            self._object(_ADDED)
 
     def _watch(self, owned: _Owned) -> None:
         gradient, arriving, owned.arriving = self._grad.__get__(owned.parameter), owned.arriving, None
@@ -241,8 +261,7 @@ class Updates:
         if group is None:
             return      # it has left the optimizer, whose step would not look at this gradient
         if owned.status == _FREED:
-            self._object("a gradient arrived that would be added to the one of the last step, which was used and freed (zero_grad() "
-                         "was not called between them)")
+            self._object(_ADDED)
         first, owned.fired = not owned.fired, True
         self._note_settings(owned, group)
         # What autograd saved to get this gradient is released by now. If anything still holds the weight or its memory, the rest of
@@ -319,9 +338,7 @@ class Updates:
         if self.phase == "updating":
             for owned in self.owned.values():
                 if owned.optimizer is optimizer and owned.status == _ZEROED:
-                    owned.status = ""
-                    if self._grad.__get__(owned.parameter) is None:
-                        self._grad.__set__(owned.parameter, self.torch.zeros_like(owned.parameter))
+                    self._fill(owned)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.in_step.discard(id(optimizer))
@@ -381,6 +398,40 @@ class Updates:
             raise RuntimeError(_message(reason))
         self.problem = self.problem or reason
 
+    # -- another optimizer has the same parameters -------------------------------------------------------------------
+
+    def _another_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before the step of any optimizer: a script may go on with another one (Adam, then LBFGS), which makes gradients of its
+        own in a closure. Those that are there already must be there for it."""
+        if id(optimizer) in self.steps or self.phase == "off":
+            return
+        shared = self._shared(optimizer)
+        if not shared:
+            return
+        if self.phase == "watching":
+            return self._object(_another(optimizer))
+        in_closure = _closures.passed(args, kwargs) is not None
+        if any(owned.updated or owned.status == _FREED and not in_closure for owned in shared):
+            self._object(f"{type(optimizer).__name__} is to use gradients that {type(shared[0].optimizer).__name__} has used already, "
+                         "while the backward pass ran")
+        self._leave(shared)
+
+    def _shared(self, optimizer: Any) -> list[_Owned]:
+        return [self.owned[id(p)] for p in _parameters(optimizer) if id(p) in self.owned]
+
+    def _leave(self, shared: list[_Owned]) -> None:
+        """From now on, gradients of whoever owns these parameters stay for the script's own steps."""
+        self.stepping -= {id(owned.optimizer) for owned in shared}
+        for owned in self.owned.values():
+            if owned.status == _ZEROED and id(owned.optimizer) not in self.stepping:
+                self._fill(owned)
+
+    def _fill(self, owned: _Owned) -> None:
+        """The zeros that the script has asked for in place of a gradient, where none has arrived."""
+        owned.status = ""
+        if self._grad.__get__(owned.parameter) is None:
+            self._grad.__set__(owned.parameter, self.torch.zeros_like(owned.parameter, memory_format=self.torch.preserve_format))
+
     # -- somebody looks at a gradient --------------------------------------------------------------------------------
 
     def _read(self, parameter: Any) -> Any:
@@ -399,15 +450,25 @@ class Updates:
                 self._keeps_zeros = True
             return gradient
         if harmless:
-            if owned.status and frame.f_code.co_name == "zero_grad":
-                owned.status = "" if frame.f_locals.get("set_to_none", True) else _ZEROED
-            return None
+            if frame.f_code.co_name == "zero_grad":
+                self._zeroed(owned, frame.f_locals.get("self"), frame.f_locals.get("set_to_none", True))
+            return self._grad.__get__(parameter)
         if owned.status == _FREED:
             raise RuntimeError(_message("the script reads a gradient that was used and freed"))
         if owned.status == _ZEROED:
             gradient = self.torch.zeros_like(parameter, memory_format=self.torch.preserve_format)
             self._grad.__set__(parameter, gradient)
         return gradient
+
+    def _zeroed(self, owned: _Owned, caller: Any, to_none: bool) -> None:
+        """Somebody zeroes a gradient that is not there. Another optimizer that does so is about to step."""
+        foreign = isinstance(caller, self.torch.optim.Optimizer) and id(caller) not in self.steps
+        if foreign and not owned.updated and id(owned.optimizer) in self.stepping:
+            self._leave([owned])
+        if owned.status:
+            owned.status = "" if to_none else _ZEROED
+        if owned.status == _ZEROED and id(owned.optimizer) not in self.stepping:
+            self._fill(owned)
 
     def _write(self, parameter: Any, gradient: Any) -> None:
         owned = self.owned.get(id(parameter))

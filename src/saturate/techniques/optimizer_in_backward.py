@@ -123,6 +123,9 @@ def apply(context: Any, options: Options) -> str:
         reason = _updates.why_not(optimizer, torch)
         if reason:
             raise NotApplied(reason)
+    reason = _updates.shared(context.optimizers, context.built_optimizers())
+    if reason:
+        raise NotApplied(reason)
 
     def refuse(reason: str) -> None:
         _shortage.refuse(context, TECHNIQUE.id, reason)
