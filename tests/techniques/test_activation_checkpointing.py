@@ -229,6 +229,30 @@ def test_forwards_that_torch_func_differentiates_run_plainly():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
 
 
+def test_forwards_with_tangents_run_plainly():
+    """Computed again in the backward pass, when the level is closed, tensors would have no tangents any more."""
+    from torch.autograd import forward_ad
+
+    def gradients(options):
+        torch.manual_seed(0)
+        model = Stack(Inner).train()
+        engine = engine_of(Context(torch), model, options) if options else None
+        found = []
+        for step in range(4):
+            x = torch.randn(3, 7, 4)
+            model.zero_grad()
+            with forward_ad.dual_level():
+                value, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+            loss = value.square().mean() + slope.square().mean()
+            (loss + model(x).mean() if step else loss).backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found, engine
+
+    plain, _ = gradients(None)
+    ours, engine = gradients(Options(mode="blocks"))
+    assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
+
+
 def test_evaluation_before_the_backward_pass():
     """A script may switch the model's mode while a graph is waiting."""
     def gradients(options):

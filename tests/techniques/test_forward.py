@@ -846,6 +846,29 @@ def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):
     assert frames(fresh_dynamo) == len(models)
 
 
+def test_forwards_with_tangents_are_not_compiled(fresh_dynamo):
+    from torch.autograd import forward_ad
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).train()
+    x = torch.randn(2, 4)
+
+    def slopes():
+        model.zero_grad()
+        with forward_ad.dual_level():
+            value, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        (value.sum() + slope.square().sum()).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = slopes()
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    assert all(map(torch.equal, plain, slopes())) and not context.notes
+    model(x).sum().backward()
+    assert context.notes["compile"] == "1 graph(s) captured"
+    assert all(map(torch.equal, plain, slopes()))
+    context.undo()
+
+
 def test_a_script_that_differentiates_gradients_is_not_compiled():
     context = context_of(torch.nn.Linear(2, 2).train())
     context.differentiates_gradients = True

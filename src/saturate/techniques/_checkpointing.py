@@ -387,9 +387,10 @@ class Checkpointing:
 
 
 def _must_run_plainly(torch: Any) -> bool:
-    """Whether a forward is of no backward, or nothing can be kept back for it: a compiler traces, or `torch.func` differentiates
-    (its transforms allow no hooks on what is saved)."""
+    """Whether a forward is of no backward, or nothing can be kept back for it: a compiler traces, `torch.func` differentiates (its
+    transforms allow no hooks on what is saved), or tangents go forward with the values: computed again they would be missing."""
     return (not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+            or _common.in_forward_mode(torch)
             or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None)
 
 

@@ -50,6 +50,12 @@ def per_rank(amount: float, facts: Facts) -> int:
     return max(1, int(amount / max(1, facts.world_size)))
 
 
+def in_forward_mode(torch: Any) -> bool:
+    """Whether a level of forward-mode differentiation is open: tensors may have tangents, which hooks on what is saved and compiled
+    code do not know."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
     """Apply `change` to each tensor in nested tuples, lists, mappings and dataclasses, keeping every container's type.
 

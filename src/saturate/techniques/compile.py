@@ -15,7 +15,8 @@ When it hurts
 The first steps take from seconds to minutes. Shapes that keep changing recompile, up to a limit after which the code
 runs eagerly again. Short trainings never earn the compile time back; the break-even line says when this one does. Gradients of
 compiled code cannot be differentiated: a script that does so (`create_graph=True`, as for a gradient penalty) in the step that is
-watched is left alone; one that does so only later fails with torch's error about "double backward".
+watched is left alone; one that does so only later fails with torch's error about "double backward". Nor can they be differentiated in
+forward mode: what runs while a level of `torch.autograd.forward_ad` is open runs eagerly, as it was.
 
 Numerics
 --------
@@ -156,7 +157,8 @@ class _Compiler:
         pending = [True]
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():       # the user compiles a function around the model
+            # The user compiles a function around the model, or differentiates in forward mode, which compiled code cannot.
+            if torch.compiler.is_compiling() or _common.in_forward_mode(torch):
                 return inner(module, *args, **kwargs)
             if not pending:
                 return compiled(module, *args, **kwargs)

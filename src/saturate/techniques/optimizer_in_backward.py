@@ -33,7 +33,10 @@ changes gradients, adds them up, or changes a learning rate, writes to weights, 
 step. If it does any of that to gradients, settings or weights later, it gets an error that says so: a gradient that is gone would
 be wrong in silence (what is written through `.data` is looked for in another weight at each step, on a GPU in every 64th). A backward
 pass whose step never comes (a loop that is left in between) has updated all the same: that is said on stderr when the weights are
-saved, run, or left at the end, and the next backward pass is an error. A script that only reads weights by hand between backward and
+saved, run, or left at the end, and the next backward pass is an error. Nothing is applied where the
+script has built another optimizer with the same parameters. If it builds one later and goes on with it (LBFGS after Adam), gradients
+stay for the script's own steps from that one's `zero_grad` or step on, and a step of it that comes when gradients were used already is
+an error. A script that only reads weights by hand between backward and
 step (an average that it keeps of them) is not noticed: it reads those after the step.
 
 References
