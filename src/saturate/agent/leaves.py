@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from saturate.techniques import _common
+
 #: Nodes of the graph that are looked at. A loop that updates plain tensors by hand has a small one.
 MOST_NODES = 20_000
 
@@ -16,7 +18,7 @@ def reached(torch: Any, tensors: Any) -> list[weakref.ref[Any]]:
     seen, found = set(waiting), []
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)          # of AccumulateGrad nodes
+        leaf = _common.leaf_of(node)
         if leaf is not None:
             found.append(weakref.ref(leaf))
         for following, _ in node.next_functions:

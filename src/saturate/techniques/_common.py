@@ -134,6 +134,17 @@ def graph_nodes(output: Any, torch: Any, limit: int = 4000) -> Iterator[Any]:
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
+def node_name(node: Any) -> str:
+    """The name of an autograd node. Of a function of the script's own, the node has the attributes that its author gave `ctx`, `name`
+    too, which hide the node's."""
+    return str(type(node).name(node))
+
+
+def leaf_of(node: Any) -> Any:
+    """The tensor that an autograd node adds to the gradient of; None of other nodes, whatever their authors call `variable`."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
 def computed_in(output: Any, dtype: Any, torch: Any) -> str:
     """The name of an autograd node behind `output` that worked in `dtype`, or "" when there is none.
 
@@ -142,13 +153,13 @@ def computed_in(output: Any, dtype: Any, torch: Any) -> str:
     inside is not, so there the saved tensors are looked at; nothing inside a compiled region is checkpointed by hooks.
     """
     for node in graph_nodes(output, torch):
-        if node.name().startswith("ToCopy"):
+        if node_name(node).startswith("ToCopy"):
             continue        # a cast proves nothing about the arithmetic
         results = [metadata.dtype for metadata in getattr(node, "_input_metadata", ())]
-        if "CompiledFunction" in node.name():
+        if "CompiledFunction" in node_name(node):
             results += [saved.dtype for saved in getattr(node, "saved_tensors", ())]
         if dtype in results:
-            return node.name()
+            return node_name(node)
     return ""
 
 

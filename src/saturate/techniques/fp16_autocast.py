@@ -211,9 +211,9 @@ class _Scaler:
         found = {id(tensor): tensor for tensor in known}
         reason = ""
         for node in _common.graph_nodes(outputs, self.torch, limit=sys.maxsize):
-            if node.name() == "torch::autograd::AccumulateGrad":
-                found[id(node.variable)] = node.variable
-            elif node.name().startswith("BackwardHookFunction"):
+            if (leaf := _common.leaf_of(node)) is not None:
+                found[id(leaf)] = leaf
+            elif _common.node_name(node).startswith("BackwardHookFunction"):
                 reason = "the script hooks the backward of a module, and would see scaled gradients"
         for optimizer in self.optimizers:       # whole: a function of the script's own may add to gradients by itself
             own = {id(parameter): parameter for parameter in _parameters(optimizer)}

@@ -131,7 +131,7 @@ def apply(context: Any, options: Options) -> str:
         return forward
 
     def look(output: Any) -> None:
-        used = [n.name() for n in _common.graph_nodes(output, torch) if "ScaledDotProduct" in n.name()]
+        used = [name for name in map(_common.node_name, _common.graph_nodes(output, torch)) if "ScaledDotProduct" in name]
         if used and node and used[0].startswith(node):
             context.note(TECHNIQUE.id, f"the autograd graph holds {used[0]}")
         elif not node and not used:
