@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import seams  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent import observe, seams  # noqa: E402 - after the import that decides whether to run at all
 from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
@@ -26,8 +26,10 @@ from saturate.techniques import (  # noqa: E402
     bf16_autocast,
     channels_last,
     compile,
+    cudnn_benchmark,
     fp16_autocast,
     sdpa_backend,
+    tf32,
 )
 from saturate.techniques._api import NotApplied  # noqa: E402
 from saturate.testing import toy  # noqa: E402
@@ -208,11 +210,29 @@ def usual(**changes):
         ({"grad_scaler": True}, False),
         ({"modules": (ModuleFacts(dtypes=("bfloat16",), linears=2),)}, False),
         ({"modules": (ModuleFacts(dtypes=("float32",)),)}, False),
+        ({"modules": (ModuleFacts(dtypes=("float32",)),), "flops_per_step": 0}, False),
+        ({"modules": (ModuleFacts(dtypes=("float32",)),), "flops_per_step": 1}, True),
+        ({"modules": (ModuleFacts(dtypes=("float32",), other_convolutions=1),)}, True),
         ({"modules": (ModuleFacts(dtypes=("float32",), linears=2, forward_overridden=True),)}, True),
     ],
 )
 def test_bf16_is_offered_where_it_is_native(changes, allowed):
     assert bool(bf16_autocast.eligible(usual(**changes))) is allowed
+
+
+@pytest.mark.parametrize("layers, flops, products, convolutions", [
+    ({}, None, False, False), ({}, 5, True, False), ({"linears": 1}, None, True, False), ({"convolutions": 1}, 5, False, True),
+    ({"other_convolutions": 1}, 5, False, True), ({"other_convolutions": 1, "attentions": 1}, 5, True, True),
+])
+def test_products_and_convolutions_decide_on_settings_for_them(layers, flops, products, convolutions):
+    facts = usual(device="cuda", capability=(8, 0), flops_per_step=flops, modules=(ModuleFacts(dtypes=("float32",), **layers),))
+    assert bool(tf32.eligible(facts)) is products and bool(cudnn_benchmark.eligible(facts)) is convolutions
+
+
+def test_convolutions_are_counted_by_their_dimensions():
+    conv = torch.nn.Conv1d(1, 2, 1), torch.nn.Conv2d(2, 2, 1, groups=2), torch.nn.ConvTranspose2d(1, 1, 1), torch.nn.ConvTranspose3d(1, 1, 1)
+    found = observe._module_facts(torch, torch.nn.Sequential(*conv, torch.nn.ReLU()), types.SimpleNamespace(compiled=False, distributed=False))
+    assert (found.convolutions, found.grouped_convolutions, found.other_convolutions) == (2, 1, 2)
 
 
 # -- float16 loss scaling --------------------------------------------------------------------------------------------

@@ -285,6 +285,7 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trainable})),
         convolutions=len(convolutions),
         grouped_convolutions=sum(m.groups > 1 for m in convolutions),
+        other_convolutions=sum(isinstance(m, nn.modules.conv._ConvNd) for m in everything) - len(convolutions),
         linears=sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in everything),
         recurrents=sum(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in everything),
         dropouts=sum(_drops(nn, m) for m in everything),

@@ -55,7 +55,8 @@ class ModuleFacts:
     parameter_bytes: int = 0
     dtypes: tuple[str, ...] = ()
     convolutions: int = 0               # Conv2d / ConvTranspose2d layers
-    grouped_convolutions: int = 0
+    grouped_convolutions: int = 0       # of these
+    other_convolutions: int = 0         # layers in one or three dimensions
     linears: int = 0
     recurrents: int = 0
     dropouts: int = 0                   # layers whose p > 0 (attention and recurrent dropout included)

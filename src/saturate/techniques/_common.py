@@ -40,9 +40,22 @@ def why_no_autocast(facts: Facts) -> Ineligible | None:
         return Ineligible("no trained module was seen")
     if not any("float32" in module.dtypes for module in modules):
         return Ineligible("the trained modules hold no float32 parameters")
-    if not any(module.linears or module.convolutions or module.recurrents or module.attentions for module in modules):
+    if not (multiplies(facts) or convolves(facts)):
         return Ineligible("the trained modules have no matrix products or convolutions to speed up")
     return None
+
+
+def convolves(facts: Facts) -> bool:
+    """Whether a trained module has layers of convolutions, in any number of dimensions."""
+    return any(module.convolutions or module.other_convolutions for module in facts.modules)
+
+
+def multiplies(facts: Facts) -> bool:
+    """Whether trained modules have matrix products. Some write them by hand (`x @ self.weight`): where no layer is known that would
+    do what was counted, something of the kind did."""
+    if any(module.linears or module.recurrents or module.attentions for module in facts.modules):
+        return True
+    return bool(facts.modules and facts.flops_per_step) and not convolves(facts)
 
 
 def per_rank(amount: float, facts: Facts) -> int:

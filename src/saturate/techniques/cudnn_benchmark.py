@@ -59,7 +59,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("cuDNN only runs on CUDA devices")
     if facts.cudnn_benchmark:
         return Ineligible("the script already sets it")
-    if not any(module.convolutions for module in facts.modules):
+    if not _common.convolves(facts):
         return Ineligible("the trained modules hold no convolutions")
     if facts.shapes > MANY_SHAPES:
         return Ineligible(f"{facts.shapes} input shapes were seen; each would be timed again")

@@ -60,7 +60,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("the script already allows TensorFloat-32")
     if not any("float32" in module.dtypes for module in facts.modules):
         return Ineligible("no trained module with float32 parameters was seen")
-    if not any(module.linears or module.recurrents or module.attentions for module in facts.modules):
+    if not _common.multiplies(facts):
         return Ineligible("no matrix products were seen; convolutions use TensorFloat-32 by default")
     return Eligible("float32 matrix products on a device with TensorFloat-32")
 
