@@ -57,3 +57,24 @@ def test_optimizers_that_hold_the_same_tensors_in_another_order_are_the_same_tra
 
     plain, other = recorded("plain"), recorded("reversed")
     assert plain.segments == other.segments and plain.samples == other.samples and plain.losses == other.losses
+
+
+def test_a_default_device_and_number_format_of_the_script_do_not_change_what_is_perturbed() -> None:
+    import torch
+
+    from saturate.agent import capture
+
+    def perturbed() -> torch.Tensor:
+        parameter = torch.ones(64, device="cpu", dtype=torch.float32)
+        capture._perturb(torch, [parameter], relative=2.0**-9, seed=1)
+        return parameter
+
+    plain = perturbed()
+    try:
+        torch.set_default_device("meta")        # as a GPU would be: other than where the generator draws
+        torch.set_default_dtype(torch.float64)
+        found = perturbed()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, plain) and set(plain.tolist()) == {1 - 2.0**-9, 1 + 2.0**-9}

@@ -119,9 +119,10 @@ def _total(torch: Any, norms: list[Any]) -> float | None:
 
 
 def _perturb(torch: Any, parameters: list[Any], relative: float, seed: int) -> None:
-    """Multiply every entry by 1 +- relative: what one rounding to the candidate's number format may do."""
-    generator = torch.Generator().manual_seed(seed)
+    """Multiply every entry by 1 +- relative: what one rounding to the candidate's number format may do. The signs are drawn on the
+    CPU, whatever device the script has made the default."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     with torch.no_grad():
         for p in parameters:
-            signs = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device) * 2 - 1
+            signs = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8, device="cpu").to(p.device) * 2 - 1
             p.mul_(1 + relative * signs.to(p.dtype))

@@ -40,7 +40,7 @@ def measure(torch: Any, device: str) -> dict[str, float]:
         for name in ("float32", "bfloat16"):
             a = torch.ones(size, size, device=device, dtype=getattr(torch, name))
             rates[name] = 2 * size**3 / _seconds(torch, device, lambda a=a: a @ a)
-        source = torch.ones(_COPY_BYTES.get(device, 1 << 28) // 4, device=device)
+        source = torch.ones(_COPY_BYTES.get(device, 1 << 28) // 4, device=device, dtype=torch.float32)
         target = torch.empty_like(source)
         rates["copy"] = 2 * source.numel() * 4 / _seconds(torch, device, lambda: target.copy_(source))
     return rates

@@ -257,10 +257,10 @@ def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch:
         return Reduction(result, given["weight"].detach().double().sum(), False)
     if name in _ELEMENTWISE:
         shape = torch.broadcast_shapes(given["input"].shape, target.shape)
-        return Reduction(result, torch.tensor(float(shape.numel()), dtype=torch.float64), False)
+        return Reduction(result, torch.tensor(float(shape.numel()), dtype=torch.float64, device="cpu"), False)
     if target.is_floating_point():                  # probabilities of classes: the mean is over the rows
         classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
-        return Reduction(result, torch.tensor(given["input"].numel() / classes, dtype=torch.float64), False)
+        return Reduction(result, torch.tensor(given["input"].numel() / classes, dtype=torch.float64, device="cpu"), False)
     counted = target != given["ignore_index"]
     if given["weight"] is None:
         return Reduction(result, counted.sum().double(), False)

@@ -123,7 +123,7 @@ def memory_holders(tensor: Any, torch: Any) -> int:
 def shares_memory(tensor: Any, torch: Any) -> bool:
     """Whether other tensors, or other processes, have the memory of this one as well (on CUDA, where each tensor counts as shared
     with other processes, that is not known)."""
-    return memory_holders(tensor, torch) > memory_holders(torch.empty(1), torch) or (tensor.device.type == "cpu" and tensor.is_shared())
+    return memory_holders(tensor, torch) > memory_holders(torch.empty(1, device="cpu"), torch) or (tensor.device.type == "cpu" and tensor.is_shared())
 
 
 def roots(given: Any, torch: Any) -> tuple[Any, ...]:

@@ -78,7 +78,7 @@ def _alone(torch: Any) -> tuple[int, int]:
     """What `_holders` says of a parameter that nothing in the graph has saved: but for Python, the node that collects its gradient
     holds it. No backward pass is run for it, which others would take for one of the script's."""
     with torch.enable_grad():
-        parameter = torch.nn.Parameter(torch.ones(1))
+        parameter = torch.nn.Parameter(torch.ones(1, device="cpu"))
         collects = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
         found = _holders(parameter, torch)
     del collects

@@ -149,7 +149,7 @@ class HostMemory:
         host = before[0] if before is not None and before[0].keys() == awake.keys() else {}
         for name, flat in awake.items():
             if name not in host:
-                host[name] = self.torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=self.pinned)
+                host[name] = self.torch.empty(flat.numel(), dtype=flat.dtype, device="cpu", pin_memory=self.pinned)
             # Freeing `flat` is safe: the allocator hands its memory to work that is later in this stream.
             host[name].copy_(flat, non_blocking=self.pinned)
         return host, next(iter(awake.values())).device

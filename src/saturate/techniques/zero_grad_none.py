@@ -150,8 +150,8 @@ def _holders(parameter: Any, torch: Any) -> tuple[int, int, int]:
 
 @functools.cache
 def _alone(torch: Any) -> tuple[int, int, int]:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
     return _holders(parameter, torch)
 
 
