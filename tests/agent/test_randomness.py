@@ -1,4 +1,4 @@
-"""Aligned verification runs have no dropout, compiled or not."""
+"""Aligned verification runs have no dropout, and draw the same random numbers compiled or not."""
 
 from __future__ import annotations
 
@@ -42,3 +42,41 @@ def test_an_aligned_run_gets_no_compiled_dropout_from_the_cache_of_an_ordinary_o
     """Seen on a public REINFORCE script: torch.compile was rejected because its aligned run had dropout."""
     assert without_dropout(script, tmp_path / "cache", "ordinary", "compiled") == "False"
     assert without_dropout(script, tmp_path / "cache", "aligned", "compiled") == "True"
+
+
+DRAWING = """
+import sys, threading, torch
+from saturate.agent import randomness
+randomness.align(torch, 20)
+assert "torch._inductor.config" not in sys.modules       # nobody has compiled yet
+torch.manual_seed(0)
+linear = torch.nn.Linear(16, 16)
+x = torch.randn(32, 16)
+
+def stochastic_depth(x):
+    return x + linear(x) * torch.rand(len(x), 1).add(0.8).floor()
+
+def noise(x):
+    return linear(x) + 0.1 * torch.randn_like(x) + torch.zeros_like(x).uniform_(-1, 1)
+
+def same(function):
+    results = []
+    for step in (function, torch.compile(function)):
+        torch.manual_seed(1)
+        results.append(step(x))
+    return torch.allclose(*results, atol=1e-5)
+
+seen = [same(stochastic_depth), same(noise)]
+torch._dynamo.reset()
+thread = threading.Thread(target=lambda: seen.append(same(noise)))
+thread.start()
+thread.join()
+print(seen)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+def test_compiled_code_draws_what_eager_code_draws_in_aligned_runs(script):
+    """Stochastic depth and noise are no dropout: a model with them was taken for another training once it was compiled."""
+    seen = subprocess.run([sys.executable, str(script(DRAWING))], check=True, capture_output=True, text=True, timeout=300).stdout
+    assert seen.strip() == "[True, True, True]"

@@ -1,7 +1,8 @@
 """Randomness in verification runs: seeds where the script sets none, and alignment of what techniques may reorder.
 
-Aligned runs answer: "apart from drawing other random numbers, is it the same training?" Dropout is off and each batch
-of a map-style dataset is drawn under its own seed, whichever process draws it.
+Aligned runs answer: "apart from drawing other random numbers, is it the same training?" Dropout is off, compiled code draws
+from torch's generators in the order of eager code, and each batch of a map-style dataset is drawn under its own seed, whichever
+process draws it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import os
 import random
 import sys
 import zlib
+from collections.abc import Callable
 from typing import Any
+
+from saturate.agent.importwatch import ImportWatch
+
+_COMPILER_SETTINGS = "torch._inductor.config"
 
 
 def seed_standard_library(seed: int, offset: int = 0) -> None:
@@ -50,10 +56,11 @@ def _shift(owner: Any, name: str, offset: int) -> None:
 
 
 def align(torch: Any, seed: int) -> None:
-    """Turn dropout off and seed every batch of samples by its first index."""
+    """Turn dropout off, let compiled code draw as eager code does, and seed every batch of samples by its first index."""
     # The compiler's cache of joint graphs names torch's functions and does not look into them: an aligned run would
     # get the graph of an ordinary one, with its dropout. Read when the compiler is imported, so later than here.
     os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+    _once_imported(_COMPILER_SETTINGS, _draw_as_eager)
     functional = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, _never_drops(getattr(functional, name)))
@@ -66,6 +73,26 @@ def align(torch: Any, seed: int) -> None:
     functional.scaled_dot_product_attention = without_dropout
     _no_recurrent_dropout(torch)
     _seed_each_batch(torch, seed)
+
+
+def _once_imported(name: str, callback: Callable[[Any], None]) -> None:
+    """Now, where the module is loaded; else right after its import, which takes seconds and may never come."""
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, ImportWatch({name: callback}))
+
+
+def _draw_as_eager(settings: Any) -> None:
+    """Inductor draws from a generator of its own unless told not to: stochastic depth and noise are no dropout, and would be
+    other numbers in compiled code. The setting is part of the keys of inductor's cache."""
+    if not hasattr(settings, "fallback_random"):
+        return
+    settings.fallback_random = True
+    # In newer versions of torch what is set counts in the thread that sets it only; the default counts in all of them.
+    entry = getattr(settings, "_config", {}).get("fallback_random")
+    if hasattr(entry, "default"):
+        entry.default = True
 
 
 def _never_drops(original: Any) -> Any:
