@@ -553,3 +553,56 @@ def test_optimizers_of_a_kind_are_one_entry_of_the_motif() -> None:
     step = motif.Step("S3", 2, ("B", "S0", "S1", "S2", "S3", "B", "S3"))
     seen = types.SimpleNamespace(session=types.SimpleNamespace(step=step, optimizers=types.SimpleNamespace(living=lambda: optimizers)), calls=1)
     assert inspection.Inspection.describe(seen) == "forward x1, backward x2, Adam.step x3, SGD.step x2"
+
+
+#: How a script autocasts -> (source, what the facts say)
+AUTOCASTS = {
+    "around the call": ("class Of(nn.Sequential): pass", "with low(): output = model(x)", "bfloat16"),
+    "within the forward": ("""
+class Of(nn.Sequential):
+    def forward(self, x):
+        with low(): return super().forward(x)
+""", "output = model(x)", "bfloat16"),
+    "not at all": ("class Of(nn.Sequential): pass", "output = model(x)", None),
+    "switched off inside": ("""
+class Of(nn.Sequential):
+    def forward(self, x):
+        with low(enabled=False): return super().forward(x)
+""", "output = model(x)", None),
+    "in an evaluation": ("class Of(nn.Sequential): pass", """
+    with low(), torch.no_grad(): model.eval()(x)
+    output = model.train()(x)
+""", None),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCASTS)
+def test_the_scripts_own_autocast_is_seen_wherever_it_enters_it(name, script, start):
+    model, call, dtype = AUTOCASTS[name]
+    trial = start(str(script(f"""
+import functools, torch, torch.nn as nn
+low = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+{model}
+model, x = Of(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(4, 8)
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    {call.strip()}
+    opt.zero_grad(); output.float().mean().backward(); opt.step()
+""")))
+    trial.wait_ready()
+    assert trial.ask("facts")["autocast"] == dtype
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_the_autocast_of_accelerate_is_seen(script, start):
+    trial = start(str(script("""
+import torch, torch.nn as nn
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(4, 8)
+model, opt = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+while True:
+    opt.zero_grad(); accelerator.backward(model(x).mean()); opt.step()
+""")))
+    trial.wait_ready()
+    assert trial.ask("facts")["autocast"] == "bfloat16"

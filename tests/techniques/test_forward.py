@@ -125,6 +125,17 @@ def test_autocast_without_low_precision_work_is_not_active():
     assert not bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
 
 
+@pytest.mark.parametrize("technique", [bf16_autocast, fp16_autocast])
+def test_autocast_is_not_put_around_a_script_that_autocasts_itself(technique):
+    """Its own nodes of the autograd graph would be taken for what the technique did."""
+    model = Nested().train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    context.autocast = "bfloat16"
+    with pytest.raises(NotApplied, match="the script already runs under bfloat16 autocast"):
+        technique.apply(context, technique.Options())
+    assert not context.changes
+
+
 def test_a_replaced_forward_is_refused_but_does_not_spoil_the_others():
     """By techniques that change what a forward gets."""
     ours, theirs = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)

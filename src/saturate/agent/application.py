@@ -62,6 +62,8 @@ def advance(session: Any) -> None:
         session.inspection.finish()
         session.context.device = session.inspection.device
         session.context.differentiates_gradients = session.inspection.differentiates_gradients
+        if not session.placed:          # later a technique's own autocast may be what is seen
+            session.context.autocast = session.inspection.autocast
         place(session, session.inspection.modules, tuple(session.optimizers.living()))
         session.phase = "active"
         session.loaders_known = session.plan["mode"] == "run"

@@ -32,6 +32,7 @@ class Context:
         self.device = ""
         self.early = False
         self.differentiates_gradients = False
+        self.autocast: str | None = None
         self.gradient_norms: dict[int, Any] | None = None
         self.built_optimizers: Callable[[], list[Any]] = list      # a function: to keep them would keep what a training has left behind
         self.owner = ""

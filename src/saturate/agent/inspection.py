@@ -87,6 +87,8 @@ class Inspection:
                     self._called[id(m)] = m
                     self.calls += 1
                     self._outermost = m
+                if self._outermost is not None and not in_backward():
+                    self._note_autocast()
                 self._stack.append(id(m))
 
         def after(m: Any, args: Any, *keywords_and_output: Any) -> None:
@@ -102,10 +104,15 @@ class Inspection:
         self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
         self._undo.append(hooks.register_module_forward_hook(after, always_call=True, **keywords).remove)
 
-    def _note_call(self, args: Any, kwargs: Any = types.MappingProxyType({})) -> None:
+    def _note_autocast(self) -> None:
+        """Asked of the modules inside as well: Accelerate, the Trainer and some models enter autocast within the forward, and no hook
+        of the outermost module runs there."""
         torch = self.session.torch
         if torch.is_autocast_enabled(self.device):
             self.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+
+    def _note_call(self, args: Any, kwargs: Any = types.MappingProxyType({})) -> None:
+        torch = self.session.torch
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         self.shapes.add(tuple(tuple(tensor.shape) for tensor in tensors))
 

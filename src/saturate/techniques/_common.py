@@ -32,7 +32,7 @@ def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
 def why_no_autocast(facts: Facts) -> Ineligible | None:
     """Why no autocast can help, whatever its dtype; None when one might."""
     if facts.autocast:
-        return Ineligible(f"the script already runs under {facts.autocast} autocast")
+        return Ineligible(_own_autocast(facts.autocast))
     if facts.grad_scaler:
         return Ineligible("the script scales its loss itself, so it manages its own precision")
     modules = facts.modules
@@ -56,6 +56,10 @@ def multiplies(facts: Facts) -> bool:
     if any(module.linears or module.recurrents or module.attentions for module in facts.modules):
         return True
     return bool(facts.modules and facts.flops_per_step) and not convolves(facts)
+
+
+def _own_autocast(dtype: str) -> str:
+    return f"the script already runs under {dtype} autocast"
 
 
 def per_rank(amount: float, facts: Facts) -> int:
@@ -219,7 +223,10 @@ def wrap_all(context: Any, wrap_one: Callable[[Any], None]) -> int:
 
 def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True) -> int:
     """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
-    first autograd node that really computed in `dtype`. Returns how many modules were wrapped."""
+    first autograd node that really computed in `dtype`. Returns how many modules were wrapped. Not where the script autocasts
+    itself: its nodes would be taken for what this did."""
+    if context.autocast:
+        raise NotApplied(_own_autocast(context.autocast))
     torch, device = context.torch, context.device
 
     def widen(tensor: Any) -> Any:
