@@ -780,6 +780,24 @@ def test_more_models_that_are_left_alone():
     assert "compiles" in refused_at_once(compiled())
 
 
+def test_a_tensor_that_the_forward_makes_and_differentiates_is_no_trained_one():
+    """PEFT has a frozen embedding's output ask for gradients, so that what is checkpointed behind it has any."""
+    def asking(self, x):
+        return self.linear(self.frozen(x).requires_grad_())
+
+    model = body(asking, frozen=torch.nn.Linear(6, 6).requires_grad_(False)).train()
+    x = torch.randn(8, 6)
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.linear.parameters()]
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    for _ in range(3):
+        model.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+    assert "ChunkedForward" in output.grad_fn.name()
+    torch.testing.assert_close([parameter.grad for parameter in model.linear.parameters()], expected)
+
+
 def compiled():
     model = body(lambda self, x: self.linear(x))
     model.compile()

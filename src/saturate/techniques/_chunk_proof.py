@@ -8,7 +8,7 @@ compares every output and every gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -279,7 +279,7 @@ class Proof:
     def _gradients_agree(self, plan: Plan, runs: list[Any], ranges: list[Any]) -> None:
         weights = [self._cotangent(output) for output in runs[0][2]]
         whole = self._gradients(runs[0], weights)
-        self._known_leaves(runs[0])
+        self._known_leaves(runs)
         self._add_up(plan, whole, ((self._gradients_of_part(plan, run, weights, start, stop), start, stop)
                                    for run, (start, stop) in zip(runs[1:], ranges[1:])))
 
@@ -335,19 +335,13 @@ class Proof:
                                                   allow_unused=True, retain_graph=True))
         return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
-    def _known_leaves(self, run: Any) -> None:
-        """Raise NotSplittable where gradients flow to a tensor that is neither an input nor a parameter of the module."""
-        known = {id(tensor) for tensor in (*run[0], *self.parameters)}
-        pending, seen = [output.grad_fn for output in run[2] if output.grad_fn is not None], set()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
-                raise NotSplittable("its forward uses trained tensors that are not among its parameters")
-            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+    def _known_leaves(self, runs: list[Any]) -> None:
+        """Raise NotSplittable where gradients flow to a tensor that is neither an input nor a parameter of the module, but to which
+        several runs lead. What a forward makes itself is another tensor in each run, and nobody trains it: PEFT has a frozen
+        embedding's output ask for gradients, so that checkpoints behind it work."""
+        whole, *parts = ({id(leaf): leaf for leaf in _leaves(run[2])} for run in runs)      # the tensors, so that no id is used twice
+        if whole.keys() & {one for part in parts for one in part} - {id(parameter) for parameter in self.parameters}:
+            raise NotSplittable("its forward uses trained tensors that are not among its parameters")
 
     def _repeats(self, part: tuple[int, int]) -> None:
         """Raise NotSplittable unless a chunk can be run again with the same random numbers."""
@@ -386,6 +380,19 @@ class Proof:
         if tensor.device.type == "cuda" and tensor.dtype != self.torch.float64:
             found.append(_TOLERANCE_TF32)
         return max(found)
+
+
+def _leaves(outputs: list[Any]) -> Iterator[Any]:
+    """The tensors that gradients of `outputs` are collected in."""
+    pending, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
 def _sum(left: Any, right: Any) -> Any:
