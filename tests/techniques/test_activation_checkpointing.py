@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import pickle
+import types
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ from checkpoint_models import (  # noqa: E402 - after the import that decides wh
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, ModuleFacts  # noqa: E402
-from saturate.techniques import _activations, _checkpointing, _inputs, _registry, bf16_autocast  # noqa: E402
+from saturate.techniques import _activations, _checkpointing, _inputs, _registry, _replay, bf16_autocast  # noqa: E402
 from saturate.techniques import activation_checkpointing as technique  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
@@ -572,6 +574,83 @@ def test_a_cache_of_keys_and_values_that_the_script_uses():
     assert model(x, use_cache=False).past_key_values is None
 
 
+class Base(Stack):
+    """Like a model of Hugging Face's: it passes a cache of keys and values to its blocks unless told not to."""
+
+    config = type("Config", (), {"use_cache": True})()
+
+    def forward(self, x, use_cache=None):
+        self.asked = self.config.use_cache if use_cache is None else use_cache
+        return super().forward(x)
+
+
+class Adapter(torch.nn.Module):
+    """Like PEFT's around it: what its forward does not name it passes on."""
+
+    config = Base.config
+    learns_prompts = False
+
+    def __init__(self):
+        super().__init__()
+        self.base = Base()
+
+    def get_base_model(self):
+        return self.base
+
+    @property
+    def active_peft_config(self):
+        return types.SimpleNamespace(is_prompt_learning=self.learns_prompts)
+
+    def forward(self, x, **kwargs):
+        return self.base(x, **kwargs)
+
+
+@pytest.mark.parametrize("changes, cached", [
+    ({}, False), ({"learns_prompts": True}, True), ({"forward": lambda self, x, task=None: self.base(x)}, True),
+    ({"get_base_model": lambda self: self.base.head}, True)])
+def test_a_cache_is_not_built_behind_an_adapter_either(changes, cached):
+    """The model inside takes `use_cache`, and the adapter passes it on."""
+    model = type("Changed", (Adapter,), changes)().train()
+    engine_of(Context(torch), model, Options(mode="blocks"))
+    model(torch.randn(3, 7, 4))
+    assert model.base.asked is cached
+
+
+def test_the_remedy_for_a_cache_is_named():
+    cache = type("DynamicCache", (), {})()
+    assert "use_cache=False" in _replay.why_not_arguments([cache], torch)
+    assert "use_cache" not in _replay.why_not_arguments([object()], torch)
+
+
+def cast_on_the_instance(model):
+    """As Accelerate and the Trainer prepare one for bfloat16."""
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = plain(*args, **kwargs)
+        return output.float()
+
+    model.forward = forward
+    return model
+
+
+def test_a_library_s_own_forward_of_the_root_is_no_hindrance():
+    make, options = (lambda: cast_on_the_instance(Base())), Options(mode="blocks")
+    ours = Run(make, options)
+    assert not ours.differs_from(Run(make))
+    assert proof(ours, options).active and ours.model.asked is False
+
+
+def test_a_compiled_root_is_refused():
+    compiled = Stack()
+    compiled.compile()
+    for model in (torch.compile(Stack()), compiled):
+        with pytest.raises(NotApplied, match="the script compiles its model"):
+            engine_of(Context(torch), model, Options())
+
+
 def test_without_a_backward_it_gives_up():
     model, context = Stack().train(), Context(torch)
     engine = engine_of(context, model, Options())
@@ -616,8 +695,8 @@ def test_only_where_memory_is_short():
     assert technique.eligible(dataclasses.replace(usual, memory_limit_bytes=1 << 30))
     assert technique.eligible(dataclasses.replace(usual, device_reserved_bytes=95))
     limited = dataclasses.replace(usual, memory_limit_bytes=1 << 30)
-    for changes in ({"checkpointed": True}, {"modules": (ModuleFacts(compiled=True),)}, {"modules": ()},
-                    {"modules": (ModuleFacts(forward_overridden=True),)}):
+    assert technique.eligible(dataclasses.replace(limited, modules=(ModuleFacts(forward_overridden=True),)))
+    for changes in ({"checkpointed": True}, {"modules": (ModuleFacts(compiled=True),)}, {"modules": ()}):
         assert not technique.eligible(dataclasses.replace(limited, **changes))
 
 

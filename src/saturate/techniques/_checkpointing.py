@@ -93,7 +93,7 @@ class Checkpointing:
         if not self.blocks:
             raise refusals[0] if refusals else NotApplied("the trained modules have no blocks that could be recomputed")
         for root in roots:
-            self.context.wrap_forward(root, ORDER, self._wrap_root)
+            self.context.wrap_forward(root, ORDER, self._wrap_root, around=True)     # the blocks inside are what is recomputed
             self._roots.add(id(root))
             tensors = (*root.parameters(), *root.buffers())
             self._parameters.update(self._storages.key(tensor) for tensor in tensors)

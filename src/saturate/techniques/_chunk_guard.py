@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from saturate.techniques import _trees
+from saturate.techniques import _common, _trees
 from saturate.techniques._api import NotApplied
 from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
@@ -256,7 +256,7 @@ class Guard:
 
 
 def _refusal(module: Any, torch: Any) -> str:
-    if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+    if _common.is_compiled(module):
         return "the script compiles its model, and a compiled forward is not cut"
     if isinstance(module, torch.jit.ScriptModule):
         return "the model is a TorchScript module"

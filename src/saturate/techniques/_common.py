@@ -29,6 +29,11 @@ def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
     return tuple(module for module in facts.modules if not module.forward_overridden)
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether the script compiles this module, by `torch.compile` or `Module.compile`."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 def why_no_autocast(facts: Facts) -> Ineligible | None:
     """Why no autocast can help, whatever its dtype; None when one might."""
     if facts.autocast:

@@ -35,9 +35,22 @@ def without_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     passed = {*names[1:len(args) + 1], *(name for name in kwargs if name != "use_cache")}
     as_dict = kwargs.get("return_dict")
     as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
-    if "use_cache" not in names or not as_dict or passed & {"use_cache", "past_key_values"}:
+    if not as_dict or passed & {"use_cache", "past_key_values"} or not _takes_use_cache(module):
         return kwargs
     return {**kwargs, "use_cache": False}
+
+
+def _takes_use_cache(module: Any) -> bool:
+    """By name, in the forward that is called (the instance's own, where Accelerate put one there). Or in that of the model inside an
+    adapter of PEFT, which passes on what it does not name; with prompts that are learnt it makes a cache itself."""
+    parameters = inspect.signature(module.forward).parameters
+    if "use_cache" in parameters:
+        return True
+    base = getattr(module, "get_base_model", None)
+    passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if base is None or not passes_on or getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+        return False
+    return "use_cache" in inspect.signature(type(base()).forward).parameters
 
 
 class CacheNotBuilt(AttributeError):

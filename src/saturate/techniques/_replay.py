@@ -156,10 +156,15 @@ def why_not_arguments(values: Any, torch: Any) -> str:
         else:
             plain = value is None or isinstance(value, (
                 torch.Tensor, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size))
-            reason = "" if plain else f"a {type(value).__name__} is passed to it, which its forward may change"
+            reason = "" if plain else f"a {type(value).__name__} is passed to it, which its forward may change{_remedy(value)}"
         if reason:
             return reason
     return ""
+
+
+def _remedy(value: Any) -> str:
+    """For the caches of Hugging Face's models, which they build in training too unless told not to."""
+    return " (a model called with use_cache=False builds none)" if type(value).__name__.endswith("Cache") else ""
 
 
 def containers(value: Any) -> list[tuple[Any, list[Any]]]:

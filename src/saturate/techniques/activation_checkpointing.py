@@ -32,9 +32,9 @@ takes. From then on `mode="blocks"` recomputes every n-th block, `mode="operator
 and `mode="budget"` the cheapest set that keeps the activations of the model and its loss, at their peak, within
 `budget_bytes` (or `share` of what they took). Inputs that are larger than the measured ones recompute more. Blocks are the
 modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of keys
-and values in training, unless the script passes `past_key_values` or `use_cache`, or wants a tuple; a script that uses that cache
-all the same gets an error that says so. (Outputs that are read by number lack its place: read them by name.) What the script
-compiles, differentiates by `torch.func` or in forward mode, or recomputes itself, is left alone.
+and values in training (through an adapter of PEFT as well), unless the script passes `past_key_values` or `use_cache`, or wants a
+tuple; a script that uses that cache all the same gets an error that says so. (Outputs that are read by number lack its place: read
+them by name.) What the script compiles, differentiates by `torch.func` or in forward mode, or recomputes itself, is left alone.
 
 References
 ----------
@@ -67,6 +67,8 @@ EARLY = True
 
 _SHARDED = ("FSDP", "FullyShardedDataParallel")
 
+_COMPILED = "the script compiles its model, and a compiler decides itself what to recompute"
+
 _MODES = ("blocks", "operators", "budget")
 
 
@@ -92,13 +94,12 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    modules = _common.wrappable(facts)
-    if not modules:
-        return Ineligible("no trained module was seen whose forward is its class's own")
+    if not facts.modules:
+        return Ineligible("no trained module was seen")
     if facts.checkpointed:
         return Ineligible("the script recomputes activations itself")
-    if all(module.compiled for module in modules):
-        return Ineligible("the script compiles its model, and a compiler decides itself what to recompute")
+    if all(module.compiled for module in facts.modules):
+        return Ineligible(_COMPILED)
     short = _shortage.shortage(facts)
     if not short:
         return Ineligible("it trades time for memory, and memory is not short (`tune --fit` sets a limit)")
@@ -116,9 +117,12 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     if not context.modules:
         raise NotApplied("no trained module is known")
-    if any(getattr(part, "gradient_checkpointing", False) for root in context.modules for part in root.modules()):
+    roots = [root for root in context.modules if not _common.is_compiled(root)]
+    if not roots:
+        raise NotApplied(_COMPILED)
+    if any(getattr(part, "gradient_checkpointing", False) for root in roots for part in root.modules()):
         raise NotApplied("the script recomputes activations itself")
-    if any(type(part).__name__.startswith(_SHARDED) for root in context.modules for part in root.modules()):
+    if any(type(part).__name__.startswith(_SHARDED) for root in roots for part in root.modules()):
         raise NotApplied("parameters are sharded, and gathered for each forward")
 
     def plan(profile: _budget.Profile, growth: float) -> Sequence[str]:
@@ -130,8 +134,8 @@ def apply(context: Any, options: Options) -> str:
     def refuse(reason: str) -> None:
         _shortage.refuse(context, TECHNIQUE.id, reason)
 
-    found = [(f"{type(root).__name__}.{name}", block) for root in context.modules for name, block in _named_blocks(root)]
-    count = _checkpointing.Checkpointing(context, plan, report, refuse).install(context.modules, found)
+    found = [(f"{type(root).__name__}.{name}", block) for root in roots for name, block in _named_blocks(root)]
+    count = _checkpointing.Checkpointing(context, plan, report, refuse).install(roots, found)
     return f"forward of {count} blocks wrapped to be recomputed, mode {options.mode}"
 
 
