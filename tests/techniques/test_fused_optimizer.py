@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import channels_last, fused_optimizer  # noqa: E402
+from saturate.techniques._api import NotApplied  # noqa: E402
 
 KINDS = {"Adam": {}, "AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
 
@@ -252,6 +253,30 @@ def test_a_parameter_that_comes_late_has_its_first_momentum_from_the_script_s_ow
         return [first, late, *(optimizer.state[p]["momentum_buffer"] for p in (first, late))]
 
     torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make, reason", [
+    (lambda p: torch.optim.AdamW([p], fused=True), "AdamW is fused already"),
+    (lambda p: torch.optim.RMSprop([p]), "RMSprop has no fused kernel"),
+    (lambda p: type("AdamW", (torch.optim.AdamW,), {})([p]), "AdamW has no fused kernel"),
+    (lambda p: torch.optim.Adam([p], differentiable=True), "Adam has sparse gradients or is differentiable"),
+    (lambda p: torch.optim.SGD([torch.zeros(2, dtype=torch.int64)]), "SGD updates parameters that are not floating point"),
+    (lambda p: torch.optim.Adam([torch.zeros(2, device="meta")]), "Adam updates parameters on meta"),
+    (lambda p: torch.optim.Adam([p.detach()[:, :2].requires_grad_()]), "Adam updates a parameter that does not fill its memory"),
+])
+def test_it_is_said_why_an_optimizer_is_left_alone(make, reason):
+    with pytest.raises(NotApplied, match=reason):
+        _fused(make(torch.nn.Parameter(torch.randn(6, 4))))
+
+
+def test_one_optimizer_that_cannot_be_fused_does_not_spoil_the_others():
+    context, parameter = Context(torch), torch.nn.Parameter(torch.randn(6, 4))
+    context.optimizers = [torch.optim.RMSprop([parameter]), plain := torch.optim.Adam([parameter])]
+    fused_optimizer.apply(context, fused_optimizer.Options())
+    assert plain.param_groups[0]["fused"]
+    context.optimizers = [torch.optim.RMSprop([parameter]), torch.optim.AdamW([parameter], fused=True)]
+    with pytest.raises(NotApplied, match="RMSprop has no fused kernel; AdamW is fused already"):
+        fused_optimizer.apply(context, fused_optimizer.Options())
 
 
 def test_from_a_parameter_on_that_is_not_floating_point_the_script_s_own_kernels_go_on():

@@ -68,15 +68,23 @@ class Options:
 
 
 def _refusal(optimizer: OptimizerFacts) -> str:
-    if optimizer.kind not in KINDS or not optimizer.module.startswith("torch.optim"):
-        return f"{optimizer.kind or 'the optimizer'} has no fused kernel"
-    if optimizer.fused:
-        return f"{optimizer.kind} is fused already"
-    if optimizer.sparse or optimizer.differentiable:
-        return f"{optimizer.kind} has sparse gradients or is differentiable, which its fused kernel does not support"
-    if any(not dtype.startswith(("float", "bfloat")) for dtype in optimizer.dtypes):
-        return f"{optimizer.kind} updates parameters that are not floating point"
-    return ""
+    return _reason(
+        optimizer.kind or "the optimizer",
+        known=optimizer.kind in KINDS and optimizer.module.startswith("torch.optim"),
+        fused=bool(optimizer.fused),
+        unsupported=optimizer.sparse or optimizer.differentiable,
+        floating=all(dtype.startswith(("float", "bfloat")) for dtype in optimizer.dtypes))
+
+
+def _reason(kind: str, *, known: bool, fused: bool, unsupported: bool, floating: bool) -> str:
+    """Why an optimizer cannot be switched, of which this was seen; "" where nothing is against it."""
+    if not known:
+        return f"{kind} has no fused kernel"
+    if fused:
+        return f"{kind} is fused already"
+    if unsupported:
+        return f"{kind} has sparse gradients or is differentiable, which its fused kernel does not support"
+    return "" if floating else f"{kind} updates parameters that are not floating point"
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
@@ -100,10 +108,10 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
-    classes = {getattr(context.torch.optim, kind) for kind in KINDS}
-    fusable = [optimizer for optimizer in context.optimizers if type(optimizer) in classes and _can_fuse(optimizer)]
+    problems = [_problem(optimizer, context.torch) for optimizer in context.optimizers]
+    fusable = [optimizer for optimizer, problem in zip(context.optimizers, problems) if not problem]
     if not fusable:
-        raise NotApplied("no optimizer of this process can be fused")
+        raise NotApplied("; ".join(dict.fromkeys(problems)) or "no torch optimizer stepped")
     for optimizer in fusable:
         switch = _Switch(optimizer, context.torch, lambda reason: context.note(TECHNIQUE.id, reason))
         context.on_undo(switch.off)
@@ -118,14 +126,23 @@ def apply(context: Any, options: Options) -> str:
     return f"{len(fusable)} optimizer(s) switched to fused kernels"
 
 
-def _can_fuse(optimizer: Any) -> bool:
-    groups = optimizer.param_groups
-    return not all(group.get("fused") for group in groups) and not any(
-        group.get("differentiable")
-        or any(not p.is_floating_point() or p.device.type not in DEVICES or not dense(p) or (p.grad is not None and p.grad.is_sparse)
-               for p in group["params"])
-        for group in groups
-    )
+def _problem(optimizer: Any, torch: Any) -> str:
+    """Why this optimizer cannot be switched; "" where it can."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    sparse = any(p.grad is not None and p.grad.is_sparse for p in parameters)
+    reason = _reason(
+        kind,
+        known=type(optimizer) in {getattr(torch.optim, name) for name in KINDS},
+        fused=all(group.get("fused") for group in groups),
+        unsupported=sparse or any(group.get("differentiable") for group in groups),
+        floating=all(p.is_floating_point() for p in parameters))
+    if reason:
+        return reason
+    elsewhere = next((p.device.type for p in parameters if p.device.type not in DEVICES), "")
+    if elsewhere:
+        return f"{kind} updates parameters on {elsewhere}, where its fused kernel is not offered"
+    return "" if all(map(dense, parameters)) else f"{kind} updates a parameter that does not fill its memory (a slice of another tensor)"
 
 
 class _Switch:
