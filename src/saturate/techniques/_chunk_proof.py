@@ -390,7 +390,7 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if (leaf := _common.leaf_of(node)) is not None:
             yield leaf
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
 
