@@ -352,6 +352,28 @@ def test_the_order_is_drawn_as_it_would_be(root, context, sampler, batch_size):
     assert order() == plain             # warm
 
 
+@pytest.mark.parametrize("ahead", [0, 20])
+@pytest.mark.parametrize("batch_size, left_after", [(4, None), (7, None), (4, 3), (7, 2), (None, 9)])
+def test_the_generator_of_a_sampler_is_drawn_from_when_it_would_be(root, context, monkeypatch, ahead, batch_size, left_after):
+    """RandomSampler draws once more behind its last index: not in a pass that is left, and after what the script draws before."""
+    def order():
+        chance = torch.Generator().manual_seed(1)
+        of = torch.utils.data.DataLoader(cases.Files(root), batch_size=batch_size, shuffle=True, generator=chance)
+        seen = []
+        for _ in range(3):
+            for place, batch in enumerate(of):
+                seen.append((cache_codec.encode(batch), torch.rand(1, generator=chance).item()))
+                if place == left_after:
+                    break
+        return seen
+
+    context.undo()
+    plain = order()
+    monkeypatch.setenv(dataset_cache.AHEAD, str(ahead))
+    dataset_cache.apply(context, dataset_cache.Options())
+    assert order() == plain
+
+
 class Normalised(cases.Files):
     """A sum over the whole item: several threads may round it otherwise than one."""
 

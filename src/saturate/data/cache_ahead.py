@@ -3,8 +3,8 @@
 In a trial, `Ahead` stores what it will read before the first batch: what is to be seen is a warm cache, without an epoch's wait. In
 a run, `Beside` lets helpers store what is missing while the training goes on.
 
-Indices are drawn from the sampler ahead of time, which is unseen by samplers that draw all their random numbers
-before their first index, as torch's do; others are not looked ahead of.
+Indices are drawn from the sampler ahead of time. That changes nothing where all random numbers are drawn before the first index, as
+torch's samplers do it; the last batch of one that draws once more behind it is not drawn ahead, and of others none is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ class _Foreseen:
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def _may_be_drawn(self) -> int:
+        """How many batches may be drawn before they are asked for. RandomSampler draws another permutation when its last index has been
+        taken, and uses none of it: where the generator is the script's, that must come when it would."""
+        inner = _innermost(self._sampler)
+        shared = type(inner).__name__ == "RandomSampler" and inner.generator is not None
+        return len(self._sampler) - shared
+
 
 class Ahead(_Foreseen):
     """`budget.ahead_s` is what is left of the time for it."""
@@ -54,7 +61,7 @@ class Ahead(_Foreseen):
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._sampler)
         if self._budget.ahead_s > 0:
-            first = list(itertools.islice(batches, MOST_BATCHES))
+            first = list(itertools.islice(batches, min(MOST_BATCHES, self._may_be_drawn())))
             began = time.monotonic()
             # Where items are made by several threads, this process must make them.
             processes = 0 if self._threads > 1 else self._reader.helpers()
@@ -66,9 +73,11 @@ class Ahead(_Foreseen):
 
 class Beside(_Foreseen):
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._sampler)
-        while some := list(itertools.islice(batches, MOST_BATCHES)):
+        batches, left = iter(self._sampler), self._may_be_drawn()
+        while some := list(itertools.islice(batches, min(MOST_BATCHES, left))):
+            left -= len(some)
             yield from self._helped(some)
+        yield from batches
 
     def _helped(self, batches: list[Any]) -> Iterator[Any]:
         reader, helpers = self._reader, None
@@ -87,13 +96,17 @@ class Beside(_Foreseen):
 
 def foreseeable(sampler: Any) -> bool:
     """Whether it is one of torch's samplers, or of batches from one: whose order may be drawn before it is asked for."""
-    inner = getattr(sampler, "sampler", sampler)
+    inner = _innermost(sampler)
     if not all(type(one).__module__.startswith("torch.utils.data.") for one in (sampler, inner)):
         return False
     if type(inner).__name__ == "RandomSampler" and inner.generator is not None:
         # More than one permutation is drawn as it goes, from a generator that others may draw from as well.
         return not inner.replacement and inner.num_samples <= len(inner.data_source)
     return type(inner).__name__ in _KNOWN
+
+
+def _innermost(sampler: Any) -> Any:
+    return getattr(sampler, "sampler", sampler)
 
 
 def _indices(batch: Any) -> list[int]:
