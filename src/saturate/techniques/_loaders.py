@@ -6,9 +6,16 @@ import dis
 import math
 import multiprocessing
 import pickle
+import random
+import types
+from collections.abc import Iterator
 from typing import Any
 
 from saturate.data import glance
+
+#: Functions of python's `random`, numpy and torch that draw from the generators that everything draws from.
+_DRAWS = frozenset({"random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "normal", "gauss", "rand", "randn",
+                    "random_", "randperm", "multinomial", "permutation", "bernoulli", "random_sample", "normalvariate"})
 
 
 def may_have_workers(dataset: Any, arguments: dict[str, Any], torch: Any) -> bool:
@@ -40,15 +47,49 @@ def _is_sampler(value: Any) -> bool:
     return any(kind.__name__ == "Sampler" for kind in type(value).__mro__)
 
 
+def samplers_in(sampler: Any) -> Iterator[Any]:
+    """It, and those that it draws from."""
+    pending, met = [sampler], []
+    while pending:
+        current = pending.pop()
+        if any(current is one for one in met):
+            continue
+        met.append(current)
+        yield current
+        pending.extend(value for value in getattr(current, "__dict__", {}).values() if _is_sampler(value))
+
+
+def draws_as_it_goes(sampler: Any) -> str:
+    """The class of a sampler of the user's, here or below, whose `__iter__` draws between two indices from the generators that
+    everything draws from; or "". Workers are asked for batches ahead: it would draw before what the training draws in between."""
+    for one in samplers_in(sampler):
+        function = getattr(type(one), "__iter__", None)
+        if not type(one).__module__.startswith("torch.") and isinstance(function, types.FunctionType):
+            steps = _between_yields(function.__code__)
+            named = {step.argval for step in steps if isinstance(step.argval, str)}
+            values = [function.__globals__.get(name) for name in named]
+            given = any(isinstance(names, tuple) and "generator" in names for names in function.__code__.co_consts)     # `generator=`
+            whole = named & _DRAWS and any(getattr(value, "__name__", "") in ("random", "numpy", "torch", "numpy.random")
+                                           for value in values if isinstance(value, types.ModuleType))
+            if not given and (whole or any(getattr(value, "__self__", None) is random._inst for value in values)):
+                return type(one).__name__
+    return ""
+
+
 def _sets_between_yields(code: Any) -> bool:
     """Whether a generator sets an attribute in the loop of its first `yield`, or anywhere behind."""
+    return any(step.opname == "STORE_ATTR" for step in _between_yields(code))
+
+
+def _between_yields(code: Any) -> list[dis.Instruction]:
+    """What a generator does in the loop of its first `yield`, and behind."""
     if code is None:
-        return False
+        return []
     steps = list(dis.get_instructions(code))
     yields = [step.offset for step in steps if step.opname == "YIELD_VALUE"]
     loops = [(step.argval, step.offset) for step in steps if "JUMP" in step.opname and (step.argval or 0) < step.offset]
     begins = [target for target, end in loops if any(target <= place <= end for place in yields)]
-    return bool(yields) and any(step.opname == "STORE_ATTR" and step.offset > min(begins + yields) for step in steps)
+    return [step for step in steps if step.offset >= min(begins + yields)] if yields else []
 
 
 def _on_device(dataset: Any, torch: Any) -> bool:

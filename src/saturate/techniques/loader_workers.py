@@ -24,7 +24,9 @@ workers that are persistent because of this technique it is drawn all the same. 
 batches when a pass begins, without at the first `next`, and draws its seed then: workers that this technique gives get their first
 work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without. Workers are asked for batches ahead: where
 a pass is left early, a sampler that goes on where the last pass ended would skip those. One that is or holds an iterator, or sets
-attributes between two indices, is left alone; one that keeps its place in another way (in a list) is not recognised.
+attributes between two indices, is left alone; one that keeps its place in another way (in a list) is not recognised. What a sampler
+draws for batches that are asked for ahead comes into view when the training reaches them, as RandomSampler's draw behind its last index
+from a generator of the script's; one that draws between two indices from the generators of everything is left alone.
 
 How it is applied
 -----------------
@@ -58,6 +60,7 @@ from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+from saturate.techniques._drawn_ahead import DrawnAhead
 
 TECHNIQUE = Technique(
     id="loader-workers",
@@ -197,6 +200,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
     reset, next_data = iterator._reset, iterator._next_data
+    orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
 
     def begin(started: Any) -> None:
         waiting.discard(started)
@@ -212,15 +216,28 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
             reset(self, loader, first_iter)
         finally:
             self._prefetch_factor = ahead
+        orders.pop(self, None)
+        sampler = loader._index_sampler
+        order = DrawnAhead(self._sampler_iter, sampler, functools.partial(_say_order, type(getattr(sampler, "sampler", sampler)).__name__))
+        if order.draws:
+            self._sampler_iter = orders[self] = order
         waiting.add(self)
 
     @functools.wraps(next_data)
     def late_next(self: Any) -> Any:
         if self in waiting:
             begin(self)
+        if self in orders:
+            orders[self].reached()
         return next_data(self)
 
-    context.on_undo(lambda: [begin(started) for started in list(waiting)])
+    def undo() -> None:
+        for started in list(waiting):
+            begin(started)
+        for order in list(orders.values()):
+            order.settle()
+
+    context.on_undo(undo)
     context.set_attribute(iterator, "_reset", late_reset)
     context.set_attribute(iterator, "_next_data", late_next)
 
@@ -270,6 +287,20 @@ def _draws_alone(dataset: Any, collate_fn: Any) -> bool:
     return bool(own)
 
 
+def _draws_between(sampler: Any) -> bool:
+    """Whether a sampler that is asked ahead would draw before the training what it draws after it: a line on stderr says so."""
+    kind = _loaders.draws_as_it_goes(sampler)
+    if kind:
+        _say_once(f"{kind} draws random numbers between two indices: asked for batches ahead by workers, it would draw them before those "
+                  "that the training draws, so there are none")
+    return bool(kind)
+
+
+def _say_order(sampler: str) -> None:
+    _say_once(f"{sampler} draws random numbers between two batches, and the training draws from the same generator: asked for batches "
+              "ahead, it gives others than without workers")
+
+
 @functools.cache
 def _say_once(line: str) -> None:
     if ranks.declared()[0] == 0:
@@ -314,6 +345,8 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
     workers = arguments.get("num_workers") or 0
     if not workers:
         if not _loaders.may_have_workers(dataset, arguments, torch) or _draws_alone(dataset, arguments.get("collate_fn")):
+            return {}
+        if any(map(_draws_between, (arguments.get("sampler"), arguments.get("batch_sampler")))):
             return {}
         workers = changes["num_workers"] = min(options.workers, _loaders.batches(dataset, arguments))
     referable = type(dataset).__weakrefoffset__ != 0        # a plain list is not; `_keep_order` must know it again
