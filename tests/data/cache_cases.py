@@ -207,6 +207,25 @@ class ByBatch(Files):
         return [torch.nn.functional.pad(self[index][0], (0, width)) for index in indices]
 
 
+class PaddedTexts(torch.utils.data.Dataset):
+    """Padded to the longest of a batch, as a tokenizer does it. One text in three is short, and of those that are looked at, none."""
+
+    def __init__(self, count=31):
+        self.sizes = [3 if index % 3 == 1 and index % 6 != 0 else 8 for index in range(count)]
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitems__(self, indices):
+        width = max(self.sizes[index] for index in indices)
+        for _ in indices:
+            slow()
+        return [torch.tensor([index] * self.sizes[index] + [0] * (width - self.sizes[index])) for index in indices]
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+
 class Texts(torch.utils.data.Dataset):
     """Tokenises, slowly, to dictionaries of lists."""
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache, cache_ahead, cache_codec, cache_reader, cache_store  # noqa: E402
+from saturate.data import cache, cache_ahead, cache_codec, cache_probe, cache_reader, cache_store  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
@@ -322,6 +322,33 @@ def test_without_looking_again_it_would_go_unseen(root, on, monkeypatch):
     for path in dataset.paths:
         Path(path).write_bytes(bytes(60))
     assert torch.equal(next(iter(loader))[0], first)
+
+
+@pytest.mark.parametrize("ahead, patience_s", [(0, 1e9), (0, 0.0), (20, 1e9)])
+def test_items_that_are_padded_to_the_longest_of_their_batch_end_the_cache(on, monkeypatch, capfd, ahead, patience_s):
+    """Also where those that are looked at beforehand do not show it, and where items were made alone ahead of the training."""
+    plain = epochs(cases.PaddedTexts(), 3)
+    monkeypatch.setattr(cache_probe, "BATCHES", 0)
+    context = on(ahead)
+    monkeypatch.setattr(cache_ahead, "PATIENCE_S", patience_s)
+    assert epochs(cases.PaddedTexts(), 3) == plain
+    assert "depends on the batch" in capfd.readouterr().err and "dropped: item" in told(context)
+
+
+def test_a_batch_is_never_partly_from_the_cache(root, on, monkeypatch):
+    """What the dataset makes of a batch, it makes whole; new items are made alone as well before they are kept."""
+    asked = []
+    original = cases.ByBatch.__getitems__
+    monkeypatch.setattr(cases.ByBatch, "__getitems__", lambda self, indices: asked.append(list(indices)) or original(self, indices))
+    context, dataset = on(), cases.ByBatch(root)
+    list(torch.utils.data.DataLoader(dataset, batch_size=4, sampler=[0, 1, 2, 3]))
+    asked.clear()
+    list(torch.utils.data.DataLoader(dataset, batch_size=4, sampler=[2, 3, 4, 5]))
+    assert asked == [[2, 3, 4, 5], [4], [5]] and counts(context) == (6, 0)
+    monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
+    asked.clear()
+    list(torch.utils.data.DataLoader(dataset, batch_size=4, sampler=[0, 2, 4, 5]))
+    assert asked == [] and counts(context) == (6, 4)
 
 
 def test_an_item_that_cannot_be_read_any_more_raises_as_it_would(root, on, capfd):

@@ -67,6 +67,7 @@ def test_other_shapes_of_transforms(root):
     (lambda root: cases.After(root, cases.RandomShift()), "changed after it"),
     (lambda root: cases.Folder(root, cases.RandomShift(), lambda y: y + torch.rand(1)), "random outside of its transform"),
     (lambda root: cases.ByBatch(root, padded=True), "depend on the batch"),
+    (lambda root: cases.PaddedTexts(), "depend on the batch"),
     (cases.Dies, "died"),
     (cases.Raises, "no such thing"),
 ])

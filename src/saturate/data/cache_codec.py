@@ -10,6 +10,7 @@ permuted images is laid out otherwise than one stacked from contiguous ones). Wh
 from __future__ import annotations
 
 import ctypes
+import pickle
 import struct
 import sys
 from typing import Any
@@ -291,3 +292,24 @@ class _Reader:
         image = Image.frombytes(mode, size, bytes(raw)) if raw else Image.new(mode, size)
         image.info.update(info)
         return image, at
+
+
+def fingerprint(value: Any) -> bytes:
+    """Bytes that are equal for equal values. Only compared within this process; never read back."""
+    try:
+        return b"".join(encode(value))
+    except Unstorable:
+        return _fingerprint(value)
+
+
+def _fingerprint(value: Any) -> bytes:
+    """Of what a cache would not store. A pickled tensor is not the same bytes each time."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__} ".encode()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
+        return kind + fingerprint(value.detach().as_subclass(torch.Tensor))
+    if isinstance(value, (tuple, list)):
+        return kind + b"".join(map(fingerprint, value))
+    if isinstance(value, dict):
+        return kind + b"".join(fingerprint(part) for item in value.items() for part in item)
+    return kind + pickle.dumps(value)

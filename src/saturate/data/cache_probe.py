@@ -12,7 +12,6 @@ import copy
 import ctypes
 import json
 import os
-import pickle
 import random
 import select
 import signal
@@ -28,6 +27,10 @@ from saturate.data.glance import open_connection, own_generator
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6
 MOST_S = 60.0
+
+#: Batches of a dataset that makes many items at once which are compared with the same items made alone, their size, and how long
+#: that may take.
+BATCHES, BATCH, BATCHES_S = 8, 8, 5.0
 
 #: Making an item must take this many times what reading it from a cache takes.
 LEAST_GAIN = 1.5
@@ -162,6 +165,15 @@ def one(dataset: Any, index: int) -> Any:
     return many([index])[0] if callable(many) else dataset[index]
 
 
+def made_together(dataset: Any) -> bool:
+    """Whether items of a batch may know of each other. A Subset has `__getitems__`, and asks its dataset for one after the other where
+    that has none."""
+    torch = sys.modules.get("torch")
+    while torch is not None and type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 # -- looking -------------------------------------------------------------------------------------------------------------
 
 
@@ -231,13 +243,33 @@ def _drawing(dataset: Any) -> Found | None:
 
 def _made_twice(dataset: Any, length: int) -> Found:
     indices = list(dict.fromkeys(round(place * (length - 1) / max(1, ITEMS - 1)) for place in range(ITEMS)))
-    whole = _whole(dataset, indices)
+    whole = _whole(dataset, indices, length)
     if not whole.refusal or owner_of(dataset) is None:
         return whole
     return _split(dataset, indices)
 
 
-def _whole(dataset: Any, indices: list[int]) -> Found:
+def _depend_on_batch(dataset: Any, length: int) -> bool:
+    """Whether some batches hold other items than are made alone. The last one has the shortest and the longest: what is padded to the
+    longest of a batch shows there, if anywhere."""
+    chance, sizes, until = random.Random(0), {}, time.monotonic() + BATCHES_S
+    for _ in range(BATCHES):
+        if time.monotonic() > until:
+            break
+        indices = chance.sample(range(length), min(BATCH, length))
+        alone = {index: cache_codec.fingerprint(one(dataset, index)) for index in indices}
+        if not _made_alike(dataset, alone):
+            return True
+        sizes |= alone
+    by_size = sorted(sizes, key=lambda index: len(sizes[index]))
+    return bool(sizes) and not _made_alike(dataset, {index: sizes[index] for index in (by_size[0], by_size[-1])})
+
+
+def _made_alike(dataset: Any, alone: dict[int, bytes]) -> bool:
+    return list(map(cache_codec.fingerprint, dataset.__getitems__(list(alone)))) == list(alone.values())
+
+
+def _whole(dataset: Any, indices: list[int], length: int) -> Found:
     records, make_s = [], []
     for index in indices:
         first, drew, seconds = _made(lambda index=index: one(dataset, index), 1)
@@ -246,15 +278,15 @@ def _whole(dataset: Any, indices: list[int]) -> Found:
             record = cache_codec.encode(first)
         except cache_codec.Unstorable as problem:
             return Found(f"its items cannot be stored: {problem}")
-        if fingerprint(first) != fingerprint(second):
+        if cache_codec.fingerprint(first) != cache_codec.fingerprint(second):
             return Found("its items are not the same each time that they are read")
         if drew:
             return Found("its items are the same each time, but making them draws random numbers, and later draws would differ")
         records.append(b"".join(record))
         make_s.append(min(seconds, again))
-    if callable(getattr(dataset, "__getitems__", None)):
+    if made_together(dataset):
         together = [b"".join(cache_codec.encode(item)) for item in dataset.__getitems__(list(indices))]
-        if together != records:
+        if together != records or _depend_on_batch(dataset, length):
             return Found("its items depend on the batch that they are fetched in")
     return _worth(records, make_s, None, ())
 
@@ -277,7 +309,7 @@ def _split(dataset: Any, indices: list[int]) -> Found:
         make_s.append(seconds)
         plain, after = _states_of(lambda index=index: one(dataset, index))
         ours, ours_after = _states_of(lambda item=item, place=place: replaced(item, place, lambda x: through(rest, x)))
-        if fingerprint(plain) != fingerprint(ours) or after != ours_after:
+        if cache_codec.fingerprint(plain) != cache_codec.fingerprint(ours) or after != ours_after:
             return Found("its items are random, and doing the steps of its transform one by one gives others")
     if len(places) != 1:
         return Found("its items are built differently from one to the next")
@@ -300,7 +332,7 @@ def _same_steps(dataset: Any, index: int) -> int:
             cache_codec.encode(first)
         except cache_codec.Unstorable:
             return count
-        if drew or fingerprint(first) != fingerprint(second):
+        if drew or cache_codec.fingerprint(first) != cache_codec.fingerprint(second):
             return count
         sample = first
     return len(steps)
@@ -376,24 +408,3 @@ def _states_of(make: Any) -> tuple[Any, Any]:
     seed(6)
     value = make()
     return value, comparable(states())
-
-
-def fingerprint(value: Any) -> bytes:
-    """Bytes that are equal for equal values. Only compared within this process; never read back."""
-    try:
-        return b"".join(cache_codec.encode(value))
-    except cache_codec.Unstorable:
-        return _fingerprint(value)
-
-
-def _fingerprint(value: Any) -> bytes:
-    """Of what a cache would not store. A pickled tensor is not the same bytes each time."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__} ".encode()
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
-        return kind + fingerprint(value.detach().as_subclass(torch.Tensor))
-    if isinstance(value, (tuple, list)):
-        return kind + b"".join(map(fingerprint, value))
-    if isinstance(value, dict):
-        return kind + b"".join(fingerprint(part) for item in value.items() for part in item)
-    return kind + pickle.dumps(value)

@@ -79,7 +79,7 @@ class Reader:
         self.place = place
         self.off = ""                       # why items come from the source alone
         self._twin, self._prefix, self._rest = (source, None, []) if steps is None else cache_probe.cut(source, steps)
-        self._together = steps is None and callable(getattr(source, "__getitems__", None))
+        self._together = steps is None and cache_probe.made_together(source)
         self.attributes = attributes(source)    # as this process left them
         self.kept = 0                       # items that this process has stored
         self._began_anew()
@@ -89,6 +89,7 @@ class Reader:
         self._pid = os.getpid()
         self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
         self._read = self._stored = 0
+        self._uneven = False                    # whether a batch of items that differ in size was made again and compared
         self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
 
     def item(self, index: Any) -> Any:
@@ -101,7 +102,7 @@ class Reader:
         """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
         if not self._usable():
             return self._plain(indices)
-        out: list[Any] = self._at_once(indices) if self._together else []
+        out: list[Any] = self._at_once(indices) if self._together and indices else []
         while len(out) < len(indices):
             out += self._in_order(indices[len(out):len(out) + self._group])
         self.attributes = attributes(self.source)
@@ -133,18 +134,59 @@ class Reader:
             self._looking_s += time.perf_counter() - began
 
     def _at_once(self, indices: list[Any]) -> list[Any]:
-        """Items of a dataset that is asked for many at once: what is missing, in one call."""
-        out = [self._cached(index) for index in indices]
-        missing = [at for at, item in enumerate(out) if item is MISSING]
-        if missing:
-            before = cache_probe.states()
-            fresh = self.source.__getitems__([indices[at] for at in missing])
-            drew = cache_probe.drawn_since(before)
-            for at, item in zip(missing, fresh):
-                out[at] = item
-                if not drew:
-                    self._keep(indices[at], item)
-        return [self._plain([index])[0] if item is PLAIN else item for index, item in zip(indices, out)]
+        """Items of a dataset that is asked for many at once, which may depend on the others of their batch: as padding to the longest
+        does. The batch is either all from the cache or all from the dataset, never mixed; whenever the dataset makes it, what is
+        cached of it must agree, and what is not is kept only if the same comes out alone."""
+        found, sizes = [], set()
+        for index in indices:
+            record = self._record(index)
+            found.append(decoded(record))
+            sizes.add(0 if record is MISSING or record is PLAIN else len(record))
+        whole = not any(item is MISSING or item is PLAIN for item in found)
+        # Items of a batch that was padded do not differ in size: where some do, one batch is compared at least.
+        if whole and not self._due() and (self._uneven or len(sizes) == 1):
+            self._read += len(found)
+            return found
+        before = cache_probe.states()
+        began = time.perf_counter()
+        made = self._plain(indices)
+        if whole:                           # only to compare
+            self._spent_s += time.perf_counter() - began
+            self._uneven = self._uneven or len(sizes) > 1
+        drew = cache_probe.drawn_since(before)
+        after = cache_probe.states()
+        try:
+            self._compare(indices, found, made, keep=not drew)
+        finally:
+            cache_probe.restore(after)
+        self._read += len(found) if whole and not self.off else 0
+        return made
+
+    def _compare(self, indices: list[int], found: list[Any], made: list[Any], keep: bool) -> None:
+        """Keep what is new of a batch that the dataset has made; the cache is dropped where something of it is not what a cache gives."""
+        new = []
+        for index, cached, item in zip(indices, found, made):
+            if cached is PLAIN or (cached is MISSING and (not keep or self.store.full or not self.store.wanted(index))):
+                continue
+            try:
+                encoded = b"".join(cache_codec.encode(item))
+            except cache_codec.Unstorable:
+                continue                    # this one is made each time
+            record = self._alone_as_stored(index) if cached is MISSING else bytes(self.store.get(index) or encoded)
+            if record != encoded:
+                before = "" if cached is MISSING else "is not what it was when it was stored, or "
+                return self._drop(index, f"{before}depends on the batch that it is fetched in")
+            if cached is MISSING:
+                new.append((index, item))
+        for index, item in new:
+            self._keep(index, item)
+
+    def _alone_as_stored(self, index: int) -> bytes:
+        """b"" where it cannot be made alone."""
+        try:
+            return b"".join(cache_codec.encode(cache_probe.one(self.source, index)))
+        except Exception:  # noqa: BLE001 - whatever the user's dataset raises: a batch may need more than one item
+            return b""
 
     def _in_order(self, indices: list[Any]) -> list[Any]:
         """Some items: first what is cached of all of them is read or made, then each is finished. So one look at the generators of
@@ -197,22 +239,28 @@ class Reader:
             say(f"{self.off}: until the next epoch its items come from itself")
         return not self.off
 
-    def _cached(self, index: Any) -> Any:
-        """What is cached of an item; MISSING, or PLAIN for an index that no cache has."""
+    def _record(self, index: Any) -> Any:
+        """What is stored of an item; MISSING, or PLAIN for an index that no cache has."""
         if type(index) is not int or not 0 <= index < self.store.slots:
             return PLAIN
         record = self.store.get(index)
-        if record is None:
-            return MISSING
-        try:
-            item = cache_codec.decode(record)
-        except cache_codec.Damaged:
-            return MISSING
+        return MISSING if record is None else record
+
+    def _cached(self, index: Any) -> Any:
+        """What is cached of an item, or MISSING, or PLAIN."""
+        record = self._record(index)
+        item = decoded(record)
+        if item is MISSING or item is PLAIN:
+            return item
         self._sized(len(record))
-        if self._spent_s <= RECHECKED * (time.perf_counter() - self._began) and not self._still(index, bytes(record)):
+        if self._due() and not self._still(index, bytes(record)):
             return MISSING
         self._read += 1
         return item
+
+    def _due(self) -> bool:
+        """Whether something is to be made again to compare it."""
+        return self._spent_s <= RECHECKED * (time.perf_counter() - self._began)
 
     def _sized(self, record_bytes: int) -> None:
         if not self._alone:
@@ -224,11 +272,14 @@ class Reader:
         problem = self._difference(index, record)
         self._spent_s += time.perf_counter() - began
         if problem:
-            self.off = f"item {index} of {type(self.source).__name__} {problem}"
-            self.store.drop(self.off)
-            say(f"{self.off}: the cache is dropped, and the training goes on from the dataset itself; "
-                "items that were read from the cache before may have been old ones")
+            self._drop(index, problem)
         return not problem
+
+    def _drop(self, index: int, problem: str) -> None:
+        self.off = f"item {index} of {type(self.source).__name__} {problem}"
+        self.store.drop(self.off)
+        say(f"{self.off}: the cache is dropped, and the training goes on from the dataset itself; "
+            "items that were read from the cache before may have been old ones")
 
     def _difference(self, index: int, record: bytes) -> str:
         random_state = cache_probe.states()
@@ -299,6 +350,16 @@ class Reader:
 
 #: In the place of an item: it is in no cache yet; it is what the source makes of it, whole.
 MISSING, PLAIN = object(), object()
+
+
+def decoded(record: Any) -> Any:
+    """The item that was stored; MISSING and PLAIN stay what they are, and damage is MISSING."""
+    if record is MISSING or record is PLAIN:
+        return record
+    try:
+        return cache_codec.decode(record)
+    except cache_codec.Damaged:
+        return MISSING
 
 
 def attributes(dataset: Any) -> list[Any]:

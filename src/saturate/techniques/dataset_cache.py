@@ -15,14 +15,16 @@ cores that the training leaves idle, if its loader has no workers.
 When it hurts
 -------------
 Decoded samples take room: 12 MB for a photograph of 4 million pixels. At most half of the free disk (or memory) is
-used; if that does not hold all samples, the rest is made anew each time. Datasets that count or log inside
+used; if that does not hold all samples, the rest is made anew each time. What a dataset makes by the batch (`__getitems__`) is made
+a second time, alone, before it is stored. Datasets that count or log inside
 `__getitem__` do so only for samples that are really made.
 
 Numerics
 --------
 `exact`: the same bytes in the same order. A dataset is cached only when some items were made twice under different
 random numbers and came out alike without drawing any; all the time a few items are made again and compared, and one
-that differs ends the cache, with a message. Items that are random as a whole are refused, and so are datasets that have a random
+that differs ends the cache, with a message. Batches are made at once by some datasets: one is then read from the cache as a whole or
+not at all, and those whose items depend on the others of their batch (as padding to its longest) are refused. Items that are random as a whole are refused, and so are datasets that have a random
 generator of their own, they or their transforms (as those of MONAI and albumentations do): it need not show in a few items.
 
 How it is applied
