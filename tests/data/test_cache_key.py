@@ -145,6 +145,39 @@ def test_helpers_in_other_modules(module, old, new):
     assert module() != module(helpers=HELPERS.replace(old, new))
 
 
+def test_a_setting_in_a_module_of_a_package(tmp_path, monkeypatch):
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "conf.py").write_text("SIZE, OTHER = 8, 1\n")
+    (package / "data.py").write_text(textwrap.dedent("""
+        import a_package.conf
+        class Data:
+            def __getitem__(self, index):
+                return [index] * a_package.conf.SIZE
+    """))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("a_package.data")
+    try:
+        before = digest(data.Data())
+        data.a_package.conf.OTHER = 2
+        assert digest(data.Data()) == before
+        data.a_package.conf.SIZE = 16
+        assert digest(data.Data()) != before
+    finally:
+        for name in ("a_package", "a_package.conf", "a_package.data"):
+            sys.modules.pop(name, None)
+
+
+def test_the_default_type_of_numbers(root):
+    before = digest(cases.Files(root))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert digest(cases.Files(root)) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_edits_that_cannot_matter_keep_the_key(module):
     edited = MODULE.replace("UNUSED = 1", "UNUSED = 2").replace("def load(path):", "def load(path):\n        # a comment")
     assert module() == module(edited, HELPERS.replace("return 1", "return 2"))

@@ -7,6 +7,7 @@ import io
 import logging
 import random
 import sqlite3
+import sys
 import tempfile
 import time
 import types
@@ -75,6 +76,43 @@ def test_globals_closures_and_partial_functions(monkeypatch):
         before = glance(function)
         rate[0] += 1
         assert glance(function) != before
+
+
+SETTINGS = types.ModuleType("settings_of_a_script")
+SETTINGS.size, SETTINGS.conf, SETTINGS.other = 8, types.ModuleType("settings_of_a_script.conf"), 1
+SETTINGS.conf.level = 1
+CONFIG = type("Config", (), {"rate": 1, "__module__": __name__})
+
+
+class Configured(torch.utils.data.Dataset):
+    scale = 1
+    ratios = (1, 2)
+
+    def __getitem__(self, index):
+        return self.load(index)
+
+    def load(self, index):
+        return index * SETTINGS.size * SETTINGS.conf.level * CONFIG.rate
+
+    def report(self):
+        return SETTINGS.other
+
+
+class Below(Configured):
+    pass
+
+
+@pytest.mark.parametrize(("where", "name", "seen"), [
+    (SETTINGS, "size", True), (SETTINGS.conf, "level", True), (CONFIG, "rate", True), (Configured, "scale", True), (Configured, "ratios", True),
+    (SETTINGS, "other", False)])
+def test_settings_in_modules_and_classes(where, name, seen, monkeypatch):
+    monkeypatch.setitem(sys.modules, "settings_of_a_script", SETTINGS)
+    monkeypatch.setitem(sys.modules, "settings_of_a_script.conf", SETTINGS.conf)
+    dataset = torch.utils.data.Subset(Below(), range(3))
+    before = glance(dataset)
+    assert glance(dataset) == before
+    monkeypatch.setattr(where, name, 2)
+    assert (glance(dataset) != before) is seen
 
 
 def test_nan_and_circles_are_equal_to_themselves():

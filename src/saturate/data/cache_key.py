@@ -19,6 +19,7 @@ import os
 import stat
 import sys
 import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
@@ -44,7 +45,8 @@ class Unknowable(Exception):
 def digest(dataset: Any, *more: Any) -> bytes:
     """32 bytes. Raises Unknowable."""
     walk = _Walk()
-    walk.value((sys.version_info[:3], _versions(), more), 0)
+    torch = sys.modules.get("torch")
+    walk.value((sys.version_info[:3], _versions(), torch and str(torch.get_default_dtype()), more), 0)
     walk.value(dataset, 0)
     return walk.hash.digest()
 
@@ -272,7 +274,7 @@ class _Walk:
 
     def of_class(self, cls: type, depth: int) -> None:
         self.add("class", cls.__module__, cls.__qualname__)
-        if not _is_users(cls.__module__):
+        if not is_users(cls.__module__):
             if cls.__module__ != "builtins":
                 self.source_of(cls.__module__)
             return
@@ -287,7 +289,7 @@ class _Walk:
 
     def function(self, function: Any, depth: int) -> None:
         self.add("function", function.__module__, function.__qualname__)
-        if not _is_users(function.__module__):
+        if not is_users(function.__module__):
             self.source_of(function.__module__ or "")
         else:
             self.code(function.__code__, function.__globals__, depth)
@@ -316,10 +318,9 @@ class _Walk:
             found = namespace.get(name)
             if any(found is one for one in _ENVIRONMENT.values()):
                 continue                # seen above: most of the environment has nothing to do with items
-            if isinstance(found, types.ModuleType) and _is_users(found.__name__):
-                for attribute in code.co_names:     # `helpers.load`: whatever of that module this code could mean
-                    if attribute in vars(found):
-                        self.value(vars(found)[attribute], depth)
+            if isinstance(found, types.ModuleType) and is_users(found.__name__):
+                for meant in named_in(found, code.co_names):
+                    self.value(meant, depth)
             elif name in namespace:
                 self.value(found, depth)
 
@@ -356,7 +357,20 @@ def _is_environment(name: Any, namespace: dict[str, Any]) -> bool:
     return isinstance(name, str) and (name in _ENVIRONMENT or any(namespace.get(name) is one for one in _ENVIRONMENT.values()))
 
 
-def _is_users(module: str | None) -> bool:
+def named_in(module: types.ModuleType, names: Iterable[str]) -> Iterator[Any]:
+    """`helpers.load`, `package.settings.SIZE`: whatever of a module of the user's code with these names could mean."""
+    pending, met = [module], {id(module)}
+    while pending:
+        current = vars(pending.pop(0))
+        for value in (current[name] for name in names if name in current):
+            if not isinstance(value, types.ModuleType) or not is_users(value.__name__):
+                yield value
+            elif id(value) not in met:
+                met.add(id(value))
+                pending.append(value)
+
+
+def is_users(module: str | None) -> bool:
     """Whether a module is the user's own code rather than an installed library's."""
     if module is None or module == "__main__":
         return True
@@ -365,8 +379,13 @@ def _is_users(module: str | None) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return module in sys.modules        # made by hand; what is not there at all is built in
+    return not _is_installed(file)
+
+
+@functools.lru_cache(4096)
+def _is_installed(file: str) -> bool:
     real = os.path.realpath(file)
-    return "site-packages" not in real and "dist-packages" not in real and not real.startswith(_STDLIB)
+    return "site-packages" in real or "dist-packages" in real or real.startswith(_STDLIB)
 
 
 def _built_in_base(kind: type) -> bool:

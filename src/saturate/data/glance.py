@@ -4,7 +4,7 @@ are open files, or random generators, in it.
 A worker that lives from one epoch to the next keeps the dataset as it was when the worker began. A script that changes it in
 between (a curriculum, an epoch number, augmentation that ends) would train on what it no longer has. A glance reads numbers and
 text, sees tensors and arrays by place, version and a sample of their content, and goes through attributes, containers, closures
-and the globals that the code of items names. It is bounded: of long containers it looks at some places, and it ends after so many
+the globals that the code of items names (in modules of the user's too), and values of the user's classes. It is bounded: of long containers it looks at some places, and it ends after so many
 things. What it cannot tell apart by then, it takes for equal.
 """
 
@@ -22,6 +22,8 @@ import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from saturate.data.cache_key import is_users, named_in
 
 #: Things that a glance looks at, at most: some 20 ms.
 MOST = 20_000
@@ -129,13 +131,37 @@ def _look(thing: Any) -> tuple[Any, list[Any]]:
         return id(thing.__func__), [thing.__self__, thing.__func__]
     if isinstance(thing, types.FunctionType):
         return id(thing.__code__), list(reached(thing))
-    if isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType, logging.Logger)):      # a logger leads to all others
+    if isinstance(thing, type):
+        return id(thing), _of_class(thing)
+    if isinstance(thing, (types.ModuleType, types.BuiltinFunctionType, logging.Logger)):      # a logger leads to all others
         return id(thing), []
     own = getattr(thing, "__dict__", None)
     if not isinstance(own, dict):
-        return id(thing), [getattr(thing, name, None) for name in _slots(type(thing))]
+        return id(thing), [*(getattr(thing, name, None) for name in _slots(type(thing))), type(thing)]
     methods = [method for name in _METHODS if isinstance(method := getattr(type(thing), name, None), types.FunctionType)]
-    return id(thing), [dict(own), *methods]
+    return id(thing), [dict(own), *methods, type(thing)]
+
+
+def _of_class(kind: type) -> list[Any]:
+    """What a class of the user's gives all its objects: values, and the methods by which items are made."""
+    if not is_users(kind.__module__):
+        return []
+    values = {name: value for name, value in vars(kind).items()
+              if not name.startswith("__") and isinstance(value, (*_PLAIN, tuple, list, dict))}
+    return [values, *_methods_of(kind), *kind.__bases__]
+
+
+def _methods_of(kind: type) -> list[types.FunctionType]:
+    """Those by which items are made, and those that their code names."""
+    pending, found = list(_METHODS), {}
+    while pending:
+        name = pending.pop()
+        method = getattr(kind, name, None)
+        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+        if name not in found and isinstance(method, types.FunctionType) and is_users(method.__module__):
+            found[name] = method
+            pending.extend(named for code in _codes(method) for named in code.co_names)
+    return list(found.values())
 
 
 def _look_into_classes(thing: Any) -> tuple[Any, list[Any]]:
@@ -195,13 +221,22 @@ def _globals(function: types.FunctionType) -> Iterator[Any]:
     """The values of the names that its code, and the code inside of it, reads from its module. Code of libraries is not followed."""
     if "site-packages" in function.__code__.co_filename:
         return
+    for code in _codes(function):
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if name in function.__globals__:
+                yield value
+            if isinstance(value, types.ModuleType) and is_users(value.__name__):
+                yield from named_in(value, code.co_names)
+
+
+def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """Its code, and the code inside of it."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
         codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield function.__globals__[name]
+        yield code
 
 
 def _slots(kind: type) -> list[str]:
