@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.errors import ArtifactDamaged  # noqa: E402 - after the check for torch
-from saturate.inference.formats import NotDeployable, _program, _sizes, _vetting, aoti, exported  # noqa: E402
+from saturate.inference.formats import NotDeployable, _dynamic_shapes, _program, _sizes, _vetting, aoti, exported  # noqa: E402
 from saturate.inference.techniques._api import Context, Entry  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
@@ -390,7 +390,7 @@ def test_what_belongs_to_one_batch_is_one_size(tmp_path: Path) -> None:
     """As with ids and their mask: torch.export may find nothing that says that they are as many."""
     signature = {"tensors": [{"shape": ["s0", "s1"]}, {"shape": ["s2", "s1"]}, {"shape": ["s3"]}],
                  "ranges": {"s0": [2, None], "s1": [2, 9], "s2": [1, 64], "s3": [1, None]}}
-    found = _program._as_one(signature, [{0: "batch", 1: "size (4, 5)"}, {0: "batch", 1: "size (4, 5)"}, {0: "size (7, 8)"}])
+    found = _dynamic_shapes._as_one(signature, [{0: "batch", 1: "size (4, 5)"}, {0: "batch", 1: "size (4, 5)"}, {0: "size (7, 8)"}])
     assert found["tensors"] == [{"shape": ["s0", "s1"]}, {"shape": ["s0", "s1"]}, {"shape": ["s3"]}]
     assert found["ranges"] == {"s0": [2, 64], "s1": [2, 9], "s3": [1, None]}
 
@@ -707,11 +707,11 @@ def test_expressions_of_sizes(text: str, allowed: bool) -> None:
 
 def test_plans_start_with_the_most_freedom() -> None:
     batches = [[torch.zeros(4, 5), torch.zeros(4, 5, 2)], [torch.zeros(4, 7), torch.zeros(4, 7, 2)]]
-    general, varying = _program._plans(batches, 4, True)
+    general, varying = _dynamic_shapes.plans(batches, 4, True)
     assert [set(sizes) for sizes in general] == [{0, 1}, {0, 1}]
     assert [set(sizes) for sizes in varying] == [{1}, {1}]
-    assert list(_program._plans(batches, 4, False)) == []
-    assert list(_program._plans(batches[:1], None, True)) == [[{}, {}]]
+    assert list(_dynamic_shapes.plans(batches, 4, False)) == []
+    assert list(_dynamic_shapes.plans(batches[:1], None, True)) == [[{}, {}]]
 
 
 @pytest.mark.filterwarnings("ignore")       # of torchao and torch about each other

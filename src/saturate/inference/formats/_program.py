@@ -9,38 +9,25 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
                         a name, and equal names mean equal sizes
     ranges              {name: [least, most]}; most is None without a limit
     why_fixed           why the batch size is no name although the inputs have one; "" where nothing is known to say
+
+Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`; what it plans is exported and tried out here.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
 from saturate.inference import batches as trees
 from saturate.inference import structure
-from saturate.inference.formats import _sizes
+from saturate.inference.formats import _dynamic_shapes
 from saturate.inference.techniques._api import Context, NotApplied
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256
-
-#: What torch.export says of a size that was to stay open, and that it fixed.
-_GUARD = re.compile(r"Guard failed: tensors_(\d+)\.size\(\)\[(\d+)\] (\S+) (\d+)")
-
-#: So many sizes are looked at for one that goes another way.
-_NEXT = 256
-
-#: {dimension: name of its size} of every input tensor.
-Sizes = list[dict[int, str]]
-
-
-class Decided(ValueError):
-    """The model branches on a size that was left open, or may do so: what is captured is known to hold for some of the sizes only."""
 
 
 @dataclass
@@ -73,31 +60,20 @@ def capture(context: Context, model: Any = None) -> Program:
     batches = [[_plain(torch, tensor) for tensor in tensors] for _, tensors in described]
     flat = _flat_module(torch, model, description)
     problem: Exception | None = None
-    for sizes in _plans(batches, context.facts.batch_size, hasattr(torch.export.Dim, "AUTO")):
+    for sizes in _dynamic_shapes.plans(batches, context.facts.batch_size, hasattr(torch.export.Dim, "AUTO")):
         flat.outputs = None
         try:
-            exported = _export(torch, flat, _example(torch, batches, sizes), sizes)
+            exported = _export(torch, flat, _dynamic_shapes.example(torch, batches, sizes), sizes)
             shapes = _try_out(torch, exported, flat, batches, sizes, values=not context.facts.random)
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
             problem = problem or error      # the plan with most freedom says best what the model asks for
             continue
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes,
-                     "why_fixed": str(problem) if isinstance(problem, Decided) else ""}
+                     "why_fixed": str(problem) if isinstance(problem, _dynamic_shapes.Decided) else ""}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}") from problem
-    raise NotApplied(f"torch.export cannot capture the model: {_one_size_only(problem) or short(problem)}")
-
-
-def _one_size_only(problem: Exception | None) -> str:
-    """What a guard on a size that varies means; "" for another problem."""
-    found = _GUARD.search(str(problem))
-    if found is None:
-        return ""
-    tensor, dimension, relation, number = found.groups()
-    must = number if relation == "==" else f"{relation} {number}"
-    return (f"sizes vary in the inputs, and what is captured holds where dimension {dimension} of input tensor {tensor} is {must}: "
-            "recurrent layers and loops are unrolled, branches on a size are decided; pad the inputs to one size")
+    raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
 
 
 def _plain(torch: Any, tensor: Any) -> Any:
@@ -113,44 +89,7 @@ def fixed(torch: Any, program: Program) -> Any:
     return _export(torch, program.flat, program.example, [{} for _ in program.example])
 
 
-def _plans(batches: list[list[Any]], batch_size: int | None, open_sizes: bool) -> Iterator[Sizes]:
-    """Which sizes to leave open, the most general first: what varies must stay open, the batch size should."""
-    varying: Sizes = []
-    for tensors in zip(*batches):
-        sizes: dict[int, str] = {}
-        for dimension in range(tensors[0].dim() if len({tensor.dim() for tensor in tensors}) == 1 else 0):
-            seen = tuple(tensor.shape[dimension] for tensor in tensors)
-            if len(set(seen)) > 1:
-                sizes[dimension] = f"size {seen}"
-        varying.append(sizes)
-    batch = [{0: "batch"} if tensor.dim() and tensor.shape[0] == batch_size else {} for tensor in batches[0]]
-    general = [{**first, **second} for first, second in zip(batch, varying)]
-    if open_sizes and general != varying:
-        yield general
-    if open_sizes or not any(varying):
-        yield varying
-
-
-def _example(torch: Any, batches: list[list[Any]], sizes: Sizes) -> list[Any]:
-    """The largest batch; what has one row gets a second, because torch.export takes a size of one for a constant."""
-    largest = max(batches, key=lambda tensors: sum(tensor.numel() for tensor in tensors))
-    if not any(0 in open_sizes and tensor.shape[0] == 1 for tensor, open_sizes in zip(largest, sizes)):
-        return largest
-    return _with_rows(torch, largest, sizes, 2)
-
-
-def _with_rows(torch: Any, tensors: list[Any], sizes: Sizes, rows: int) -> list[Any]:
-    """The same with another number of rows: the first ones, or some of them again."""
-    found = []
-    for tensor, open_sizes in zip(tensors, sizes):
-        if 0 in open_sizes and tensor.shape[0]:
-            index = torch.arange(rows, device=tensor.device) % tensor.shape[0]
-            tensor = tensor.index_select(0, index)
-        found.append(tensor)
-    return found
-
-
-def _export(torch: Any, flat: Any, example: list[Any], sizes: Sizes) -> Any:
+def _export(torch: Any, flat: Any, example: list[Any], sizes: _dynamic_shapes.Sizes) -> Any:
     shapes = None
     if any(sizes):
         auto = torch.export.Dim.AUTO
@@ -158,15 +97,11 @@ def _export(torch: Any, flat: Any, example: list[Any], sizes: Sizes) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         # Copies: an export that fails leaves its marks on the tensors, and the next one would take their sizes for open still.
         exported = torch.export.export(flat, tuple(tensor.clone() for tensor in example), dynamic_shapes=shapes, strict=False)
-    for index, (tensor, open_sizes) in enumerate(zip(_input_values(exported), sizes)):
-        for dimension in open_sizes:
-            if isinstance(tensor.shape[dimension], int):
-                raise ValueError(f"the model works for size {tensor.shape[dimension]} only, in dimension {dimension} of "
-                                 f"input tensor {index}")
+    _dynamic_shapes.check_open(exported, sizes)
     return exported
 
 
-def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], sizes: Sizes, *,
+def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], sizes: _dynamic_shapes.Sizes, *,
              values: bool) -> dict[str, Any]:
     """`tensors` and `ranges` of the signature, by trial: what was captured may hold for the example's sizes only.
 
@@ -187,34 +122,15 @@ def _try_out(torch: Any, exported: Any, flat: Any, batches: list[list[Any]], siz
 
     cases = [*batches[:2], *batches[2:][-2:]]       # inputs of other sizes come last
     if any(open_sizes.get(0) == "batch" for open_sizes in sizes):
-        cases.append(_with_rows(torch, batches[0], sizes, 3))
+        cases.append(_dynamic_shapes.with_rows(torch, batches[0], sizes, 3))
     found = next(filter(None, map(problem, cases)), "")
     if found:
         raise ValueError(found)
-    shapes = _as_one(_shapes(exported, _guarded(torch, exported, batches)), sizes)
+    shapes = _dynamic_shapes.shapes_and_ranges(torch, exported, batches, sizes)
     for name, limits in shapes["ranges"].items():
         if limits[0] <= 2:
-            limits[0] = 2 if problem(_with_one(batches[0], shapes["tensors"], name)) else 1
+            limits[0] = 2 if problem(_dynamic_shapes.with_one(batches[0], shapes["tensors"], name)) else 1
     return shapes
-
-
-def _as_one(shapes: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The same where first dimensions that were one size in the inputs have one name: ids and their mask make one batch, though
-    torch.export may find nothing in the program that says so. Tried with one row alone, each would fail for the other's sake."""
-    names: dict[str, str] = {}      # in the plan: in the program
-    renamed: dict[str, str] = {}
-    ranges = dict(shapes["ranges"])
-    for open_sizes, one in zip(sizes, shapes["tensors"]):
-        name = one["shape"][0] if 0 in open_sizes else None
-        if name not in ranges:
-            continue
-        first = names.setdefault(open_sizes[0], name)
-        if first != name:
-            renamed[name] = first
-            (least, most), (other, another) = ranges[first], ranges.pop(name)
-            ranges[first] = [max(least, other), min((limit for limit in (most, another) if limit is not None), default=None)]
-    tensors = [{**one, "shape": [renamed.get(size, size) for size in one["shape"]]} for one in shapes["tensors"]]
-    return {**shapes, "tensors": tensors, "ranges": ranges}
 
 
 def _alike(torch: Any, expected: Any, got: Any, values: bool) -> bool:
@@ -227,96 +143,10 @@ def _alike(torch: Any, expected: Any, got: Any, values: bool) -> bool:
     return torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True)
 
 
-def _with_one(tensors: list[Any], shapes: list[dict[str, Any]], name: str) -> list[Any]:
-    """The same with one element in every dimension whose size has this name."""
-    found = []
-    for tensor, one in zip(tensors, shapes):
-        for dimension, size in enumerate(one["shape"]):
-            tensor = tensor.narrow(dimension, 0, 1).contiguous() if size == name else tensor
-        found.append(tensor)
-    return found
-
-
-def _input_values(exported: Any) -> list[Any]:
-    """The (fake) tensors that stand for the user's inputs in the graph, in order."""
-    names = set(exported.graph_signature.user_inputs)
-    return [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
-
-
 def answers(exported: Any) -> list[str]:
     """The number formats of what the program returns."""
     values = next(node for node in exported.graph.nodes if node.op == "output").args[0]
     return [str(node.meta["val"].dtype).removeprefix("torch.") for node in values]
-
-
-def _guarded(torch: Any, exported: Any, batches: list[list[Any]]) -> dict[Any, Any]:
-    """Within which limits the open sizes may vary: those that torch.export gives are of each size alone, and a branch (on a rest,
-    on one size) may have gone the other way between them. Raises Decided where no limits around the sizes of the batches help."""
-    limits = dict(exported.range_constraints)
-    seen: dict[Any, int] = {}
-    guards: list[Any] = []
-    for value, *tensors in zip(_input_values(exported), *batches):
-        for dimension, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt):
-                environment = size.node.shape_env       # one for all sizes
-                guards = [environment.replace(guard.expr) for guard in environment.guards]
-                symbol, least = size.node.expr, min(tensor.shape[dimension] for tensor in tensors)
-                seen[symbol] = min(least, seen.get(symbol, least))
-    for guard in guards:
-        limits |= _narrowed(guard, limits, seen)
-    return limits
-
-
-def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int]) -> dict[Any, Any]:
-    """The limits of the sizes in a guard, from as low as it is known to hold in all of them; they keep what was seen."""
-    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
-
-    def from_(least: dict[Any, int]) -> dict[Any, Any]:
-        return {symbol: ValueRanges(size, limits[symbol].upper) for symbol, size in least.items()}
-
-    def holds(least: dict[Any, int]) -> bool:
-        return bool(bound_sympy(guard, limits | from_(least)).lower) or _sizes.always(guard, least)
-
-    lowest = {symbol: int(limits[symbol].lower) for symbol in seen if symbol in limits and symbol in guard.free_symbols}
-    if holds(lowest):
-        return from_(lowest)
-    least = {symbol: max(seen[symbol], size) for symbol, size in lowest.items()}
-    if not holds(least):
-        why = "the model branches on sizes" if _fails_somewhere(guard, least) else "the model computes with sizes"
-        raise Decided(f"{why}, and what is captured is known to hold where {guard} only")
-    for symbol in least:                # what is known of a range is known of each part of it
-        first = int(limits[symbol].lower)
-        least[symbol] = first + bisect.bisect_left(range(first, least[symbol]), True, key=lambda size: holds({**least, symbol: size}))
-    return from_(least)
-
-
-def _fails_somewhere(guard: Any, least: dict[Any, int]) -> bool:
-    """Whether a guard is false for one of the next sizes above `least`."""
-    false = "BooleanFalse"
-    return any(type(guard.subs({**least, symbol: size + more})).__name__ == false for symbol, size in least.items() for more in range(_NEXT))
-
-
-def _shapes(exported: Any, within: dict[Any, Any]) -> dict[str, Any]:
-    """`tensors` and `ranges` of a signature."""
-    tensors = []
-    ranges: dict[str, list[int | None]] = {}
-    limits = {str(symbol): limit for symbol, limit in within.items()}
-    for value in _input_values(exported):
-        shape = [size if isinstance(size, int) else str(size) for size in value.shape]
-        tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": shape})
-        for name in shape:
-            if name in limits:
-                ranges[name] = [_finite(limits[name].lower) or 0, _finite(limits[name].upper)]
-    return {"tensors": tensors, "ranges": ranges}
-
-
-def _finite(bound: Any) -> int | None:
-    """A bound as a number; torch writes "no limit" as infinity or as a huge integer."""
-    try:
-        number = int(bound)
-    except (TypeError, ValueError, OverflowError, AttributeError):      # sympy's infinities raise one or the other
-        return None
-    return number if abs(number) < 2**62 else None
 
 
 def _flat_module(torch: Any, model: Any, description: Any) -> Any:
