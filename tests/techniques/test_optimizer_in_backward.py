@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402 - after the import that decides whether to ru
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, OptimizerFacts  # noqa: E402
-from saturate.techniques import _registry, _updates  # noqa: E402
+from saturate.techniques import _registry, _updatable  # noqa: E402
 from saturate.techniques import optimizer_in_backward as technique  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
@@ -98,7 +98,7 @@ def alike(ours, plain):
             and same(ours.optimizer.state_dict(), plain.optimizer.state_dict()))
 
 
-KINDS = [*((kind, {}) for kind in _updates.KINDS if hasattr(torch.optim, kind)), ("SGD", {"momentum": 0.9, "nesterov": True}),
+KINDS = [*((kind, {}) for kind in _updatable.KINDS if hasattr(torch.optim, kind)), ("SGD", {"momentum": 0.9, "nesterov": True}),
          ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("Adam", {"amsgrad": True, "weight_decay": 0.1})]
 
 

@@ -1,22 +1,23 @@
-"""Running an optimizer parameter by parameter while the backward pass goes on, and watching that nobody misses them."""
+"""Running an optimizer parameter by parameter while the backward pass goes on, and watching that nobody misses them.
+
+Here are the hooks, the steps, and what happens when somebody looks at a gradient (`_read`, `_write`). `_updatable` says which optimizers
+and parameters can be served, `_between` what the script does with weights and settings before its step.
+"""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from saturate.techniques import _closures, _common
+from saturate.techniques import _between, _closures, _updatable
+from saturate.techniques._updatable import alone as _alone
+from saturate.techniques._updatable import holders as _holders
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
 #: of so many.
 DEVICE_LOOKS = 64
-
-#: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
-KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
 
 #: Steps of every optimizer that are watched before anything changes: one interval between two steps must be whole.
 WATCHED_STEPS = 2
@@ -32,66 +33,6 @@ _ADDED = ("a gradient arrived that would be added to the one of the last step, w
           "between them)")
 
 
-def why_not(optimizer: Any, torch: Any) -> str:
-    """Why this optimizer cannot run parameter by parameter; "" when it can."""
-    kind = type(optimizer)
-    if kind not in {getattr(torch.optim, name, None) for name in KINDS}:
-        return f"{kind.__name__} is not known to update each parameter by itself"
-    parameters = list(_parameters(optimizer))
-    if not any(p.requires_grad for p in parameters):
-        return f"everything that {kind.__name__} holds is frozen"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{kind.__name__} is differentiable"
-    if not all(isinstance(p, torch.nn.Parameter) for p in parameters):
-        return "it updates tensors that are no Parameters, whose gradients cannot be watched"
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-        return "the script has hooks of its own that run when a gradient is complete"
-    if not hasattr(torch._C, "_storage_Use_Count") or not hasattr(torch.Tensor, "_use_count"):
-        return "this version of torch does not tell who else holds a parameter"
-    return ""
-
-
-def _parameters(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def shared(optimizers: Iterable[Any], built: Iterable[Any]) -> str:
-    """Why these optimizers are not alone with their parameters, of all that were built; "" when they are."""
-    mine = {id(optimizer) for optimizer in optimizers}
-    owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
-    others = (o for o in built if id(o) not in mine and "param_groups" in vars(o) and any(id(p) in owned for p in _parameters(o)))
-    return next(map(_another, others), "")
-
-
-def _another(optimizer: Any) -> str:
-    return f"{type(optimizer).__name__}, another optimizer of the script, holds the same parameters"
-
-
-def _holders(parameter: Any, torch: Any) -> tuple[int, int]:
-    """How many hold the parameter, and how many tensors share its memory, each with what asking adds."""
-    return parameter._use_count(), _common.memory_holders(parameter, torch)
-
-
-@functools.cache
-def _alone(torch: Any) -> tuple[int, int]:
-    """What `_holders` says of a parameter that nothing in the graph has saved: but for Python, the node that collects its gradient
-    holds it. No backward pass is run for it, which others would take for one of the script's."""
-    with torch.enable_grad():
-        parameter = torch.nn.Parameter(torch.ones(1, device="cpu"))
-        collects = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-        found = _holders(parameter, torch)
-    del collects
-    return found
-
-
-def _bits(parameter: Any, torch: Any) -> Any:
-    """The sum of a parameter's bits, without a copy of it: versions do not tell what is written through `.data`."""
-    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return values.view(kind).sum(dtype=kind)
-
-
 class _Owned:
     """A parameter: its optimizer, its number among all, and what has happened to its gradient since the optimizer's last step."""
 
@@ -101,7 +42,7 @@ class _Owned:
         self.status = ""                # "": whatever `.grad` says is true
         self.arriving: Any = None       # the gradient before it is added to what was there
         self.watched: Any = None        # (gradient, version) when it was complete
-        self.weights: Any = None        # (version, address, its bits or None) then, or after it was updated
+        self.weights: Any = None        # `_between.mark` then, or after it was updated
 
 
 class Updates:
@@ -123,8 +64,7 @@ class Updates:
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
         self._keeps_zeros = self._in_closure = False
-        self._forwards: Any = None          # the handle of a hook
-        self._lock = threading.Lock()
+        self._uses = _between.Uses(context, self._used)
 
     def install(self) -> int:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
@@ -132,7 +72,7 @@ class Updates:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         for optimizer in self.context.optimizers:
-            for parameter in _parameters(optimizer):
+            for parameter in _updatable.parameters(optimizer):
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) in self.owned:
@@ -140,58 +80,27 @@ class Updates:
                 self.owned[id(parameter)] = _Owned(parameter, optimizer, len(self.owned))
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
-            self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _parameters(o))))
+            self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _updatable.parameters(o))))
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
             self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
         self._handles.append(register_optimizer_step_pre_hook(self._another_steps))
         guard = property(self._read, self._write, lambda parameter: self._write(parameter, None))
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
-        self._look_at_uses()
+        atexit.register(self._ends)
+        self._uses.look_at_saves()
         self.context.on_undo(self._remove)
         return len(self.owned)
 
     def _remove(self) -> None:
         self._ends()
         atexit.unregister(self._ends)
-        self._look_away()
+        self._uses.look_away()
         for handle in (*self._watchers, *self._handles):
             handle.remove()
         self._watchers, self._handles = [], []
 
     # -- weights are used between a backward pass and its step -------------------------------------------------------
-
-    def _look_at_uses(self) -> None:
-        atexit.register(self._ends)
-        kind = self.torch.nn.Module
-        original = kind.state_dict
-
-        @functools.wraps(original)
-        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not args and kwargs.get("destination") is None:      # otherwise it is a part of one that was looked at
-                self._used("saved", module.parameters())
-            return original(module, *args, **kwargs)
-
-        self.context.set_attribute(kind, "state_dict", state_dict)
-
-    def _look_at_forwards(self) -> None:
-        """From the first gradient to the step: of every module, in evaluation too. In between there is none, usually, and forwards
-        elsewhere do not pay for it."""
-        compiling = self.torch.compiler.is_compiling
-        task = getattr(self.torch._C, "_current_graph_task_id", lambda: -1)     # of the backward pass that runs: it may recompute
-
-        def before(module: Any, args: Any) -> None:
-            if not compiling() and task() == -1:
-                self._used("used in a forward", module.parameters())
-
-        with self._lock:        # gradients of several devices arrive in several threads
-            if self._forwards is None:
-                self._forwards = self.torch.nn.modules.module.register_module_forward_pre_hook(before)
-
-    def _look_away(self) -> None:
-        if self._forwards is not None:
-            self._forwards.remove()
-            self._forwards = None
 
     def _used(self, how: str, parameters: Iterable[Any]) -> None:
         """What the script uses between backward and step is not what it expects if it has been updated."""
@@ -230,8 +139,8 @@ class Updates:
     def _arrived(self, parameter: Any) -> None:
         owned = self.owned[id(parameter)]
         mine = id(owned.optimizer) in self.stepping
-        if self._forwards is None and (self.phase == "watching" or self.phase == "updating" and mine):
-            self._look_at_forwards()
+        if self.phase == "watching" or self.phase == "updating" and mine:
+            self._uses.look_at_forwards()
         if self.phase == "watching":
             self._watch(owned)
         elif self.phase == "updating" and mine:
@@ -287,16 +196,11 @@ class Updates:
         self._note_weights(owned, rest == 0 and owned.number == turn % len(self.owned))
 
     def _note_weights(self, owned: _Owned, bits: bool) -> None:
-        parameter = owned.parameter
-        owned.weights = parameter._version, parameter.data_ptr(), _bits(parameter, self.torch) if bits else None
+        owned.weights = _between.mark(owned.parameter, self.torch, bits)
 
     def _written(self, owned: _Owned) -> bool:
         """Whether somebody has written to the parameter since its gradient arrived."""
-        if owned.weights is None:
-            return False
-        parameter, (version, address, bits) = owned.parameter, owned.weights
-        return ((parameter._version, parameter.data_ptr()) != (version, address)
-                or bits is not None and not bool(bits == _bits(parameter, self.torch)))
+        return owned.weights is not None and _between.written(owned.parameter, self.torch, owned.weights)
 
     def _group(self, owned: _Owned) -> int | None:
         """The number of the group that holds the parameter by now: scripts take groups away, and a checkpoint replaces them."""
@@ -308,13 +212,13 @@ class Updates:
     def _note_settings(self, owned: _Owned, group: int | None) -> None:
         key = id(owned.optimizer), group
         if group is not None and key not in self.settings:
-            self.settings[key] = _values(owned.optimizer.param_groups[group])
+            self.settings[key] = _between.settings(owned.optimizer.param_groups[group])
 
     def _settings_changed(self, optimizer: Any) -> bool:
         """Whether a setting is not what it was when gradients arrived since the optimizer's last step."""
         mine = [key for key in self.settings if key[0] == id(optimizer)]
         now = dict(enumerate(optimizer.param_groups))
-        return any([self.settings.pop(key) != _values(now.get(key[1], {})) for key in mine])
+        return any([self.settings.pop(key) != _between.settings(now.get(key[1], {})) for key in mine])
 
     # -- the script steps --------------------------------------------------------------------------------------------
 
@@ -360,7 +264,7 @@ class Updates:
             owned.fired, owned.updated, owned.watched, owned.weights = False, False, None, None
         self.steps[id(optimizer)] += 1
         if not any(owned.fired for owned in self.owned.values()):
-            self._look_away()
+            self._uses.look_away()
         if self.phase == "watching":
             self._decide()
 
@@ -409,7 +313,7 @@ class Updates:
         if not shared:
             return
         if self.phase == "watching":
-            return self._object(_another(optimizer))
+            return self._object(_updatable.another(optimizer))
         in_closure = _closures.passed(args, kwargs) is not None
         if any(owned.updated or owned.status == _FREED and not in_closure for owned in shared):
             self._object(f"{type(optimizer).__name__} is to use gradients that {type(shared[0].optimizer).__name__} has used already, "
@@ -417,7 +321,7 @@ class Updates:
         self._leave(shared)
 
     def _shared(self, optimizer: Any) -> list[_Owned]:
-        return [self.owned[id(p)] for p in _parameters(optimizer) if id(p) in self.owned]
+        return [self.owned[id(p)] for p in _updatable.parameters(optimizer) if id(p) in self.owned]
 
     def _leave(self, shared: list[_Owned]) -> None:
         """From now on, gradients of whoever owns these parameters stay for the script's own steps."""
@@ -481,12 +385,6 @@ class Updates:
 
 def _size(owned: _Owned) -> int:
     return int(owned.parameter.numel() * owned.parameter.element_size())
-
-
-def _values(group: dict[str, Any]) -> list[Any]:
-    """A group's settings, in a form that can be compared later."""
-    return [(name, (id(value), value._version) if hasattr(value, "_version") else value)
-            for name, value in group.items() if name not in ("params", "param_names")]
 
 
 def _message(reason: str) -> str:

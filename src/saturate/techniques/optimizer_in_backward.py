@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
-from saturate.techniques import _shortage, _updates
+from saturate.techniques import _shortage, _updatable, _updates
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -101,7 +101,7 @@ def _refusal(facts: Facts) -> str:
 
 
 def _why_not(optimizer: OptimizerFacts) -> str:
-    if optimizer.kind not in _updates.KINDS or not optimizer.module.startswith("torch.optim"):
+    if optimizer.kind not in _updatable.KINDS or not optimizer.module.startswith("torch.optim"):
         return f"{optimizer.kind or 'the optimizer'} is not known to update each parameter by itself"
     if optimizer.sparse or optimizer.differentiable:
         return f"{optimizer.kind} has sparse gradients or is differentiable"
@@ -123,10 +123,10 @@ def apply(context: Any, options: Options) -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotApplied("gradients are averaged between processes before they are used")
     for optimizer in context.optimizers:
-        reason = _updates.why_not(optimizer, torch)
+        reason = _updatable.why_not(optimizer, torch)
         if reason:
             raise NotApplied(reason)
-    reason = _updates.shared(context.optimizers, context.built_optimizers())
+    reason = _updatable.shared(context.optimizers, context.built_optimizers())
     if reason:
         raise NotApplied(reason)
 
