@@ -10,7 +10,7 @@ import pytest
 from saturate.records.drill import Drill, DrillResult, Outcome, Saved
 from saturate.report import drill as report
 from saturate.report.cells import cells
-from saturate.study.drill import REMEDIES
+from saturate.study.drill_remedies import REMEDIES
 from saturate.verify.resume import OUTCOMES
 
 

@@ -19,6 +19,8 @@ from tune_kit import Folder, no_traceback_of_ours
 from saturate.cli.main import main
 from saturate.records.drill import DrillResult
 from saturate.study import drill as study_drill
+from saturate.study.drill import updates_needed
+from saturate.study.drill_remedies import UNFINISHED, remedy_of
 
 _RESTARTS = "def order(step): return Order(step // 8, 0)"
 _FORGETS = """
@@ -147,6 +149,42 @@ def test_no_checkpoint_in_time(tmp_path: Path) -> None:
     assert found["verdict"] == "no_checkpoint" and found["saves_seen"] == []
 
 
+_HISTORY = """
+import pickle
+kept = save
+def save(step):
+    CHECKPOINTS and kept(step)
+def update(batch, train=update):
+    train(batch)
+    with open("history.pkl", "wb") as file:
+        pickle.dump([0.0], file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpoints", "verdict"), [(True, "resumes_exactly"), (False, "no_checkpoint")])
+def test_a_history_that_is_written_at_each_update_is_no_checkpoint(checkpoints: bool, verdict: str, tmp_path: Path) -> None:
+    found = drill(tmp_path, changed(_HISTORY.replace("CHECKPOINTS", str(checkpoints))), "--kills", "1", "--budget", "100s")
+    assert found["verdict"] == verdict, found["drills"]
+    if checkpoints:
+        assert found["first_save_at_update"] == 6
+    else:
+        assert "history.pkl" in found["reason"] and found["saves_seen"] == [] and "--resume-args" not in found["next_command"]
+
+
+def test_a_remedy_speaks_of_a_loader_only_where_there_is_one() -> None:
+    for verdict in ("skips_data", "repeats_data"):
+        assert "StatefulDataLoader" in remedy_of(verdict, "", False, True, [])
+        assert "oader" not in remedy_of(verdict, "", False, False, [])
+    assert remedy_of("starts_over", "", True, False, []) == UNFINISHED
+    assert remedy_of("starts_over", "", False, False, ["--go"]).endswith("given --go")
+
+
+@pytest.mark.parametrize(("places", "needed"), [([], None), ([5, 10], None), ([5, 10, 15], 23), ([1, 2, 3], 11), ([90, 180, 270], 310)])
+def test_how_long_the_uninterrupted_run_is(places: list[int], needed: int | None) -> None:
+    assert updates_needed(places, kills=2) == needed
+
+
 def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["python", os.fsdecode(b"tr\xff.py")]
     found = DrillResult(run="x", command=argv, resume_command=argv, verdict="inconclusive", reason="for a test")
@@ -234,6 +272,7 @@ def test_without_a_loader_and_without_an_optimizer(restores: bool, verdict: str,
     """Data are seen where the model is given them. Seeded anew, it draws the batches of the first updates again."""
     found = drill(tmp_path, _BY_HAND.replace("RESTORES", str(restores)), "--kills", "1")
     assert found["verdict"] == verdict, found["drills"]
+    assert restores or "the number of the next step" in found["remedy"]
 
 
 _LBFGS = """

@@ -10,12 +10,14 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
         loaders gave, with its samples by index and by content; "weights" now; of a step also "rates" and "counters"
         (learning rates, the optimizer's own count of its steps)
     {"at": "step", "token": "S0", "count": 1}   what ends a step, once that is known
-    {"at": "save" | "read", "path": "..."}      a file that was opened to be written, or written by an earlier process
+    {"at": "save", "path": "..."}               a checkpoint: a file that torch.save or safetensors writes
+    {"at": "wrote", "path": "..."}              another binary file that was opened to be written
+    {"at": "read", "path": "..."}               a file that an earlier process wrote
     {"at": "moved", "path": "..."}              the new name of such a file: checkpoints are written aside and renamed
     {"at": "held"}                              it stands where the plan said, and waits for its end
     {"at": "withdrawn"}                         our own code failed
 
-Saves are seen where Python, torch or safetensors opens the file. Not seen: files written by other processes and by other C
+Files are seen where Python, torch or safetensors opens them. Not seen: files written by other processes and by other C
 libraries.
 """
 
@@ -50,7 +52,8 @@ _NO_CHECKPOINT = (".log", ".txt", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".
 class Drill:
     """Takes the place of `agent.capture.Capture`, from the import of torch on: checkpoints are read early.
 
-    `plan` keys: `folder`; `written`, paths that earlier processes wrote; `hold`, where to stand still, {"token": "S0", "count":
+    `plan` keys: `folder`; `written`, paths that earlier processes wrote; `others`, whether any binary file counts as a checkpoint, as
+    where nothing else was saved; `hold`, where to stand still, {"token": "S0", "count":
     20} or {"save": 1, "file": 0} (the first file of its first save), or null.
     """
 
@@ -76,6 +79,8 @@ class Drill:
         self._fresh: set[int] = set()           # iterators whose first batch was not seen yet
         self._loaders: dict[int, int] = {}
         self._saves: dict[int, list[str]] = {}  # paths by the number of tokens before them
+        self._wrote: dict[int, set[str]] = {}   # other binary files, likewise
+        self._buffered = False                  # torch.save wrote to memory: the next file that is opened gets it
         self._moves: set[str] = set()           # what files that were written are called now
         self._read: set[str] = set()
         session.undo.append(self._withdrawn)
@@ -255,7 +260,7 @@ class Drill:
         class PyTorchFileWriter(base):
             def __init__(self, target: Any, *args: Any, **kwargs: Any):
                 super().__init__(target, *args, **kwargs)
-                drill.session.guard(drill._opened, target if isinstance(target, str) else getattr(target, "name", None), "wb")
+                drill.session.guard(drill._saving, target if isinstance(target, str) else getattr(target, "name", None))
 
         seams.replace(self.session, self.torch._C, "PyTorchFileWriter", PyTorchFileWriter)
         for name in ("rename", "replace"):
@@ -277,7 +282,7 @@ class Drill:
         if not self._mine():
             return
         source, target = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
-        known = {*self.written, *(path for paths in self._saves.values() for path in paths), *self._moves}
+        known = {*self.written, *self._moves, *(path for paths in (*self._saves.values(), *self._wrote.values()) for path in paths)}
         for path in sorted(known):
             if path == source or path.startswith(source + os.sep):
                 self._moves.add(target + path[len(source):])
@@ -296,7 +301,7 @@ class Drill:
 
         @functools.wraps(serialize_file)
         def write(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            self.session.guard(self._opened, filename, "wb")
+            self.session.guard(self._saving, filename)
             return serialize_file(tensors, filename, *args, **kwargs)
 
         @functools.wraps(safe_open)
@@ -327,6 +332,23 @@ class Drill:
         outside = path.startswith(("/dev/", "/proc/", "/sys/"))
         if not self.tokens or "a" in mode or outside or name.endswith(_NO_CHECKPOINT) or "tfevents" in name:
             return
+        buffered, self._buffered = self._buffered, False
+        if buffered or self.plan.get("others"):
+            self._saved(path)
+        elif path not in self._wrote.setdefault(self.tokens, set()):
+            self._wrote[self.tokens].add(path)
+            self._write({"at": "wrote", "path": path})
+
+    def _saving(self, file: Any) -> None:
+        """torch.save or safetensors writes: to a file, or to memory, as libraries do that hand the bytes to a file system."""
+        if not self._mine() or not self.tokens:
+            return
+        if isinstance(file, (str, bytes, os.PathLike)):
+            self._saved(os.path.abspath(os.fsdecode(file)))
+        else:
+            self._buffered = True
+
+    def _saved(self, path: str) -> None:
         files = self._saves.setdefault(self.tokens, [])
         if path in files:
             return

@@ -28,6 +28,7 @@ from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded
 from saturate.report import trim
 from saturate.study import baseline, drilling
+from saturate.study.drill_remedies import remedy_of
 from saturate.study.drilling import Chain, Ran
 from saturate.study.ending import OURS, failure, in_our_words
 from saturate.study.resume_option import resume_words, source_of
@@ -42,29 +43,10 @@ REFERENCE_SHARE = 0.3
 #: Updates that are compared behind the last checkpoint, unless the script saves so often that fewer lie between two.
 LEAST_TAIL, MOST_TAIL = 8, 40
 
+#: For how much of the budget, from the first update on, a checkpoint is waited for where the script writes other binary files only.
+OTHERS_SHARE = 0.1
+
 _SEED = 20
-
-REMEDIES = {
-    "resumes_exactly": "",
-    "resumes_reordered": "save and restore the random states (torch, numpy, random) or seed the sampler by epoch: set_epoch(epoch); "
-                         "sort what comes from a set of strings (another order in each process, unless PYTHONHASHSEED is set)",
-    "inconclusive": "see the reasons; a longer run may tell: --steps N, --budget TIME",
-    "no_checkpoint": "save earlier or more often, or drill longer: --steps N, --budget TIME",
-    "ends_early": "count what is left to do from the checkpoint's own step, not from that of the process",
-    "state_not_restored": "save and load optimizer, scheduler, scaler and random states beside the model",
-    "skips_data": "save the loader's position with the update that it belongs to: StatefulDataLoader (torchdata)",
-    "repeats_data": "save and restore the loader's state: StatefulDataLoader (torchdata), or a sampler seeded by epoch that "
-                    "skips what was used",
-    "starts_over": "make the script load its newest checkpoint when it starts, or name its argument: --resume-args=...",
-    "cannot_load": "make the script load what it saved: the traceback is in the record",
-}
-
-#: Where the data of a process that is started again are none that the uninterrupted run had.
-DRAWN_ANEW = ("save and restore the random states (torch, numpy, random), and sort what comes from a set of strings: it has another "
-              "order in each process, unless PYTHONHASHSEED is set")
-
-#: Where only a kill in the middle of a save is fatal.
-UNFINISHED = "write each checkpoint to a temporary file and rename it when it is on disk; keep the one before"
 
 
 @dataclass(frozen=True)
@@ -101,18 +83,33 @@ class Request:
 
 @dataclass
 class Reference:
-    """The uninterrupted run."""
+    """The uninterrupted run. `others`: it wrote no checkpoint that could be told as one, and `saves` are its other binary files."""
 
     updates: list[Update]
     saves: list[Save]
     step: Step
     step_s: float
+    others: bool = False
+    loads: bool = True          # a DataLoader gave batches
 
     @property
     def gap(self) -> int:
         """Updates from one checkpoint to the next."""
         places = [0, *(save.update for save in self.saves)]
         return max(1, round(statistics.median(b - a for a, b in zip(places, places[1:])))) if self.saves else 1
+
+
+def updates_needed(places: list[int], kills: int) -> int | None:
+    """How long the uninterrupted run must be, by the updates after which it saved; None: it has saved too seldom yet.
+
+    >>> updates_needed([6, 12, 18], kills=2), updates_needed([6, 12], kills=2)
+    (26, None)
+    """
+    if len(places) < kills + 1:
+        return None
+    places = [0, *places[: kills + 1]]
+    gap = max(b - a for a, b in zip(places, places[1:]))
+    return places[-1] + max(LEAST_TAIL, min(gap, MOST_TAIL))
 
 
 def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
@@ -159,17 +156,19 @@ class _Work:
         self.drills: list[Drill] = []
         self.isolation = ""
         self.repeatable: bool | None = None
+        self.first_update_s: float | None = None        # when it was seen, of the uninterrupted run
 
     def done(self) -> DrillResult:
         reference, problem = self._reference()
         if reference is None:
             return self._result(None, "inconclusive", problem)
         places = [str(save.update) for save in reference.saves]
-        self.say(f"uninterrupted: {len(reference.updates)} updates, {1e3 * reference.step_s:.1f} ms each; checkpoints after update "
+        self.say(f"uninterrupted: {len(reference.updates)} updates, {1e3 * reference.step_s:.1f} ms each; "
+                 f"{'other files, and no checkpoint,' if reference.others else 'checkpoints'} after update "
                  f"{', '.join([*places[:6], *(['...'] if places[6:] else [])]) or '(none)'}")
         if len(reference.updates) < 2:
             return self._result(reference, "inconclusive", "fewer than two updates were seen")
-        with Chain(self.workload, self.folder / "chain", self.request.directory, self.step) as chain:
+        with Chain(self.workload, self.folder / "chain", self.request.directory, self.step, reference.others) as chain:
             _Kills(self, chain, reference).carry_out()
         worst = max(self.drills, key=lambda one: resume.OUTCOMES.index(one.outcome), default=None)
         if worst is None:
@@ -189,19 +188,24 @@ class _Work:
         if step is None or not ran.updates(step):
             return None, ran.ended.reason if ran.ended else "no update was seen in the time that there is: give it more, --budget TIME"
         updates = ran.updates(step)
+        saves = ran.saves(step)
+        others = [] if saves else ran.saves(step, "wrote")
+        needed = updates_needed([save.update for save in others], request.kills) if request.steps is None else None
+        updates = updates[:needed]          # what came while a checkpoint was waited for is not compared
         times = [b.t_ns - a.t_ns for a, b in zip(updates, updates[1:])]
-        saves = [save for save in ran.saves(step) if save.update < len(updates) or ran.ended is None]
-        return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0), ""
+        cut_short = ran.ended is None and needed is None
+        saves = [save for save in saves or others if save.update < len(updates) or cut_short]
+        return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0, bool(others), ran.loads), ""
 
     def _seen_enough(self, log: resume_log.Log) -> bool:
         done = log.updates(log.step)
         if self.request.steps is not None:
             return done >= self.request.steps
-        if len(log.saves) < self.request.kills + 1:
-            return False
-        places = [0, *log.saves[: self.request.kills + 1]]
-        gap = max(b - a for a, b in zip(places, places[1:]))
-        return done >= places[-1] + max(LEAST_TAIL, min(gap, MOST_TAIL))
+        if done and self.first_update_s is None:
+            self.first_update_s = time.monotonic()
+        waited = self.first_update_s is not None and time.monotonic() - self.first_update_s > OTHERS_SHARE * self.request.budget_s
+        needed = updates_needed(log.others if waited and not log.saves else log.saves, self.request.kills)
+        return needed is not None and done >= needed
 
     def failed_by_itself(self, ran: Ran) -> None:
         """An uninterrupted run that fails is reported before anything else."""
@@ -222,7 +226,7 @@ class _Work:
     def _result(self, reference: Reference | None, verdict: str, reason: str, unfinished: bool = False) -> DrillResult:
         request = self.request
         again = [*request.argv, *request.resume_args]
-        saves = reference.saves if reference else []
+        saves = reference.saves if reference and not (reference.others and verdict == "no_checkpoint") else []
         missing = verdict == "starts_over" and not unfinished and not request.resume_args
         if verdict == "resumes_exactly":
             following = ["saturate", "tune", *request.common_options(), "--", *request.argv]
@@ -230,11 +234,7 @@ class _Work:
             files = [[_short(path, request.cwd) for path in save.paths] for save in saves]
             words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
             following = ["saturate", "drill", *request.options(words), "--", *request.argv]
-        remedy = UNFINISHED if unfinished and verdict in ("cannot_load", "starts_over") else REMEDIES[verdict]
-        if reason == resume.OTHER_DATA:
-            remedy = DRAWN_ANEW
-        if verdict == "starts_over" and request.resume_args and not unfinished:
-            remedy = f"make the script load its newest checkpoint when it is given {shlex.join(request.resume_args)}"
+        remedy = remedy_of(verdict, reason, unfinished, reference is None or reference.loads, request.resume_args)
         return DrillResult(
             run=self.folder.name, command=request.argv, resume_command=again, verdict=verdict, reason=reason,  # type: ignore[arg-type]
             remedy=remedy, drills=self.drills, reference_updates=len(reference.updates) if reference else 0,
@@ -249,6 +249,11 @@ def _short(path: str, cwd: Path) -> str:
     """Below the working directory, where a resumed process stands as well, from there."""
     inside = Path(path)
     return str(inside.relative_to(cwd)) if inside.is_relative_to(cwd) else path
+
+
+def _names(saves: list[Save], most: int = 3) -> str:
+    names = list(dict.fromkeys(Path(path).name for save in saves for path in save.paths))
+    return ", ".join([*names[:most], *([f"{len(names) - most} more"] if names[most:] else [])])
 
 
 class _Kills:
@@ -375,6 +380,9 @@ class _Kills:
             first = self.reference.saves[0].update if self.reference.saves else None
             outcome, reason = "no_checkpoint", (f"nothing was saved within {before} updates" if first is None else
                                                 f"nothing was saved before the kill: the first save comes after {first} updates")
+        elif outcome == "starts_over" and self.reference.others and not ran.read:
+            outcome, reason = "no_checkpoint", (f"no checkpoint was seen within {before} updates: {_names(self.reference.saves)}, which "
+                                                "it wrote, was not read when it was started again")
         if moment == "save" and outcome in ("cannot_load", "starts_over") and killed.interrupted:
             reason = f"killed while it wrote {Path(killed.interrupted[0]).name}: {reason}"
         return Drill(

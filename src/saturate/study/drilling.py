@@ -46,11 +46,11 @@ class Ran:
             self.known.append(resume_log.merged([resume_log.updates(log.events, step) for log in self.logs]))
         return self.known[0]
 
-    def saves(self, step: Step) -> list[Save]:
-        """Of all ranks together: each may write a part."""
+    def saves(self, step: Step, kind: str = "save") -> list[Save]:
+        """Of all ranks together: each may write a part. `kind`: see `resume_log.saves`."""
         found: dict[int, list[str]] = {}
         for log in self.logs:
-            for save in resume_log.saves(log.events, step):
+            for save in resume_log.saves(log.events, step, kind):
                 found.setdefault(save.update, []).extend(save.paths)
         return [Save(update, tuple(dict.fromkeys(paths))) for update, paths in sorted(found.items())]
 
@@ -58,6 +58,11 @@ class Ran:
     def read(self) -> bool:
         """Whether it opened a file that an earlier process of its chain had written."""
         return any(event["at"] == "read" for log in self.logs for event in log.events)
+
+    @property
+    def loads(self) -> bool:
+        """Whether a DataLoader gave batches."""
+        return any(event.get("batches") for log in self.logs for event in log.events)
 
     @property
     def held(self) -> bool:
@@ -72,10 +77,11 @@ class Ran:
 class Chain:
     """Processes one after the other in one cage: each finds what those before it have written, and nothing else does."""
 
-    def __init__(self, workload: Workload, folder: Path, study_dir: Path, step: dict[str, Any] | None):
+    def __init__(self, workload: Workload, folder: Path, study_dir: Path, step: dict[str, Any] | None, others: bool = False):
         self.workload = workload
         self.folder = folder
         self.step = step
+        self.others = others
         self.plan = planning.plan(workload.cwd, folder, workload.argv, workload.environment, None, study_dir)
         self.isolation = f"{self.plan.mode}: {self.plan.reason}"
         self.started = 0
@@ -104,10 +110,10 @@ class Chain:
         trial = self._trial = Trial(workload, TrialSpec(
             id=folder.name, purpose="drill", folder=folder, step=self.step, capture={"seed": seed}, cage=self.plan.to_json(),
             redirect=self.plan.redirect, environment=self.plan.environment,
-            plan={"drill": {"folder": str(events), "written": list(self.written), "hold": hold}},
+            plan={"drill": {"folder": str(events), "written": list(self.written), "others": self.others, "hold": hold}},
         ))
         ran = _Follower(trial, events, step).follow(until, deadline, wait_s)
-        self.written.update(dict.fromkeys(event["path"] for log in ran.logs for event in log.events if event["at"] in ("save", "moved")))
+        self.written.update(dict.fromkeys(event["path"] for log in ran.logs for event in log.events if event["at"] in ("save", "wrote", "moved")))
         return ran
 
 

@@ -18,13 +18,16 @@ _OTHERS = re.compile(r"every|freq|interval|steps|epoch|num|count|save|no[-_]")
 #: Written first and renamed then: gone when the script starts again.
 _PASSING = re.compile(r"te?mp|partial|^\.")
 
+#: Signs that a script takes arguments, wherever they may be declared.
+_TAKES = re.compile(r"argv|pars|click|typer|fire|hydra|tyro|docopt|absl|cli\b", re.IGNORECASE)
+
 #: What stands for a file that the script names anew at each save.
 PATH = "PATH"
 
 
 def resume_words(source: str, saved: Sequence[Sequence[str]]) -> list[str]:
-    """The words to start the script with again, so that it goes on from a checkpoint: `--resume PATH` where the source
-    tells nothing better.
+    """The words to start the script with again, so that it goes on from a checkpoint: none where the source has no such
+    option, `--resume PATH` where it does not tell.
 
     source: of the script, "" where there is none. saved: the files of each save that was seen, in order. A file that
     every save wrote is named; others have a number in their name that the next run may not reach.
@@ -33,9 +36,14 @@ def resume_words(source: str, saved: Sequence[Sequence[str]]) -> list[str]:
     ['--resume-from', 'out/last.pt']
     >>> resume_words("parser.add_argument('--resume', action='store_true')", [])
     ['--resume']
+    >>> resume_words("import torch", [])
+    []
     """
-    found = [(rank, option, flag) for option, flag in _options(source)
+    options = _options(source)
+    found = [(rank, option, flag) for option, flag in options or ()
              for rank, name in enumerate(_NAMES) if name.match(option) and not _OTHERS.search(option)]
+    if options is not None and not found:
+        return []
     _, option, flag = min(found, default=(0, "--resume", False), key=lambda each: each[0])
     if flag:
         return [option]
@@ -44,20 +52,25 @@ def resume_words(source: str, saved: Sequence[Sequence[str]]) -> list[str]:
     return [option, always[0] if len(always) == 1 else PATH]
 
 
-def _options(source: str) -> list[tuple[str, bool]]:
-    """The options that a source declares by argparse, click or typer, in order: name, and whether it is a flag."""
+def _options(source: str) -> list[tuple[str, bool]] | None:
+    """The options that a source declares by argparse, click or typer, in order: name, and whether it is a flag. None where it
+    may take others: it declares none and does take arguments, or makes their names, or is no Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):       # a shell script, another Python's
-        return []
-    calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
-    return [(text, _is_flag(call)) for call in calls if (text := _option(call)) is not None]
+        return None
+    calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call) and _declares(node)), key=lambda node: node.lineno)
+    found = [(text, _is_flag(call)) for call in calls if (text := _option(call)) is not None]
+    made = any(not isinstance(word, ast.Constant) for call in calls for word in call.args)
+    return found if found or not (made or not source.strip() or _TAKES.search(source)) else None
+
+
+def _declares(call: ast.Call) -> bool:
+    called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return called in ("add_argument", "option", "Option")
 
 
 def _option(call: ast.Call) -> str | None:
-    called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if called not in ("add_argument", "option", "Option"):
-        return None
     words = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
     return next((word.split("/")[0] for word in words if word.startswith("--")), None)
 

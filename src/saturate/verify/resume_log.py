@@ -58,7 +58,8 @@ class Log:
     rank: int | None = None         # None: this process has not trained
     held: bool = False              # it stands where it was told to
     withdrawn: bool = False         # the agent failed in it
-    saves: list[int] = field(default_factory=list)      # numbers of updates after which files were opened to be written
+    saves: list[int] = field(default_factory=list)      # numbers of updates after which checkpoints were written
+    others: list[int] = field(default_factory=list)     # and after which other binary files were
     _rest: bytes = b""
 
     def feed(self, data: bytes, step: Step | None = None) -> None:
@@ -74,9 +75,9 @@ class Log:
                 self.rank = event["rank"]
             elif what == "step":
                 self.step = Step(event["token"], event["count"])
-            elif what == "save":
-                done = self.updates(step or self.step)
-                self.saves += [done] if done not in self.saves else []
+            elif what in ("save", "wrote"):
+                done, places = self.updates(step or self.step), self.saves if what == "save" else self.others
+                places += [done] if done not in places else []
             self.held = self.held or what == "held"
             self.withdrawn = self.withdrawn or what == "withdrawn"
 
@@ -173,14 +174,15 @@ def merged(ranks: Sequence[Sequence[Update]]) -> list[Update]:
     ) for together in zip(*ranks)]
 
 
-def saves(events: Events, step: Step) -> list[Save]:
-    """When files were opened to be written, and which: all that were opened after the same update belong together."""
+def saves(events: Events, step: Step, kind: str = "save") -> list[Save]:
+    """When checkpoints were written (`kind` "wrote": other binary files), and which files: all that were opened after the same
+    update belong together."""
     done, ends = 0, 0
     found: dict[int, list[str]] = {}
     for event in events:
         if event["at"] == step.token:
             ends += 1
             done = ends // step.count
-        elif event["at"] == "save":
+        elif event["at"] == kind:
             found.setdefault(done, []).append(event["path"])
     return [Save(update, tuple(paths)) for update, paths in found.items()]
