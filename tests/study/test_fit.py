@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,17 @@ from tune_kit import no_traceback_of_ours, untouched
 from saturate.measure import memory_model
 from saturate.measure.memory_model import Point
 from saturate.records.fit import SizeTried
-from saturate.study.fit import Asked, _advice, _advice_on_loaders, _loaders, _note_on_loaders, _write, nothing
-from saturate.study.fit_knob import knob_value, with_knob
+from saturate.study.fit import (
+    Asked,
+    _advice,
+    _advice_on_failures,
+    _advice_on_loaders,
+    _loaders,
+    _note_on_loaders,
+    _write,
+    nothing,
+)
+from saturate.study.fit_knob import Shown, differs, knob_value, with_knob
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
 from saturate.study.state import Request
@@ -263,6 +273,29 @@ while True: step(torch.ones(size, KIB * 256))
     assert len({one.trial for one in found.trials}) == len(found.trials), "one process per size"
     nameless = home.fit("--memory", "640MiB", "--knob=--batch-size").found
     assert nameless.verdict == "refused" and "add --batch-size N to the command" in nameless.reason
+
+
+@pytest.mark.slow
+def test_an_argument_that_changes_nothing_without_a_loader(home):
+    home.write("train.py", TRAINING + "while True: step(torch.ones(8, KIB * 256))")
+    found = home.fit("--memory", "900MiB", "--knob=--batch-size", argv=(sys.executable, "train.py", "--batch-size", "8")).found
+    assert found.verdict == "refused" and "changed nothing" in found.reason and found.micro_batch is None
+
+
+def test_two_values_of_an_argument_that_differ_in_nothing_are_no_two_sizes():
+    small = Shown(300 << 20, 0.01, "8")
+    assert differs(16, small, 8, replace(small, given="16")) and differs(16, small, 8, replace(small, peak_bytes=400 << 20))
+    assert not differs(16, small, 8, replace(small, step_s=0.1)), "the model is given the same"
+    unknown = replace(small, given=None)
+    assert differs(128, unknown, 16, unknown), "a small batch is not seen in the memory of a whole process"
+    assert not differs(1024, unknown, 16, unknown) and differs(1024, unknown, 16, replace(unknown, step_s=0.02))
+
+
+def test_a_size_that_failed_for_something_else_than_memory_is_named():
+    tried = [SizeTried(micro_batch=size, outcome=outcome, peak_bytes=None, seconds=1.0, trial=1, purpose="prove", reason="no multiple of 8")
+             for size, outcome in ((100, "failed"), (50, "failed"), (300, "out_of_memory"))]
+    (advice,) = _advice_on_failures(SimpleNamespace(tried=tried), 64)
+    assert "100" in advice and "no multiple of 8" in advice
 
 
 @pytest.mark.slow

@@ -184,7 +184,8 @@ class Batching:
         if question == "fit":
             feeding = sorted((d for d in self.credits if self.credits[d] >= FEEDING_SHARE * self.feeds),
                              key=lambda d: -self.credits[d])
-            return {"loaders": [{"description": d, **self.kinds[d]} for d in feeding], "kinds": kinds.memory(self.session)}
+            return {"loaders": [{"description": d, **self.kinds[d]} for d in feeding], "kinds": kinds.memory(self.session),
+                    "given": _given(self.session.inspection)}
         read = [iterator for iterator, cutter in self.cutters.items() if cutter.description == self.reference]
         self.scanning = True
         try:
@@ -260,6 +261,14 @@ def describe(loader: Any) -> str:
              getattr(sampler, "batch_size", None), bool(getattr(sampler, "drop_last", False)), loader.num_workers,
              getattr(collate, "__qualname__", type(collate).__qualname__))
     return "|".join(map(str, parts))
+
+
+def _given(inspection: Any) -> str | None:
+    """What tells whether the model is given the same sizes as in another process; None: not known (no hook may be set, or its tensors lie
+    in containers)."""
+    if inspection is None or not inspection.shapes or not all(inspection.shapes):
+        return None
+    return f"{inspection.calls} x {sorted(inspection.shapes)}"
 
 
 def _length(value: Any) -> int | None:

@@ -278,7 +278,7 @@ def _advice_on_loaders(loaders: list[LoaderBatch]) -> list[str]:
 def _advice(search: Search, answer: int | None) -> list[str]:
     if answer is None:
         return []
-    return [*_advice_on_time(search, answer), *_advice_on_training(search, answer), *_advice_on_heaps(search, answer)]
+    return [*_advice_on_failures(search, answer), *_advice_on_time(search, answer), *_advice_on_training(search, answer), *_advice_on_heaps(search, answer)]
 
 
 def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
@@ -287,6 +287,13 @@ def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
     return [f"memory grows by {sizes.show(round(growth.step_bytes))} with every step of a batch of {growth.micro_batch}: {sizes.show(search.limit_bytes or 0)} "
             f"last about {_lasts(search, growth):,} steps, and no batch fits for ever; look for what is kept from step to step (losses or outputs in a "
             "list, which keep their graphs unless they are detached; caches)"]
+
+
+def _advice_on_failures(search: Search, answer: int) -> list[str]:
+    """A larger size than the answer that ended for something else than memory: the search stopped there."""
+    failed = [one for one in search.tried if one.outcome == "failed" and (one.micro_batch or 0) > answer]
+    return [f"a batch of {one.micro_batch} was not refused for its memory: {one.reason or 'the script ended by itself'}; a size that the "
+            "script takes may be larger than the answer" for one in failed[-1:]]
 
 
 def _advice_on_time(search: Search, answer: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from saturate.errors import UsageError
 from saturate.machine.fingerprint import arguments_of
@@ -78,6 +78,46 @@ def _joined(word: str, knob: str) -> bool:
     return len(knob) == 2 and re.fullmatch(re.escape(knob) + r"\d+", word) is not None
 
 
+#: Proposals are multiples of no more than this.
+MOST_UNIT = 64
+
+#: A size that differs in nothing: by so much peaks and times of one size differ from process to process, at most. Where the shapes
+#: of what the model is given are not known, a small batch may hide in them, up to this factor between two sizes.
+SAME_PEAK, SAME_TIME, HIDDEN_FACTOR = 1.05, 1.25, 64
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one size showed. `given`: what stands for the shapes of what the model was given; None: not known."""
+
+    peak_bytes: int
+    step_s: float
+    given: str | None
+
+
+def rounded(size: int, own: int | None) -> int:
+    """`size` down to a multiple of the power of two in the script's own: scripts ask for multiples (of 8, of their micro-batches, of
+    the devices), and a process that refuses its size tells nothing of memory.
+
+    >>> rounded(5159, 16), rounded(700, 1024), rounded(5, 16), rounded(99, 25)
+    (5152, 640, 4, 99)
+    """
+    unit = min(own & -own, MOST_UNIT) if own else 1
+    while unit > size:
+        unit //= 2
+    return size - size % max(1, unit)
+
+
+def differs(size: int, shown: Shown, other_size: int, other: Shown) -> bool:
+    """Whether anything speaks for it that two values of the argument are two sizes."""
+    if shown.peak_bytes > SAME_PEAK * other.peak_bytes or other.peak_bytes > SAME_PEAK * shown.peak_bytes:
+        return True
+    if shown.given is not None and other.given is not None:
+        return shown.given != other.given
+    return max(size, other_size) < HIDDEN_FACTOR * min(size, other_size) or \
+        max(shown.step_s, other.step_s) > SAME_TIME * min(shown.step_s, other.step_s)
+
+
 @dataclass
 class KnobSearch(Search):
     """Every process has one size, from its first step on; throughput is that of the proofs, one after the other."""
@@ -86,6 +126,8 @@ class KnobSearch(Search):
     knob: str = ""
     workload: Workload | None = None
     size: int | None = None             # of the process that runs
+    given: str | None = None            # to the model in that process
+    shown: dict[int, Shown] = field(default_factory=dict)
 
     def _start(self, purpose: str, size: int | None) -> Process:
         assert self.workload is not None
@@ -124,7 +166,7 @@ class KnobSearch(Search):
 
     def _learn(self, process: Process, size: int | None) -> None:
         seen = process.trial.ask("fit")
-        self.kinds, self.world_size = seen["kinds"], process.world_size
+        self.kinds, self.world_size, self.given = seen["kinds"], process.world_size, seen["given"]
         if seen["loaders"] and seen["loaders"][0]["batch_size"]:
             self._take_loaders(seen["loaders"])
             made = self.loader["batch_size"]
@@ -139,6 +181,26 @@ class KnobSearch(Search):
     def _check_delivered(self, window: Window, size: int) -> None:
         """What is read need not come from a DataLoader."""
 
+    def _rounded(self, size: int) -> int:
+        return rounded(size, self.own)
+
+    def _propose(self) -> int | None:
+        size = super()._propose()
+        size = None if size is None else self._rounded(size)
+        return None if size is None or size <= (self.best or 0) else size
+
+    def _keep_measured(self, size: int, window: Window, began: float) -> None:
+        super()._keep_measured(size, window, began)
+        self._compare(size, window)
+
+    def _compare(self, size: int, window: Window) -> None:
+        """Raises Refused where another value of the argument makes no other size."""
+        self.shown[size] = shown = Shown(window.peak_bytes, window.step_s, self.given)
+        same = next((other for other, seen in self.shown.items() if other != size and not differs(size, shown, other, seen)), None)
+        if same is not None:
+            what = "neither the memory nor the time of a step" if self.given is None else "neither what the model is given nor its memory"
+            raise Refused(f"{self.knob} {size} changed nothing: {what} is another one than with {same}")
+
     def _next_probe(self) -> int | None:
         return None
 
@@ -146,6 +208,7 @@ class KnobSearch(Search):
         return False
 
     def _saw_block(self, size: int, window: Window) -> None:
+        self._compare(size, window)
         samples = window.samples or window.timed * size * self.facts["micro_steps"] * self.world_size
         self.throughput.add(size, window, samples)
 

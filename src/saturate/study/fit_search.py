@@ -58,6 +58,10 @@ class Search(State):
         self._count(purpose)
         return Process(self.bench, purpose, size)
 
+    def _rounded(self, size: int) -> int:
+        """A size that is worth a process: the loader takes any."""
+        return size
+
     def _asked_of(self, size: int) -> int | None:
         """What the loader is asked for."""
         return size
@@ -149,7 +153,7 @@ class Search(State):
         """Fresh processes that begin with the proposed size, until no other size can change the answer."""
         if not self.points:
             return
-        size: int | None = max(1, memory_model.first_proposal(self.points, self.idle_bytes, self.goal_bytes, self.most))
+        size: int | None = self._rounded(max(1, memory_model.first_proposal(self.points, self.idle_bytes, self.goal_bytes, self.most)))
         if self.failed and size is not None and size >= min(self.failed):
             size = self._propose() or self.likely
         while self.trials < MOST_TRIALS and self._time_for_another():
