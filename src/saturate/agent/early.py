@@ -14,9 +14,8 @@ import json
 import types
 from typing import Any
 
-from saturate.agent import memory, observe
+from saturate.agent import memory, observe, usercompiled
 from saturate.agent.context import own_forward
-from saturate.agent.inspection import user_compiles
 
 #: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
 MOST_CALLS = 2000
@@ -142,7 +141,10 @@ class _NothingSeen:
         self.device, self.modules, self.distributed = trained[0].device.type, modules, distributed
         self.devices = observe.devices(trained, self.device)
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
-        self.compiled, self.shapes = user_compiles(modules), ()
+        self.compiled, self.shapes = usercompiled.anything(modules), ()
+
+    def compiles(self, module: Any) -> bool | None:
+        return usercompiled.Graph().compiles(module) if self.compiled else False
 
     def describe(self) -> str:
         return ""

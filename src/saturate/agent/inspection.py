@@ -7,10 +7,9 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Iterable
 from typing import Any
 
-from saturate.agent import flopcount, motif, threadbound
+from saturate.agent import flopcount, motif, threadbound, usercompiled
 from saturate.agent.context import own_forward
 from saturate.agent.observe import all_modules, devices, trained_parameters
 from saturate.records.facts import BY_HAND
@@ -53,7 +52,8 @@ class Inspection:
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         wanted = {id(p) for p in parameters}
         everything = [m for m in all_modules(torch) if any(id(p) in wanted for p in m.parameters())]
-        self.compiled = user_compiles(everything)
+        self.compiled = usercompiled.anything(everything)
+        self._graph = usercompiled.Graph()
         children = {id(child) for m in everything for child in m._modules.values() if child is not None}
         self._roots = [m for m in everything if id(m) not in children]
         self.modules: tuple[Any, ...] = ()
@@ -223,6 +223,15 @@ class Inspection:
         setattr(owner, name, copied)
         self._undo.append(lambda: delattr(owner, name))     # the C method of the base class shows again
 
+    def saw_backward(self, tensors: Any) -> None:
+        """A backward pass began at `tensors`."""
+        if self.compiled:
+            self._graph.saw(tensors)
+
+    def compiles(self, module: Any) -> bool | None:
+        """Whether the script compiles this module's forward; None: it compiles something, and what is not known."""
+        return self._graph.compiles(module) if self.compiled else False
+
     def finish(self) -> None:
         """Remove everything that was set, and decide which modules techniques act on."""
         for undo in reversed(self._undo):
@@ -270,11 +279,3 @@ def running_backward(torch: Any) -> Any:
     """Tells whether a backward pass is running: what is called there is a forward that runs again."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return (lambda: task() != -1) if task is not None else (lambda: False)
-
-
-def user_compiles(modules: Iterable[Any]) -> bool:
-    """Whether the script compiles one of these modules, or has compiled anything at all."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"].get("ok", 0):
-        return True
-    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules)

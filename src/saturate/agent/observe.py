@@ -215,6 +215,7 @@ def facts(session: Any) -> dict[str, Any]:
         micro_steps=session.step.micro_steps,
         autocast=inspection.autocast,
         grad_scaler=session.grad_scaler,
+        compiles=inspection.compiled,
         checkpointed=inspection.checkpointed,
         gradients_read=inspection.gradients_read,
         threads=torch.get_num_threads(),
@@ -294,7 +295,7 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
         repeated_block=repeated if repeats >= 4 else None,
         repeats=repeats if repeats >= 4 else 0,
         forward_overridden=forward_overridden(module) and not is_ours(module),
-        compiled=inspection.compiled,
+        compiled=inspection.compiles(module),
         distributed=inspection.distributed,
     )
 

@@ -243,6 +243,8 @@ class Session:
             self.guard(self._saw_loss, tensors)
         if self.capture is not None:
             self.guard(self.capture.saw_backward, self.torch, tensors)
+        if self.phase == "inspect":
+            self.guard(self.inspection.saw_backward, tensors)
         if not self.optimizers.built and not self.leaves:
             self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
         if not self.stepping:

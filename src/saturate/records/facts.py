@@ -65,7 +65,7 @@ class ModuleFacts:
     repeated_block: str | None = None   # class of the most repeated composite child, when it repeats at least four times
     repeats: int = 0
     forward_overridden: bool = False    # `forward` is already an attribute of the instance: not ours to replace
-    compiled: bool = False              # the user compiled it (OptimizedModule or Module.compile)
+    compiled: bool | None = False       # the script compiles its forward, or a function around it; None: it compiles something
     distributed: bool = False           # wrapped in DistributedDataParallel
 
 
@@ -105,6 +105,7 @@ class Facts:
     micro_steps: int = 1                # backward passes per step
     autocast: str | None = None         # dtype the user's own script already autocasts to
     grad_scaler: bool = False           # the user's own script scales its loss
+    compiles: bool = False              # the script compiles anything itself: no hook may be set, or that is compiled again
     checkpointed: bool = False          # the script recomputes activations itself (torch.utils.checkpoint)
     gradients_read: bool | None = None  # it reads gradients besides backward, step and zero_grad (clips them, for one)
     threads: int = 1                    # torch intra-op threads

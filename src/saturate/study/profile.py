@@ -256,8 +256,8 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
         study.say(seen.record["problem"])
     else:
         study.say(f"recorded in {time.monotonic() - began:.1f} s")
-    if any(module.compiled for module in facts.modules):
-        seen.notes["modules"] = "the script compiles its model, and hooks on modules would compile it again"
+    if facts.compiles:
+        seen.notes["modules"] = "the script compiles something itself, and hooks on modules would compile it again"
     else:
         seen.modules = _modules(trial, live.step_ms)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from saturate.records.facts import Facts, ModuleFacts
@@ -32,6 +32,15 @@ def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
 def is_compiled(module: Any) -> bool:
     """Whether the script compiles this module, by `torch.compile` or `Module.compile`."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def compiled_already(modules: Sequence[ModuleFacts]) -> str:
+    """Why none of these modules is known to run eagerly; "" where one is, or there is none."""
+    if not modules or any(module.compiled is False for module in modules):
+        return ""
+    if any(module.compiled for module in modules):
+        return "the script already compiles its model"
+    return "the script compiles something itself, and whether its model is in it is not known"
 
 
 def why_no_autocast(facts: Facts) -> Ineligible | None:

@@ -98,8 +98,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("no trained module was seen")
     if facts.checkpointed:
         return Ineligible("the script recomputes activations itself")
-    if all(module.compiled for module in facts.modules):
-        return Ineligible(_COMPILED)
+    if why := _common.compiled_already(facts.modules):
+        return Ineligible(f"{why}, and a compiler decides itself what to recompute")
     short = _shortage.shortage(facts)
     if not short:
         return Ineligible("it trades time for memory, and memory is not short (`tune --fit` sets a limit)")

@@ -88,8 +88,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     modules = facts.modules
     if not modules:
         return Ineligible("no trained module was seen")
-    if all(module.compiled for module in modules):
-        return Ineligible("the script already compiles its model")
+    if why := _common.compiled_already(modules):
+        return Ineligible(why)
     if facts.device == "cpu" and not facts.machine.compiler:
         return Ineligible("compiling for a CPU needs a C++ compiler (g++ or clang++) on PATH")
     return Eligible(f"{len(modules)} trained module(s) that run eagerly")
