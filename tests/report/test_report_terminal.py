@@ -106,6 +106,13 @@ def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
     assert last in lines[-1]
 
 
+def test_where_nothing_was_tried_nothing_is_said_of_what_helps():
+    record = studies.nothing_helps()
+    untried = [msgspec.structs.replace(outcome, fate="not_applicable") for outcome in record.result.techniques]
+    text = plain(msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, techniques=untried)))
+    assert text.startswith("Nothing could be tried") and "helps" not in text.split("\n")[0]
+
+
 def test_a_set_that_was_not_verified_never_reads_as_faster():
     record = studies.big_win()
     record = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verified=None))

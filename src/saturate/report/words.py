@@ -216,7 +216,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         measured = f"measured {speed}, {change or stays}" if result.speedup is not None else stays
         return Headline(kind, "Cannot verify, so nothing is claimed", measured, reason)
     if kind == "nothing":
-        title = "Nothing safe helps" if not kept(record) else "No difference"
+        title = "No difference" if kept(record) else "Nothing safe helps" if _anything_tried(record) else "Nothing could be tried"
         return Headline(kind, title, stays if not kept(record) else raced, best_tried(record) or reason)
     if kind == "slower":
         return Headline(kind, "Nothing helps, the best set is slower", raced, best_tried(record) or reason)
@@ -232,6 +232,10 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
     if _one_pair(record):
         return Headline(kind, "Undecided within the budget", raced, "the budget ended before the final race had a second pair of processes")
     return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
+
+
+def _anything_tried(record: StudyRecord) -> bool:
+    return any(outcome.fate not in ("not_applicable", "not_tried") for outcome in record.result.techniques)
 
 
 def _counts_from(record: StudyRecord) -> str:
