@@ -34,7 +34,7 @@ class Stream(IterableDataset):
 def session():
     """What the agent's session gives to batching; torch is as it was afterwards."""
     found = types.SimpleNamespace(torch=torch, plan={"fit": {}}, undo=[], asleep=False, backwards=0, batching=None,
-                                  context=types.SimpleNamespace(device="cpu", modules=()), optimizers=Optimizers(), leaves=[])
+                                  context=types.SimpleNamespace(device="cpu", modules=()), optimizers=Optimizers(), leaves=[], inspection=None)
 
     def guard(function, *arguments):
         return function(*arguments)
