@@ -268,7 +268,8 @@ while True: step(torch.ones(size, KIB * 256))
 """)
     ended = home.fit("--memory", "640MiB", "--knob=--batch-size", argv=(sys.executable, "train.py", "--batch-size", "8"))
     found = ended.found
-    assert found.verdict == "fits" and found.knob == "--batch-size" and 16 < found.micro_batch < 100, ended.stderr
+    assert found.verdict == "fits" and found.knob == "--batch-size" and 16 < found.micro_batch < 130, ended.stderr
+    assert found.peak_bytes <= 640 << 20
     assert found.trial_count <= 4 and found.next_command.endswith(f"train.py --batch-size {found.micro_batch}")
     assert len({one.trial for one in found.trials}) == len(found.trials), "one process per size"
     nameless = home.fit("--memory", "640MiB", "--knob=--batch-size").found
