@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
+
 import torch
 
+from saturate.agent import capture, observe
 from saturate.agent.sample import few, strided
 
 
@@ -25,3 +29,25 @@ def test_a_shard_stands_for_its_tensor() -> None:
             return torch.tensor([7.0])
 
     assert strided(Sharded(), 4) == [7.0]
+
+
+def test_both_parts_of_complex_numbers_are_read_without_a_warning() -> None:
+    """Weights that train along the imaginary axis alone were taken for ones that stand still."""
+    imaginary = torch.arange(4.0) * 1j
+    weight = torch.nn.Parameter(imaginary.clone())
+    weight.grad = imaginary.conj()          # a view: its numbers are negated when they are read
+    watch, session = observe.ChangeWatch(), SimpleNamespace(optimizers=SimpleNamespace(living=lambda: [torch.optim.SGD([weight])]), torch=torch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert strided(imaginary, 2) == [0.0, 0.0, 0.0, 2.0]
+        assert float(capture._norm(torch, weight.grad)) == torch.arange(4.0).norm()
+        assert not watch.changed(session)
+        weight.data += 1j
+        assert watch.changed(session)
+
+
+def test_float64_is_read_as_float64() -> None:
+    far = torch.tensor([7e6, 7e6 + 1e-4], dtype=torch.float64)
+    assert strided(far, 2) == [7e6, 7e6 + 1e-4]
+    assert strided(far.to(torch.complex128), 2) == [7e6, 0.0, 7e6 + 1e-4, 0.0]
+    assert capture._norm(torch, far).dtype == torch.float64

@@ -16,7 +16,7 @@ from torch.nn import functional  # noqa: E402 - after the import that decides wh
 from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import activation_checkpointing, dynamic_batch, micro_batch  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
-from saturate.techniques._chunk_modes import Held  # noqa: E402
+from saturate.techniques._chunk_modes import Held, agrees  # noqa: E402
 from saturate.techniques._surroundings import Surroundings  # noqa: E402
 
 TECHNIQUES = {
@@ -280,3 +280,9 @@ def test_what_its_forward_may_reach_is(kind):
     with held.as_it_was():
         assert module._runner.steps == 0
     assert around.restore() and module._runner.steps == 0
+
+
+def test_complex_outputs_are_compared_in_both_parts() -> None:
+    ours = torch.tensor([3 + 4j, 1 - 2j])
+    assert agrees(ours, ours.clone(), 1e-4)
+    assert not agrees(ours, ours.conj(), 1e-4) and not agrees(ours, -ours.conj(), 1e-4)

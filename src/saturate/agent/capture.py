@@ -13,6 +13,7 @@ from array import array
 from typing import Any
 
 from saturate.agent import leaves, observe, ordering, sample, succession
+from saturate.techniques import _common
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
@@ -108,7 +109,7 @@ class Capture:
 
 def _norm(torch: Any, gradient: Any) -> Any:
     dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.linalg.vector_norm(dense.detach().float())
+    return torch.linalg.vector_norm(_common.reals(dense.detach(), torch))
 
 
 def _total(torch: Any, norms: list[Any]) -> float | None:

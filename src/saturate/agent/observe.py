@@ -14,6 +14,7 @@ from typing import Any
 from saturate.agent.context import forward_overridden, is_ours
 from saturate.data import ranks
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
+from saturate.techniques import _common
 
 #: The launchers' variables as a trial's command was given them: whoever set them did not start the ranks of this trial.
 inherited: dict[str, str] = {}
@@ -96,7 +97,7 @@ class ChangeWatch:
             self._parameters = found[:: max(1, len(found) // 8)][:8]
             self._checksum = []
         self._calls += 1
-        checksum = [float(p.detach().double().abs().sum()) for p in self._parameters]
+        checksum = [float(_common.reals(p.detach(), session.torch).double().abs().sum()) for p in self._parameters]
         before, self._checksum = self._checksum, checksum
         return bool(before) and before != checksum
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from saturate.techniques import _common
+
 
 def few(parameters: list[Any]) -> list[Any]:
     """At most eight of them, spread over the model."""
@@ -12,11 +14,13 @@ def few(parameters: list[Any]) -> list[Any]:
 
 
 def strided(parameter: Any, entries: int) -> list[float]:
-    """Up to `entries` values of a tensor, spread over it; of a sharded one, of this rank's shard: no rank may have to
-    wait for another here."""
+    """Up to `entries` values of a tensor, spread over it, in its own precision (at least float32), two numbers for each complex
+    one; of a sharded tensor, of this rank's shard: no rank may have to wait for another here."""
+    import torch
+
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     flat = local.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // entries)][:entries].float().tolist()
+    return _common.reals(flat[:: max(1, flat.numel() // entries)][:entries], torch).reshape(-1).tolist()
 
 
 def digest(tensor: Any, entries: int = 4096) -> str:

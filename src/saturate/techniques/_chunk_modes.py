@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from saturate.techniques import _common
 from saturate.techniques._chunk_plan import NotSplittable
 from saturate.techniques._surroundings import _CLOSED, _CONTAINERS, MOST_BYTES, _fill, _same, attributes
 
@@ -153,9 +154,11 @@ def agrees(ours: Any, theirs: Any, allowed: float) -> bool:
     what was the largest."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    if not ours.is_floating_point() or not ours.numel():
+    if not (ours.is_floating_point() or ours.is_complex()) or not ours.numel():
         return True
-    ours, theirs = ours.double(), theirs.double()
+    import torch
+
+    ours, theirs = (_common.reals(glimpse, torch).double() for glimpse in (ours, theirs))
     scale = float(theirs.abs().nan_to_num(0.0, 0.0, 0.0).amax())
     return bool(ours.isclose(theirs, rtol=0.0, atol=allowed * scale, equal_nan=True).all())
 

@@ -76,6 +76,13 @@ def _own_autocast(dtype: str) -> str:
     return f"the script already runs under {dtype} autocast"
 
 
+def reals(tensor: Any, torch: Any) -> Any:
+    """The numbers of a tensor, as they are compared: in float64 where they are in it, in float32 elsewhere. Complex ones are pairs of
+    real ones, in a dimension more: torch's own conversion would drop the imaginary part."""
+    pairs = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return pairs if pairs.dtype == torch.float64 else pairs.float()
+
+
 def per_rank(amount: float, facts: Facts) -> int:
     """A rank's part of something that all ranks of the machine share, at least 1 (all ranks are taken as local)."""
     return max(1, int(amount / max(1, facts.world_size)))

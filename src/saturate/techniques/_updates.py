@@ -179,7 +179,7 @@ class Updates:
             return
         gradient = self._grad.__get__(parameter)
         if self.context.gradient_norms is not None:
-            self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(gradient.detach().float())
+            self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(_common.reals(gradient.detach(), torch))
         # An optimizer that shares everything with the script's but holds one parameter. One for each call: gradients
         # of several devices arrive in several threads.
         kind = type(optimizer)
