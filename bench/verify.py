@@ -26,13 +26,14 @@ from _output import close, write_json
 from saturate.measure import stats
 from saturate.study.verification import ROUNDING, TWINS
 from saturate.verify import compare as comparison
+from saturate.verify.series import ROUNDING as ONE_ROUNDING
 from saturate.verify.series import Series
 from saturate.verify.tolerance import informative, tolerance
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "verify"))
 from tiny_trainings import Plan, train, twins
 
-BF16, FLOAT32 = ROUNDING["precision"], ROUNDING["reordering"]
+BF16, FLOAT32 = ROUNDING["precision"], ONE_ROUNDING["float32"]
 TARGET = 0.05
 
 PLANS = [Plan(model=model, optimizer=optimizer) for model in ("mlp", "convnet", "transformer") for optimizer in ("adamw", "sgd")]

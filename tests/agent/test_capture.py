@@ -78,3 +78,27 @@ def test_a_default_device_and_number_format_of_the_script_do_not_change_what_is_
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, plain) and set(plain.tolist()) == {1 - 2.0**-9, 1 + 2.0**-9}
+
+
+#: Adjustments of a ten-millionth in numbers of millions; with an argument, beside a tensor in float32.
+FINE = """
+import sys, torch
+orbit = torch.full((4,), 7e6, dtype=torch.float64, requires_grad=True)
+held = [orbit, *(torch.ones(2, requires_grad=True) for _ in sys.argv[1:])]
+optimizer = torch.optim.SGD(held, lr=1e-7)
+while True:
+    sum(p.sum() for p in held).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("others", "precision"), [([], "float64"), (["float32"], "float32")], ids=["alone", "beside float32"])
+def test_what_moves_by_less_than_float32_tells_is_seen_to_move(others, precision, script, start, tmp_path: Path) -> None:
+    """Recorded in float32 it stood still, and the training could not be verified."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
+    start(str(script(FINE)), *others, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+    found = series.read(folder)
+    assert len({tuple(sample) for sample in found.samples}) == 8
+    assert found.precision == precision

@@ -133,7 +133,7 @@ def test_verification_runs_see_the_same_numbers(script, start):
         capture = {"updates": 8, "seed": 1, "aligned": False, "perturb": None, "folder": str(path.parent)}
         trial = start(str(path), techniques=techniques, capture=capture)
         trial.wait_capture()
-        found.append([(path.parent / name).read_bytes() for name in ("capture.jsonl", "samples.f32")])
+        found.append([(path.parent / name).read_bytes() for name in ("capture.jsonl", "samples.bin")])
         proofs = msgspec.convert(trial.ask("evidence"), Evidence).notes
         trial.stop()
     assert len(found[0][0].splitlines()) == 9 and b'"grad_norm": null' not in found[0][0]

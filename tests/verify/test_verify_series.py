@@ -21,6 +21,13 @@ def test_what_was_written_is_read(tmp_path):
     assert SERIES.parts() == [(0, 1), (1, 3)]
 
 
+def test_float64_is_kept(tmp_path):
+    fine = replace(SERIES, samples=[array("d", [1 / 3, 7e6 + 1e-4, k]) for k in range(3)], precision="float64")
+    write(fine, tmp_path)
+    assert read(tmp_path) == fine
+    assert (SERIES.rounding, fine.rounding) == (2.0**-24, 2.0**-53)
+
+
 def test_numbers_that_are_not_finite_survive(tmp_path):
     odd = replace(SERIES, losses=[[math.nan], [math.inf], []], grad_norms=[math.nan, math.inf, 1.0])
     write(odd, tmp_path)
@@ -57,8 +64,9 @@ def test_a_run_that_was_killed_is_read_up_to_its_last_whole_update(tmp_path_fact
 
 
 @pytest.mark.parametrize("text, reason", [
-    ("", "empty"), ("nonsense\n", "not JSON"), ("[1]\n", "not a capture"), ('{"schema": 99, "dims": 0}\n', "schema 1"),
+    ("", "empty"), ("nonsense\n", "not JSON"), ("[1]\n", "not a capture"), ('{"schema": 99, "dims": 0}\n', "schema 2"),
     ('{"dims": -1}\n', "no valid dims"), ('{"dims": "3"}\n', "no valid dims"),
+    ('{"dims": 0, "precision": "float128"}\n', "precision is no known number format"),
     ('{"dims": 0}\n{"update": 0}\n{"update": 1, "losses": []}\n', "line 2"),
     ('{"dims": 0}\n{"update": 1, "losses": []}\n', "update 0 is missing")])
 def test_damage_is_named(tmp_path, text, reason):

@@ -121,3 +121,23 @@ def test_a_planted_bug_names_its_curve():
     assert [curve.metric for curve in failed] == ["gradient norm"]
     assert failed[0].reason == verdict.reason
     assert failed[0].candidate[2] - failed[0].baseline[2] > failed[0].tolerance[2]
+
+
+DOUBLE = [replace(plan, double=True) for plan in (*PLANS, TRANSFORMER)]
+FLOAT64 = 2.0**-53
+
+
+@pytest.mark.parametrize("plan", DOUBLE, ids=name)
+def test_of_a_training_in_float64_float32_is_no_reordering(plan):
+    verdict = judge(plan, replace(plan, bug="float32 forward"), FLOAT64)
+    assert not verdict.passed and "in update 2" in verdict.reason
+    assert judge(plan, replace(plan, bug="float32 forward"), BF16).passed, "a change of number formats is another promise"
+
+
+@pytest.mark.parametrize("plan", DOUBLE, ids=name)
+def test_another_order_of_summation_in_float64_is_accepted(plan):
+    verdict = judge(plan, replace(plan, reverse_batch=True), FLOAT64)
+    assert verdict.passed, verdict.reason
+    if plan.optimizer == "adamw":
+        verdict = judge(plan, replace(plan, fused=True), FLOAT64)
+        assert verdict.passed, verdict.reason

@@ -31,6 +31,7 @@ class Plan:
     bf16: bool = False
     fused: bool = False
     reverse_batch: bool = False         # the same sums in another order
+    double: bool = False                # parameters, data and losses in float64
     bug: str = ""
     data_seed: int | None = None
     from_start: bool = False            # the bug acts from update 0
@@ -108,9 +109,15 @@ def _sample(model: nn.Module) -> list[torch.Tensor]:
 def _loss(plan: Plan, model, x, y):
     if plan.reverse_batch:
         x, y = x.flip(0), y.flip(0)
-    with torch.autocast("cpu", torch.bfloat16) if plan.bf16 else nullcontext():
-        out = model(x)
-    loss = nn.functional.cross_entropy(out.float().flatten(0, -2), y.flatten())
+    if plan.bug == "float32 forward":
+        x, *values = (v.float() if v.is_floating_point() else v for v in (x, *model.parameters(), *model.buffers()))
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        out = torch.func.functional_call(model, dict(zip(names, values)), x)
+    else:
+        with torch.autocast("cpu", torch.bfloat16) if plan.bf16 else nullcontext():
+            out = model(x)
+    out = out.double() if plan.double else out.float()
+    loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
     if plan.bug == "constant loss":
         return loss * 0 + 1.0
     return loss * 0 if plan.bug == "zero loss" else loss
@@ -122,13 +129,13 @@ def train(plan: Plan) -> Series:
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     build, batch = MODELS[plan.model]
-    model = build()
+    model = build().to(torch.float64 if plan.double else torch.float32)
     optimizer = _optimizer(plan, model)
     generator = torch.Generator().manual_seed(plan.seed + 1000)
     losses, norms, samples, stale = [], [], [], None
     for k in range(plan.updates):
         acts = k >= 2 or plan.from_start
-        now = plan if acts else replace(plan, bf16=False, reverse_batch=False)
+        now = plan if acts else replace(plan, bf16=False, reverse_batch=False, bug="")
         bug = plan.bug if acts else ""
         if plan.data_seed is not None and k == (0 if plan.from_start else 2):
             generator = torch.Generator().manual_seed(plan.data_seed)
@@ -141,6 +148,7 @@ def train(plan: Plan) -> Series:
         losses.append([])
         for m in range(plan.micro):
             x, y = batch(generator)
+            x = x.double() if plan.double and x.is_floating_point() else x
             loss = _loss(now, model, x, y)
             losses[-1].append(float("nan") if bug == "nan" and k == 40 else float(loss.detach()))
             scale = 1 if bug == "gradient sum" else plan.micro
@@ -168,7 +176,8 @@ def train(plan: Plan) -> Series:
                     p.mul_(1 + plan.perturb * (2 * torch.rand(p.shape, generator=noise) - 1))
         parts = _sample(model)
         samples.append(torch.cat(parts).tolist())
-    return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts])
+    return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts],
+                  precision="float64" if plan.double else "float32")
 
 
 def twins(plan: Plan, perturb: float, count: int = 2) -> list[Series]:

@@ -189,7 +189,7 @@ def standing(session: Any) -> dict[str, Any]:
     elif session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
     return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
-            "losses": [[float(loss.double().sum()) for loss in update] for update in early],
+            "losses": [[sample.total(loss) for loss in update] for update in early],
             "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)],
             "unmade_batches": observe.unmade_batches(session),
             **_batches(session)}

@@ -33,6 +33,7 @@ class Capture:
         self._batches: list[str] = []
         self._log: Any = None
         self._samples: Any = None
+        self._code = "f"                    # of the samples' number format, as arrays name it
 
     def saw_batch(self, tensors: Any, iterator: Any) -> None:
         """A batch left a loader: remember a digest of its shapes and of values spread over it."""
@@ -76,8 +77,12 @@ class Capture:
             return
         segments = [len(sample.strided(p, ENTRIES)) for p in self._parameters]
         self._log = open(os.path.join(self.plan["folder"], "capture.jsonl"), "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
-        self._samples = open(os.path.join(self.plan["folder"], "samples.f32"), "wb")  # noqa: SIM115
-        header = {"schema": 1, "motif": session.step.describe(), "dims": sum(segments), "segments": segments}
+        self._samples = open(os.path.join(self.plan["folder"], "samples.bin"), "wb")  # noqa: SIM115
+        doubles = [sample.double(p) for p in self._parameters]
+        self._code = "d" if any(doubles) else "f"
+        precise = all(doubles) and all(map(sample.double, session.losses))
+        header = {"schema": 2, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
+                  "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32"}
         self._log.write(json.dumps(header) + "\n")
 
     def _follow(self, session: Any) -> None:
@@ -97,9 +102,9 @@ class Capture:
         freed = session.context.gradient_norms
         norms = [_norm(session.torch, p.grad) if p.grad is not None else freed.pop(id(p), None) for p in self._parameters]
         values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
-        record = {"update": self.updates, "losses": [float(loss.double().sum()) for loss in session.losses],
+        record = {"update": self.updates, "losses": [sample.total(loss) for loss in session.losses],
                   "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
-        array("f", values).tofile(self._samples)
+        array(self._code, values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")
         self._log.flush()

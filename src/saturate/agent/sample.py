@@ -23,6 +23,18 @@ def strided(parameter: Any, entries: int) -> list[float]:
     return _common.reals(flat[:: max(1, flat.numel() // entries)][:entries], torch).reshape(-1).tolist()
 
 
+def total(loss: Any) -> float:
+    """The sum of a loss, or of what else a backward pass began with, in float64."""
+    import torch
+
+    return float(_common.reals(loss, torch).double().sum())
+
+
+def double(tensor: Any) -> bool:
+    """Whether it holds numbers of 64 bits, complex ones pairs of them."""
+    return str(tensor.dtype) in ("torch.float64", "torch.complex128")
+
+
 def digest(tensor: Any, entries: int = 4096) -> str:
     """Stands for a tensor: its shape, and up to `entries` values spread over it."""
     flat = tensor.detach().reshape(-1)

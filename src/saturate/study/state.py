@@ -23,6 +23,7 @@ from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.store import Store
 from saturate.trial.process import standard_input
+from saturate.verify.series import SCHEMA
 
 #: What the environment says of the terminal, the login or the job, which is another one when a killed study is taken up again. No
 #: training depends on it. Any other name may be one that the script reads (WIDTH=1024), or one of its libraries (OMP_NUM_THREADS);
@@ -86,6 +87,7 @@ class Request:
         stdin, offset = standard_input()
         return {
             "the version of saturate": saturate.__version__,
+            "the format of recorded trainings": str(SCHEMA),
             "the script": self.script(),
             "the interpreter": _sha256(os.path.realpath(self.cwd / program)),
             "the environment": _sha256(sorted(environment.items())),

@@ -79,10 +79,11 @@ def _broken(baseline: Series, candidate: Series, k: int) -> str | None:
     if k < FIRST_ACTING:
         return None
     moved, other = update_of(baseline, k), update_of(candidate, k)
-    if norm(moved) > QUANTUM * norm(baseline.samples[k]) and not any(other):
+    quantum = QUANTUM * baseline.rounding
+    if norm(moved) > quantum * norm(baseline.samples[k]) and not any(other):
         return f"update {k} is missing: no parameter moved, the baseline's did"
     for part, (begin, end) in enumerate(baseline.parts()):
-        level = 16 * QUANTUM * norm(baseline.samples[k][begin:end])
+        level = 16 * quantum * norm(baseline.samples[k][begin:end])
         if norm(moved[begin:end]) > level and not any(other[begin:end]):
             return f"tensor {part} did not move in update {k}, the baseline's did"
     return None

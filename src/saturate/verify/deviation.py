@@ -28,8 +28,8 @@ from saturate.verify.series import Series
 #: Techniques act from this update on; updates 0 and 1 find the step and are the baseline's own.
 FIRST_ACTING = 2
 
-#: An update shorter than this share of the parameters is mostly the rounding of float32 (2^-24 each), no direction.
-QUANTUM = 2.0**-20
+#: An update shorter than this many roundings of the parameters (of float32: 2^-20 of their length) is mostly rounding, no direction.
+QUANTUM = 16
 
 METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter drift")
 
@@ -75,7 +75,7 @@ def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
     for begin, end in base.parts():
         a, b = ours[begin:end], theirs[begin:end]
         length_a, length_b = norm(a), norm(b)
-        if not length_a > QUANTUM * norm(base.samples[k][begin:end]):
+        if not length_a > QUANTUM * base.rounding * norm(base.samples[k][begin:end]):
             continue
         if math.isfinite(length_b) and length_b > 0:
             cosine = math.fsum(map(mul, a, b)) / (length_a * length_b)

@@ -1,13 +1,15 @@
 """What one verification run recorded, and its files.
 
-A folder holds `capture.jsonl` and `samples.f32`. The first line of the former is a header
+A folder holds `capture.jsonl` and `samples.bin`. The first line of the former is a header
 
-    {"schema": 1, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...]}
+    {"schema": 2, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "samples": "float32", "precision": "float32"}
 
 and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "..."}. The latter
-holds, after each update, `dims` float32 numbers, little-endian: the same strided sample of all trained parameters,
-tensor after tensor; `segments` says how many of them belong to each tensor. `grad_norm` may be null and `digest`
-absent. A run may be killed at any moment, so a last record that is cut short is dropped.
+holds, after each update, `dims` numbers of the format `samples`, little-endian: the same strided sample of all trained
+parameters, tensor after tensor; `segments` says how many of them belong to each tensor. `samples` is float64 where any of
+these tensors is, else float32; `precision` is float64 only where all of them, and the losses, are: then nothing in the
+training need round to less. `grad_norm` may be null; `digest`, `samples` and `precision` may be absent. A run may be killed
+at any moment, so a last record that is cut short is dropped.
 """
 
 from __future__ import annotations
@@ -20,9 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SCHEMA = 1
+SCHEMA = 2
 CAPTURE = "capture.jsonl"
-SAMPLES = "samples.f32"
+SAMPLES = "samples.bin"
+
+#: Half a unit in the last place, relative, of the formats that a training may be computed in. Shorter ones round more, but what
+#: differs between two honest trainings is the order of sums, which are in float32 there.
+ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+#: The type codes of arrays of these formats.
+_CODES = {"float32": "f", "float64": "d"}
 
 
 class CaptureDamaged(ValueError):
@@ -35,7 +44,8 @@ class Series:
 
     losses: the loss of each micro-step, in order, as the script computed it. grad_norms: 2-norm of all gradients at
     the update; nan where it could not be read. samples: the strided parameter sample *after* the update.
-    digests: a hash of the update's input data, or "" where none was seen.
+    digests: a hash of the update's input data, or "" where none was seen. precision: that of the parameters and the
+    losses, float32 unless all are float64.
     """
 
     losses: list[list[float]]
@@ -44,6 +54,12 @@ class Series:
     motif: str = ""
     digests: list[str] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
+    precision: str = "float32"
+
+    @property
+    def rounding(self) -> float:
+        """One rounding of the training's own number format, relative."""
+        return ROUNDING[self.precision]
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -72,6 +88,9 @@ def _header(line: bytes, path: Path) -> dict:
         raise CaptureDamaged(f"{path}: not a capture of schema {SCHEMA}")
     if not isinstance(header.get("dims"), int) or header["dims"] < 0:
         raise CaptureDamaged(f"{path}: the header has no valid dims")
+    for key in ("samples", "precision"):
+        if header.setdefault(key, "float32") not in ROUNDING:
+            raise CaptureDamaged(f"{path}: the header's {key} is no known number format")
     return header
 
 
@@ -108,31 +127,33 @@ def read(folder: Path) -> Series:
     header = _header(lines[0], path)
     updates = _updates(lines[1:], path)
     dims = header["dims"]
-    samples: list[Sequence[float]] = [array("f") for _ in updates]
+    code = _CODES[header["samples"]]
+    samples: list[Sequence[float]] = [array(code) for _ in updates]
     if dims:
         raw = (folder / SAMPLES).read_bytes()
-        row = 4 * dims
-        samples = [array("f", raw[k : k + row]) for k in range(0, len(raw) - row + 1, row)]
+        row = array(code).itemsize * dims
+        samples = [array(code, raw[k : k + row]) for k in range(0, len(raw) - row + 1, row)]
         if sys.byteorder == "big":
             for sample in samples:
                 sample.byteswap()   # type: ignore[attr-defined]
     n = min(len(updates), len(samples))
     losses, norms, digests = [list(column) for column in zip(*updates[:n])] or ([], [], [])
     segments = list(header.get("segments") or [])
-    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments)
+    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments, header["precision"])
 
 
 def write(series: Series, folder: Path) -> None:
-    """Write a capture that `read` returns equal (samples as float32)."""
+    """Write a capture that `read` returns equal (samples in the training's own precision)."""
     dims = len(series.samples[0]) if series.samples else 0
-    records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments}]
+    records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments,
+                            "samples": series.precision, "precision": series.precision}]
     for k, (losses, norm) in enumerate(zip(series.losses, series.grad_norms)):
         digest = series.digests[k] if series.digests else ""
         records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest})
     (folder / CAPTURE).write_text("".join(json.dumps(record) + "\n" for record in records))
     with (folder / SAMPLES).open("wb") as file:
         for sample in series.samples:
-            row = array("f", sample)
+            row = array(_CODES[series.precision], sample)
             if sys.byteorder == "big":
                 row.byteswap()
             row.tofile(file)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from saturate.verify.deviation import FIRST_ACTING, Deviation, deviation, norm, update_of
-from saturate.verify.series import Series
+from saturate.verify.series import ROUNDING, Series
 
 #: Fewer updates than this prove too little.
 LEAST_UPDATES = 50
@@ -30,9 +30,6 @@ LEAST_UPDATES = 50
 #: autocast needs at most 0.83 of what is allowed for the loss, 0.76 for the drift, and 0.55 for the rest.
 SAFETY = 4.0
 DRIFT_SAFETY = 12.0
-
-#: Rounding of float32 (the format of most baselines): half a unit in the last place.
-FLOAT32_ROUNDING = 2.0**-24
 
 #: No tolerance on lengths exceeds this factor, so that an exploding gradient always shows.
 WIDEST_RATIO = math.log(100.0)
@@ -101,13 +98,15 @@ def tolerance(
     baseline: Series,
     aa: Sequence[Series] = (),
     twins: Sequence[Series] = (),
-    rounding: float = FLOAT32_ROUNDING,
+    rounding: float | None = None,
 ) -> Tolerance:
     """What a candidate may deviate from `baseline`, per update.
 
     `aa` are unchanged repetitions; `twins` were perturbed after update 1, by `rounding` (relative; 2^-9 for bf16,
-    2^-12 for fp16, 2^-11 for TF32, 2^-24 for a change of summation order). Floors, for the first acting update (they
-    grow with the square root of the updates, as independent errors do):
+    2^-12 for fp16, 2^-11 for TF32; for a change of summation order that of the baseline, which it is where none is given: 2^-24,
+    in float64 2^-53). Floors, for the first acting update (they grow with the square root of the updates, as independent errors
+    do); their constants are those of float32, and shrink with the rounding of a baseline in float64, that of the angle with its
+    square root (of which it is made: below 1e-8 rad a cosine says nothing):
 
     loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero)
     gradient    four roundings, at least 1e-4: sums of many terms in another order
@@ -119,6 +118,8 @@ def tolerance(
     drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
     """
     n = len(baseline)
+    rounding = baseline.rounding if rounding is None else rounding
+    finer = baseline.rounding / ROUNDING["float32"]
     runs = [*(deviation(baseline, run) for run in aa), *(_of_twin(baseline, twin) for twin in twins)]
     sizes = [baseline.loss(k) for k in range(n)]
     finite = [size for size in sizes if math.isfinite(size)]
@@ -126,11 +127,11 @@ def tolerance(
     # errors of independent updates add up like a random walk
     walk = [math.sqrt(max(1, k - FIRST_ACTING + 1)) for k in range(n)]
     scale = [max(abs(size), 0.1 * typical) if math.isfinite(size) else typical for size in sizes]
-    floors = ([max(1e-5, rounding) * size * w for size, w in zip(scale, walk)],
-              [max(1e-4, 4 * rounding) * w for w in walk],
-              [max(5e-3, math.sqrt(rounding)) * w for w in walk],
-              [max(1e-3, 4 * rounding) * w for w in walk],
-              [max(1e-6, rounding / 50) * w for w in walk])
+    floors = ([max(1e-5 * finer, rounding) * size * w for size, w in zip(scale, walk)],
+              [max(1e-4 * finer, 4 * rounding) * w for w in walk],
+              [max(5e-3 * math.sqrt(finer), math.sqrt(rounding)) * w for w in walk],
+              [max(1e-3 * finer, 4 * rounding) * w for w in walk],
+              [max(1e-6 * finer, rounding / 50) * w for w in walk])
     widest = (math.inf, WIDEST_RATIO, 2.0, WIDEST_RATIO, math.inf)
     safety = (SAFETY, SAFETY, SAFETY, SAFETY, DRIFT_SAFETY)
     columns = zip(*(run.series() for run in runs)) if runs else ((),) * len(floors)
