@@ -156,6 +156,20 @@ def test_no_technique_widens_its_own_tolerance() -> None:
     assert not Recorded({frozenset({"wide"}): training(0.01)}).verify((wide,)).passed
 
 
+def test_of_a_training_in_float64_only_its_own_rounding_is_another_order_of_sums() -> None:
+    """A forward in float32 passed for a reordering."""
+    class Double(Recorded):
+        def series(self, run: Run) -> Series:
+            return replace(super().series(run), precision="float64")
+
+    for numerics, passes in (("reordering", False), ("stream", False), ("precision", True)):
+        set_ = (candidate("single", numerics),)
+        found = {frozenset({"single"}): training(2.0**-24)}
+        assert Recorded(found).verify(set_).passed
+        assert Double(found)._trains_alike(set_, numerics).passed is passes
+    assert Double({frozenset({"sums"}): training(2.0**-52)}).verify((candidate("sums", "reordering"),)).passed
+
+
 def test_losses_of_timed_trials_are_compared() -> None:
     from saturate.study.bench import timed_losses
 

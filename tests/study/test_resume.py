@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
 
+from saturate.study import state
 from saturate.study.bench import Bench
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
@@ -121,6 +122,13 @@ def test_another_interpreter_asks_another_question(tmp_path):
             request = Request([word], tmp_path, {"PATH": str(tmp_path)}, tmp_path)
             seen.add((request.identity(), request.surroundings()["the interpreter"]))
     assert len(seen) == 4
+
+
+def test_trainings_recorded_in_another_format_are_recorded_anew(tmp_path, monkeypatch):
+    request = Request([sys.executable, "train.py"], tmp_path, {}, tmp_path)
+    before = request.surroundings()
+    monkeypatch.setattr(state, "SCHEMA", state.SCHEMA + 1)
+    assert request.surroundings() != before
 
 
 def test_another_standard_input_asks_another_question(tmp_path):
