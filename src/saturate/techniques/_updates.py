@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from saturate.techniques import _between, _closures, _updatable
-from saturate.techniques._updatable import alone as _alone
-from saturate.techniques._updatable import holders as _holders
+from saturate.techniques import _between, _closures, _common, _updatable
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
 #: of so many.
@@ -175,7 +173,7 @@ class Updates:
         self._note_settings(owned, group)
         # What autograd saved to get this gradient is released by now. If anything still holds the weight or its memory, the rest of
         # this backward pass may read it (`.detach()`, `.data`, a use while it was frozen): the script's own step takes the gradient.
-        if not first or _holders(parameter, torch) != _alone(torch):
+        if not first or _updatable.holders(parameter, torch) != _updatable.alone(torch):
             return
         gradient = self._grad.__get__(parameter)
         if self.context.gradient_norms is not None:
