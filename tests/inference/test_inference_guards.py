@@ -331,8 +331,10 @@ def test_other_batches_are_cut_from_the_first_one():
     assert [batch[0].shape[0] for batch in guards.other_batches([(x[:2],)])] == [1]
     for none in ([], [(x[:1],)], [(x, y[:3])], [(x, "text")], [(torch.tensor(1.0),)], [(x, 7)], [(x, types.MappingProxyType({"y": y}))]):
         assert guards.other_batches(none) == []
+    for of_samples in ([1, 2, 3, 4, 5, 6, 8], [x, 2], {"length": 5}, [True] * 7):
+        assert guards.other_batches([(x, of_samples)]) == [], "one for each sample, perhaps"
     nested = guards.other_batches([(torch.tensor(0.5), {"x": x, "more": [y, None]}, True, 0.5, 3)])
-    assert [guards.size_of(batch) for batch in nested] == [1, 5]
+    assert [batch[1]["x"].shape[0] for batch in nested] == [1, 5]
     assert torch.equal(nested[1][1]["more"][0], y[:5]) and nested[1][1]["more"][1] is None and nested[1][2:] == (True, 0.5, 3)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch")
 
-from saturate.inference import structure  # noqa: E402
+from saturate.inference import samples, structure  # noqa: E402
 from saturate.techniques import _trees  # noqa: E402
 
 
@@ -132,6 +132,28 @@ def test_fields_of_a_stand_in_hide_its_methods():
     assert (again.count, again.index, again.names) == (1, 2, 3)
     assert structure.flatten(torch, fields)[0]["dict"][0] == ["values", {"value": 1}]
     assert _trees.copied(fields, lambda path, leaf: leaf + 1).items == 3
+
+
+class Ranked(dict):
+    """As people write them: items are attributes, and may hide methods."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("names", [("values", "items", "keys"), ("logits",)])
+def test_outputs_whose_items_hide_methods_are_read_everywhere(names):
+    """Seen: a ranker that answers with `values` ended a whole search."""
+    for made in (structure.Fields, lambda items: Ranked(**items)):
+        held = [torch.full((2,), float(place)) for place in range(len(names))]
+        output = made(dict(zip(names, held)))
+        assert all(found is one for found, one in zip(samples.tensors((output,)), held, strict=True))
+        assert all(found is one for found, one in zip(_trees.tensors((output,), torch.Tensor), held, strict=True))
+        assert _trees.numel((output,), torch.Tensor) == 2 * len(names)
+        skeleton, taken = _trees.taken_apart(output, torch)
+        again = _trees.put_together(skeleton, [one + 1 for one in taken])
+        assert type(again) is type(output) and torch.equal(getattr(again, names[0]), held[0] + 1) and getattr(output, names[0]) is held[0]
 
 
 def test_a_class_that_is_not_there_has_a_stand_in_that_can_travel():

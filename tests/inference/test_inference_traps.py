@@ -357,7 +357,7 @@ def test_inputs_that_saturate_made_up_end_no_search(plant, here, monkeypatch, ki
     monkeypatch.setattr(lab, "Worker", OneSize)
     result = saturate.optimize(kit.Wasteful(), loader(kit), threads=1, progress=lambda text: None)
     assert row(result, "trap-liar").fate == "rejected_behaviour"
-    assert any(note.startswith("other batch sizes were not tried: with 1 the model") for note in result.record.notes)
+    assert any(note.startswith("other batch sizes were not tried: with an input of [1, ") for note in result.record.notes)
 
 
 def test_what_a_check_prints_stays_off_stdout(plant, here, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 #: Datasets around others, by the attribute of the inner one.
@@ -46,7 +47,7 @@ def _collate(function: Any) -> dict[str, Any] | None:
         function = function.func
     if function is None or _of_torch(function):
         return None
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is not None:
         return _place(function.__name__, code)
     kind = type(function)

@@ -160,8 +160,8 @@ class Writer:
                     self._enqueue(target.path, target.folder, write, target.discard, staged, size)
             except BaseException:
                 target.discard()
-                if staged is not None:
-                    with self._condition:
+                with self._condition:       # an interruption may come when it is on its way already
+                    if staged is not None and not any(job.staged is staged for job in self.pending.values()):
                         self._give_back(staged)
                 raise
         self.count(way, size, time.perf_counter() - began)

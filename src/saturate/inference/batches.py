@@ -100,7 +100,8 @@ def call_of(module: Any) -> Callable[..., Any]:
     One that takes anything (*inputs, **named) hands it on to the forward."""
     signature = signature_of(module.__call__)
     kinds = {one.kind for one in signature.parameters.values()} if signature is not None else set()
-    return module.__call__ if kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} else module.forward
+    own = kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return module.__call__ if own else module.forward
 
 
 def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:

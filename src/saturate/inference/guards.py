@@ -144,7 +144,9 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     if len(sizes) != 1:
         return []
     size = sizes.pop()
-    if not all(_dense(leaf) if samples.is_tensor(leaf) else _no_sample(leaf, size) for leaf in leaves):
+    if not all(_dense(leaf) if samples.is_tensor(leaf) else leaf is None or isinstance(leaf, (bool, int, float)) for leaf in leaves):
+        return []
+    if not all(samples.is_tensor(one) or _belongs_to_none(one, size) for one in inputs[0]):
         return []
     counts = sorted({1, size - size // 3} - {size, 0})
     try:
@@ -153,14 +155,25 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return []
 
 
-def size_of(batch: tuple[Any, ...]) -> int:
-    """How many samples a batch of `other_batches` holds."""
-    return int(next(tensor.shape[0] for tensor in samples.tensors(batch) if tensor.dim()))
+def shown(batch: tuple[Any, ...]) -> str:
+    """A batch by the shapes of its tensors.
+
+    >>> shown(())
+    'an input without tensors'
+    """
+    shapes = [str(list(tensor.shape)) for tensor in samples.tensors(batch) if tensor.dim()]
+    return f"an input of {', '.join(shapes)}" if shapes else "an input without tensors"
 
 
-def _no_sample(leaf: Any, size: int) -> bool:
-    """Whether it stays as it is in a batch of another size: a setting. A number may be that of the samples."""
-    return leaf is None or isinstance(leaf, (bool, float)) or (isinstance(leaf, int) and leaf != size)
+def _belongs_to_none(given: Any, size: int) -> bool:
+    """Whether an argument that is no tensor stays as it is in a batch of another size, but for the tensors inside: a setting. A number
+    may be that of the samples, and inside of a container it may belong to one of them."""
+    if isinstance(given, (bool, float)) or given is None:
+        return True
+    if isinstance(given, int):
+        return given != size
+    plain = [leaf for leaf in samples.leaves(given) if not samples.is_tensor(leaf)]
+    return len(plain) != size and all(leaf is None or isinstance(leaf, bool) for leaf in plain)
 
 
 def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]] | None:

@@ -209,8 +209,7 @@ class Lab:
                 answer = self._taken(worker, batch)
             except WorkerFailed as error:
                 worker.close()
-                size = guards.size_of(batch)
-                return self.baseline(), [f"other batch sizes were not tried: with {size} {_ended(error)}"]
+                return self.baseline(), [f"other batch sizes were not tried: with {guards.shown(batch)} {_ended(error)}"]
             if answer is not None:
                 self.others.append((batch, answer))
         return worker, []
@@ -228,17 +227,17 @@ class Lab:
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
         """What is wrong on batches of other sizes, the user's first, that the model takes. A compiler may compile again for each."""
         for batch, expected in self.others:
-            size = guards.size_of(batch)
+            shown = guards.shown(batch)
             try:
                 got = samples.tensors(worker.run(*batch))
             except WorkerFailed as error:
                 if not error.alive:
                     raise
-                return f"a batch of {size}, which the model takes, fails: {error.reason}"
-            problem = guards.examine(self._torch(), [expected], [got], numerics=candidate.numerics,
+                return f"{shown}, which the model takes, fails: {error.reason}"
+            problem = guards.examine(self._torch(), [expected], [got], numerics=candidate.numerics, spare=1,
                                      precision=coarsest(self.facts.dtypes if self.facts else ())).problem
             if problem is not None:
-                return f"with a batch of {size}: {problem}"
+                return f"with {shown}: {problem}"
         return None
 
     def agreement(self, worker: Worker) -> float | None:

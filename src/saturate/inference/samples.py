@@ -259,7 +259,7 @@ class Digest:
 def leaves(value: Any) -> Iterator[Any]:
     """What is inside tuples, lists, dictionaries and dataclasses, in order."""
     if isinstance(value, Mapping):
-        items: Iterable[Any] = value.values()
+        items: Iterable[Any] = dict.values(value) if isinstance(value, dict) else value.values()      # an item may hide the method
     elif isinstance(value, (list, tuple)):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

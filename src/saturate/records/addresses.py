@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def remote_store(uri: str) -> bool:
-    """Whether an address of mlflow's is not on this machine.
+    """Whether an address of mlflow's is anything else than files of this machine: a server here is one as well.
 
     >>> [remote_store(uri) for uri in ("https://example.org", "databricks", "postgresql+psycopg2://u@h/db", "mlflow-artifacts:/1")]
     [True, True, True, True]
@@ -14,4 +14,4 @@ def remote_store(uri: str) -> bool:
     scheme, colon, _ = uri.partition(":")
     if not colon:
         return scheme in ("databricks", "databricks-uc", "uc")
-    return scheme.partition("+")[0] not in ("file", "sqlite", "runs", "models")
+    return scheme.partition("+")[0].lower() not in ("file", "sqlite", "runs", "models")

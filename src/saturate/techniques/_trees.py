@@ -38,7 +38,7 @@ def copied(value: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tupl
     if type(value) is dict:
         return {key: copied(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        twin = copy.copy(value)
+        twin = _shallow(value)
         for key in list(dict.keys(value) if isinstance(value, dict) else value.keys()):     # an item may hide the method
             twin[key] = copied(value[key], change, (*path, key))
         return twin
@@ -48,6 +48,29 @@ def copied(value: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tupl
             object.__setattr__(twin, field.name, copied(getattr(value, field.name), change, (*path, field.name)))
         return twin
     return change(path, value)
+
+
+def _shallow(value: Any) -> Any:
+    """A copy of a mapping. One whose items are its attributes (`self.__dict__ = self`) may have one that hides a method which
+    `copy.copy` needs."""
+    if isinstance(value, dict) and _attributes(value) is value:
+        twin = type(value).__new__(type(value))
+        object.__setattr__(twin, "__dict__", twin)
+        return twin
+    return copy.copy(value)
+
+
+def _attributes(value: Any) -> Any:
+    """The attributes of an object; None where it has no dictionary of them."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _values(value: Any) -> Any:
+    """Also where an item, as an attribute, hides the method."""
+    return dict.values(value) if isinstance(value, dict) else value.values()
 
 
 def taken_apart(value: Any, torch: Any) -> tuple[Any, list[Any]]:
@@ -89,7 +112,7 @@ def numel(values: Any, tensor: type) -> int:
         elif isinstance(value, (list, tuple)):
             count += numel(value, tensor)
         elif isinstance(value, Mapping):
-            count += numel(value.values(), tensor)
+            count += numel(_values(value), tensor)
     return count
 
 
@@ -102,7 +125,7 @@ def tensors(values: Any, tensor: type) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             found += tensors(value, tensor)
         elif isinstance(value, Mapping):
-            found += tensors(value.values(), tensor)
+            found += tensors(_values(value), tensor)
     return found
 
 
