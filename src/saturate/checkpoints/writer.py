@@ -239,9 +239,12 @@ class Writer:
                  staged: staging.Staged | None, size: int) -> int:
         with self._condition:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
-                thread.start()              # may fail: then the next save tries again
-                self._thread = thread
+                self._thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
+                try:
+                    self._thread.start()
+                except (RuntimeError, MemoryError):     # no room for its stack: the next save tries again
+                    self._thread = None
+                    raise
             self._number += 1
             job = Job(self._number, path, folder, perform, abandon, staged, size, threading.get_ident())
             self.pending[job.number] = job

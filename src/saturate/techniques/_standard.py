@@ -7,6 +7,7 @@ standard one, and what it does at its import would be done by us.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from importlib.machinery import BuiltinImporter, PathFinder
@@ -24,9 +25,9 @@ def standard(name: str) -> Any:
     """
     loaded = sys.modules.get(name)
     spec = BuiltinImporter.find_spec(name) or PathFinder.find_spec(name, [_FOLDER, os.path.join(_FOLDER, "lib-dynload")])
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"no module named {name!r} in the standard library", name=name)
-    if loaded is not None and getattr(loaded.__spec__, "origin", None) == spec.origin:
+    if spec is None or spec.loader is None:         # a Python whose library lies in more folders
+        return importlib.import_module(name)
+    if loaded is not None and getattr(getattr(loaded, "__spec__", None), "origin", None) == spec.origin:
         return loaded
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
