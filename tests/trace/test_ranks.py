@@ -98,6 +98,44 @@ def test_clocks_that_are_apart_by_less_than_a_transfer(clock: int, late: int, ar
         "together"])
 
 
+def leaving_early(rank: int, kind: str, clock: int = 0, all_reduces: bool = True) -> list[ranks.Seen]:
+    """Three collectives per step that both ranks reach at once and rank 0 leaves 4 us before rank 1; and, or not, an
+    all-reduce that rank 1 reaches 1 us late. The clock of rank 1 is ahead by `clock`."""
+    made = Recording(rank=rank, world_size=2)
+    for step in range(10):
+        at = step * STEP + rank * clock
+        made.annotation(f"ProfilerStep#{step}", at, at + STEP)
+        for number in range(3):
+            due = at + 10_000 * (number + 1)
+            made.collective(NAME, due, due + 5_000 + 4_000 * rank, launched=due - 50, arguments={"Collective name": kind})
+        if all_reduces:
+            made.collective(NAME, at + 60_000 + 1_000 * rank, at + 65_000, launched=at + 100, arguments={})
+    return ranks.observe(made.trace())
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "_reduce_oop", "scatter", "gather"])
+def test_a_rank_that_leaves_a_collective_early_was_not_late(kind: str) -> None:
+    """Its ends tell nothing about the clocks; those of all-reduces do."""
+    def late(**both: Any) -> tuple[dict[int | None, int], list[str]]:
+        study = ranks.across(leaving_early(0, kind, **both) + leaving_early(1, kind, **both))
+        return {each.rank: each.late_ns for each in study.stragglers}, study.notes
+
+    assert late() == ({0: 0, 1: 10_000}, [])
+    assert late(all_reduces=False) == ({0: 0, 1: 0}, [])
+    assert late(clock=800) == ({0: 0, 1: 10_000}, []), "taken away"
+    assert late(clock=5_000_000_000) == ({0: 0, 1: 10_000}, [
+        "the ranks' clocks do not agree, so lateness is from durations, and only of the 10 of 40 collectives that ranks "
+        "finish together"])
+
+
+@pytest.mark.parametrize(("name", "together"), [
+    (NAME, True), ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", True), ("_allgather_base", True), ("all_to_allv", True),
+    ("gloo:barrier", True), ("ncclDevKernel_Reduce_Sum_f32_RING_LL", False), ("ncclDevKernel_Broadcast_RING_LL", False),
+    ("gloo:gather", False), ("scatter", False)])
+def test_which_collectives_ranks_finish_together(name: str, together: bool) -> None:
+    assert bool(ranks.FINISHED_TOGETHER.search(name)) == together
+
+
 def test_origins_are_part_of_the_clock() -> None:
     """The same instants, counted from another origin."""
     one, two = pair({2: 700})

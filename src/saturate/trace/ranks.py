@@ -6,14 +6,16 @@ with duration d(r, i) on rank r (as TraceLens separates skew from transfer):
     latency(i)  = min over ranks of d(r, i)         what the transfer itself costs, at most
     wait(r, i)  = d(r, i) - latency(i)              what rank r waited for later ones
     late(r, i)  = how much later than the first rank r arrived: from the starts where the ranks' clocks agree, else
-                  max over ranks of d(., i) - d(r, i), which needs no clock because ranks finish together
+                  max over ranks of d(., i) - d(r, i), which needs no clock where ranks finish together
 
 Starts are compared after the clocks are set by the median of the ends: clocks that are apart by less than a transfer
-takes would else look like a rank that is late.
+takes would else look like a rank that is late. Only ends of collectives that ranks finish together (all-reduce,
+all-gather, reduce-scatter, all-to-all, barrier) tell about clocks and durations so: from a broadcast, reduce, scatter or
+gather one rank may return long before another.
 
 Collectives are matched by process group, kind, size and sequence number where those were recorded; else by position,
-as the n-th of their kind in step k (in the whole trace where steps have no numbers). Positions must hold: ranks
-finish a collective together, so once the clocks' offset is taken away its intervals share an instant. Where they do
+as the n-th of their kind in step k (in the whole trace where steps have no numbers). Positions must hold: once the
+clocks' offset is taken away, the intervals of one collective share an instant. Where they do
 not (a sampled trace), collectives are matched by the moment they end, if the clocks allow it. What cannot be matched
 is left out and counted, never guessed at.
 
@@ -48,6 +50,11 @@ SENDS = re.compile(r"^(c10d::|nccl:)i?(send|recv)(_any_source)?_?( |$)")
 
 #: What a backend calls its collectives on the host.
 ON_THE_HOST = re.compile(r"^(gloo|mpi|ucc):\w+$")
+
+#: Collectives that no rank can leave before all have come, and so finish together; a kernel that sends and receives is
+#: an all-to-all where it is still one of the collectives.
+FINISHED_TOGETHER = re.compile(
+    r"all_?(reduce|gather|to_?all)|reduce_?scatter|barrier|cross_device_reduce|SendRecv", re.IGNORECASE)
 
 #: Share of the matched collectives that must have been in progress on all ranks at one instant, for positions to be
 #: believed (clock offsets taken away) and for clocks to agree (as they are).
@@ -197,11 +204,13 @@ def _steps(trace: Trace, time: Column) -> Column:
 
 @dataclass(frozen=True)
 class Matched:
-    """The same collectives on several ranks: row i of `start` and `end` belongs to `ranks[i]`."""
+    """The same collectives on several ranks: row i of `start` and `end` belongs to `ranks[i]`. `ended_together`: for each
+    collective, whether it is one that ranks finish together."""
 
     ranks: tuple[int, ...]
     start: Column
     end: Column
+    ended_together: Column
 
     @property
     def together(self) -> Column:
@@ -210,19 +219,33 @@ class Matched:
 
     @property
     def ahead(self) -> Column:
-        """By how much each rank's clock is ahead of the first one's: ranks finish together, so the median of the ends."""
-        ends = np.sort(self.end - self.end[0], axis=1)
-        low, high = ends[:, (ends.shape[1] - 1) // 2], ends[:, ends.shape[1] // 2]
-        return low + (high - low) // 2
+        """By how much each rank's clock is ahead of the first one's: the median of the ends that should be one; 0 where
+        there are none."""
+        ended = self.end[:, self.ended_together]
+        return _median(ended - ended[0]) if ended.shape[1] else np.zeros(len(self.ranks), np.int64)
 
     @property
     def set_right(self) -> Matched:
         """By one clock: the first rank's."""
-        ahead = self.ahead[:, np.newaxis]
-        return Matched(self.ranks, self.start - ahead, self.end - ahead)
+        return self.earlier(self.ahead)
+
+    def earlier(self, by: Column) -> Matched:
+        by = by[:, np.newaxis]
+        return Matched(self.ranks, self.start - by, self.end - by, self.ended_together)
 
     def of(self, mask: Column) -> Matched:
-        return Matched(self.ranks, self.start[:, mask], self.end[:, mask])
+        return Matched(self.ranks, self.start[:, mask], self.end[:, mask], self.ended_together[mask])
+
+
+def _median(rows: Column) -> Column:
+    """Of each row, in whole numbers: times since the epoch are too large for floating point."""
+    ordered = np.sort(rows, axis=1)
+    low, high = ordered[:, (ordered.shape[1] - 1) // 2], ordered[:, ordered.shape[1] // 2]
+    return low + (high - low) // 2
+
+
+def _ended_together(keys: list[Key], counts: list[int]) -> Column:
+    return np.repeat([bool(FINISHED_TOGETHER.search(key.kind.name)) for key in keys], counts)
 
 
 def compared(files: Sequence[Member], seen: list[Seen]) -> Ranks:
@@ -264,7 +287,10 @@ def across(seen: list[Seen]) -> Ranks:
     agree = bool(together.sum() >= HOLDS * len(together))
     apart = max(int(np.ptp(each.ahead)) for each in matched)
     if not agree:
-        notes.append("the ranks' clocks do not agree, so lateness is from durations")
+        told, count = (sum(int(part) for part in parts) for parts in zip(
+            *((each.ended_together.sum(), len(each.ended_together)) for each in matched)))
+        notes.append("the ranks' clocks do not agree, so lateness is from durations" + (
+            f", and only of the {told:,} of {count:,} collectives that ranks finish together" if told < count else ""))
     elif apart > END_TOLERANCE_NS:
         notes.append(f"the ranks' clocks are up to {apart / 1e6:,.2f} ms apart; they were set by the ends of the "
                      "collectives, which ranks finish together")
@@ -319,15 +345,18 @@ def _by_position(ranks: dict[int, Seen]) -> tuple[list[Matched], list[Matched]]:
             found[key.counted, tuple(holders)].append(key)
     stacked = {(counted, holders): Matched(
         holders, np.stack([np.concatenate([ranks[number].starts[key] for key in keys]) for number in holders]),
-        np.stack([np.concatenate([ranks[number].ends[key] for key in keys]) for number in holders]))
+        np.stack([np.concatenate([ranks[number].ends[key] for key in keys]) for number in holders]),
+        _ended_together(keys, [len(ranks[holders[0]].starts[key]) for key in keys]))
         for (counted, holders), keys in found.items()}
     return ([matched for (counted, _), matched in stacked.items() if counted == "step"],
             [matched for (counted, _), matched in stacked.items() if counted == "sequence"])
 
 
 def _held(matched: Matched) -> Matched:
-    """Those that can be one collective: with each clock set by the median of the ends, all ranks share an instant."""
-    return matched.of(matched.set_right.together)
+    """Those that can be one collective: with each clock set by the median of the ends, all ranks share an instant. To tell
+    that, any ends do where no collective is one that ranks finish together."""
+    ahead = matched.ahead if matched.ended_together.any() else _median(matched.end - matched.end[0])
+    return matched.of(matched.earlier(ahead).together)
 
 
 def _by_time(ranks: dict[int, Seen]) -> list[Matched]:
@@ -343,7 +372,8 @@ def _by_time(ranks: dict[int, Seen]) -> list[Matched]:
         start, end = of_kind[first]
         rows = [np.arange(len(end))] + [_nearest(of_kind[number][1], end) for number in others]
         matched = Matched(tuple(parties), np.stack([of_kind[number][0][own] for number, own in zip(parties, rows)]),
-                          np.stack([of_kind[number][1][own] for number, own in zip(parties, rows)]))
+                          np.stack([of_kind[number][1][own] for number, own in zip(parties, rows)]),
+                          np.full(len(end), bool(FINISHED_TOGETHER.search(kind.name))))
         shortest = (matched.end - matched.start).min(axis=0)
         spread = matched.end.max(axis=0) - matched.end.min(axis=0)
         mutual = np.ones(len(end), bool)
@@ -367,7 +397,8 @@ def _sum(matched: list[Matched], clocks_agree: bool) -> list[Straggler]:
     for each in matched:
         duration = each.end - each.start
         latency = duration.min(axis=0)
-        late = each.start - each.start.min(axis=0) if clocks_agree else duration.max(axis=0) - duration
+        late = (each.start - each.start.min(axis=0) if clocks_agree else
+                (duration.max(axis=0) - duration) * each.ended_together)
         for row, rank in enumerate(each.ranks):
             for place, value in enumerate((duration[row] - latency, latency, late[row])):
                 sums[rank][place] += int(value.sum())
