@@ -63,5 +63,19 @@ def test_the_device_decides(reading):
     assert [device.data_wait.raw for device in analyze_one(trace).devices] == [0.001, 0.6]
 
 
+def test_a_device_that_may_be_of_all_decides_nothing(reading):
+    """Both processes call their GPU 0, and only the one with more calls has ids that the other has not."""
+    trace = reading([{**one, "args": {**one["args"], "device": 0}} if one.get("cat") == "kernel" else one
+                     for one in (*recorded(7, 1), *recorded(8, 600), *recorded(8, 600, first=STEPS + 1))])
+    assert trace.gpu.device.tolist() == [0] * 3 * STEPS
+    assert sorted(trace.gpu.pid.tolist()) == [-1] * 2 * STEPS + [8] * STEPS
+
+
+def test_a_process_that_may_be_on_the_device_too_leaves_it_open(reading):
+    """Process 8 has ids of its own on device 1; nothing tells where process 7 is, which has the same ids elsewhere."""
+    trace = reading([*recorded(7, 1), *recorded(8, 600), *recorded(8, 600, first=STEPS + 1)])
+    assert told(trace) == {0: {-1}, 1: {-1, 8}}
+
+
 def test_ids_apart_need_no_decision(reading):
     assert told(reading([*recorded(7, 1), *recorded(8, 600, first=500)])) == {0: {7}, 1: {8}}

@@ -227,8 +227,9 @@ def launching(correlation: Column, external: Column, device: Column, calls: Host
     """The process of the call that launched each device event; -1 where none is recorded, or where it is not known which.
 
     Each process counts its correlations from 1, so in one file calls of several may have the same. Then the external id
-    decides where the call of one of them alone has it as well, else the device, where all its other events are of one
-    process.
+    decides where the call of one of them alone has it as well, else the device: where all its other events are of one
+    process, and every other process that has the id is known, by events of its own, to be on other devices. (All may be on
+    one device, and only the process with the most calls has ids that no other has.)
     """
     if not len(calls.start):
         return np.broadcast_to(np.int64(UNKNOWN), len(correlation))
@@ -240,12 +241,18 @@ def launching(correlation: Column, external: Column, device: Column, calls: Host
         return found
     own, asked = _pairs((calls.correlation, calls.external), (correlation[rows], external[rows]))
     by_external, _ = _only(own, calls.pid, asked)
-    for number in np.unique(device[rows]).tolist():
-        of_device = found[(device == number) & (found >= 0)]
-        if len(of_device) and (of_device == of_device[0]).all():
-            found[rows[device[rows] == number]] = of_device[0]
     decided = (external[rows] > 0) & (by_external >= 0)
     found[rows[decided]] = by_external[decided]
+    rows, known = rows[~decided], found.copy()
+    for number in np.unique(device[rows]).tolist():
+        here = (device == number) & (known >= 0)
+        of_device = np.unique(known[here])
+        if len(of_device) == 1:
+            asking = rows[device[rows] == number]
+            elsewhere = np.setdiff1d(known[~here], of_device)
+            possible = ~np.isin(calls.pid, elsewhere)
+            left, _ = _only(calls.correlation[possible], calls.pid[possible], correlation[asking])
+            found[asking] = np.where(left == of_device[0], left, UNKNOWN)
     return found
 
 
