@@ -277,3 +277,5 @@ def test_reads_that_run_in_no_operator_count_once():
     items = but(lists, syncs=(SyncSeen("train.py:7", "Tensor.item", 4.0, 10.0),))
     assert _host.reading(lists) == pytest.approx(0.9) and _host.reading(items) == pytest.approx(0.9)    # not all of it
     assert _host.late(lists) == pytest.approx(0.2) and _host.late(items) == pytest.approx(0.8)
+    formats = but(lists, syncs=(SyncSeen("train.py:7", "format(Tensor)", 1.0, 40.0),))      # an `item` and little else
+    assert _host.late(formats) == pytest.approx(0.8)
