@@ -63,9 +63,9 @@ model = Other(); optimizer = adam(model); train(model, optimizer, 30); told(mode
 }
 
 
-def chosen() -> list[Chosen]:
+def chosen(*identities: str) -> list[Chosen]:
     found = []
-    for identity in IDS:
+    for identity in identities or IDS:
         name, path = _registry.origin(_registry.load()[identity])
         found.append(Chosen(id=identity, module=name, path=path, options={}))
     return found
@@ -86,6 +86,22 @@ def test_techniques_act_on_what_is_trained_now(name, script, start):
         assert list(notes) == ["fused-optimizer"]
     else:
         assert problems == ["", ""] and set(notes) == set(IDS)
+
+
+@pytest.mark.parametrize("scheduler", ["None", "torch.optim.lr_scheduler.StepLR(optimizer, 10)"], ids=["alone", "with a scheduler"])
+def test_an_optimizer_that_the_script_has_left_does_not_stand_in_the_way_of_the_next_one(scheduler, script, start):
+    """Nothing of a technique keeps it, nor does a cycle with its scheduler, however late garbage is collected."""
+    source = f"""
+import gc
+gc.disable(); model = Net()
+for _ in range(3):
+    optimizer = adam(model); scheduler = {scheduler}; train(model, optimizer, 30)
+"""
+    step = {"token": "S0", "count": 1, "tokens": ["B", "S0"]}
+    trial = start(str(script(HEAD + source + "train(model, optimizer, 10**6)")), techniques=chosen("optimizer-in-backward"), step=step)
+    trial.wait_ready()
+    trial.run_block(1, 150)
+    assert [applied["problem"] for applied in trial.greeting()["applied"]] == [""]
 
 
 @pytest.mark.parametrize("penalty, refused", [

@@ -7,7 +7,8 @@ does (`holders`, `alone`). `_updates` asks, and updates.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from saturate.techniques import _common
@@ -40,8 +41,15 @@ def parameters(optimizer: Any) -> Iterator[Any]:
         yield from group["params"]
 
 
-def shared(optimizers: Iterable[Any], built: Iterable[Any]) -> str:
-    """Why these optimizers are not alone with their parameters, of all that were built; "" when they are."""
+def shared(optimizers: Iterable[Any], built: Callable[[], Iterable[Any]]) -> str:
+    """Why these optimizers are not alone with their parameters, of all that were built and are still there; "" when they are. One that
+    had a learning rate scheduler is in a cycle with it, and is there until garbage is collected."""
+    if _shared(optimizers, built()):
+        gc.collect()
+    return _shared(optimizers, built())
+
+
+def _shared(optimizers: Iterable[Any], built: Iterable[Any]) -> str:
     mine = {id(optimizer) for optimizer in optimizers}
     owned = {id(p) for optimizer in optimizers for p in parameters(optimizer)}
     others = (o for o in built if id(o) not in mine and "param_groups" in vars(o) and any(id(p) in owned for p in parameters(o)))

@@ -97,6 +97,7 @@ class Updates:
         for handle in (*self._watchers, *self._handles):
             handle.remove()
         self._watchers, self._handles = [], []
+        self.owned = {}     # else whoever keeps this object keeps the optimizer, which would pass for one that the script holds
 
     # -- weights are used between a backward pass and its step -------------------------------------------------------
 

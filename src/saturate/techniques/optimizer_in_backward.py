@@ -126,7 +126,7 @@ def apply(context: Any, options: Options) -> str:
         reason = _updatable.why_not(optimizer, torch)
         if reason:
             raise NotApplied(reason)
-    reason = _updatable.shared(context.optimizers, context.built_optimizers())
+    reason = _updatable.shared(context.optimizers, context.built_optimizers)
     if reason:
         raise NotApplied(reason)
 
