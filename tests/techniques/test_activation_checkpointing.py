@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
+import inspect
 import pickle
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -614,6 +617,27 @@ def test_a_cache_is_not_built_behind_an_adapter_either(changes, cached):
     engine_of(Context(torch), model, Options(mode="blocks"))
     model(torch.randn(3, 7, 4))
     assert model.base.asked is cached
+
+
+def test_whether_a_forward_takes_a_cache_is_read_once(monkeypatch):
+    """Reading a signature in every step costs more than all else; another forward of the same model is another question, and a function
+    that was read is not kept."""
+    read = []
+    monkeypatch.setattr(_inputs.inspect, "signature", lambda function, signature=inspect.signature: read.append(1) or signature(function))
+    model = type("Fresh", (Adapter,), {"forward": lambda self, x, **kwargs: self.base(x, **kwargs)})()
+
+    def asked():
+        return "use_cache" in _inputs.without_cache(model, (1,), {})
+
+    assert asked() and read and not read.clear() and asked() and not read
+    model.forward = lambda x, task=None: model.base(x)
+    assert not asked() and len(read) == 1 and not asked() and len(read) == 1
+    model.forward = functools.partial(Base.forward, model.base)
+    gone = weakref.ref(model)
+    assert asked()
+    model = None
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_remedy_for_a_cache_is_named():

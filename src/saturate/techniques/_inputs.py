@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import types
+import weakref
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 from saturate.techniques import _common
+
+#: What `_takes` found. To read a signature takes longer than all else that is asked at each forward. Nothing in it holds a model.
+_TAKES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = weakref.WeakKeyDictionary()
 
 
 def shapes(value: Any, torch: Any) -> tuple[Any, ...]:
@@ -31,7 +37,7 @@ def without_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", None) is not True or kwargs.get("use_cache") is not None:
         return kwargs
-    names = tuple(inspect.signature(type(module).forward).parameters)
+    names, _ = _takes(type(module).forward)
     passed = {*names[1:len(args) + 1], *(name for name in kwargs if name != "use_cache")}
     as_dict = kwargs.get("return_dict")
     as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
@@ -43,14 +49,30 @@ def without_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _takes_use_cache(module: Any) -> bool:
     """By name, in the forward that is called (the instance's own, where Accelerate put one there). Or in that of the model inside an
     adapter of PEFT, which passes on what it does not name; with prompts that are learnt it makes a cache itself."""
-    parameters = inspect.signature(module.forward).parameters
-    if "use_cache" in parameters:
+    names, passes_on = _takes(module.forward)
+    if "use_cache" in names:
         return True
     base = getattr(module, "get_base_model", None)
-    passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if base is None or not passes_on or getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
         return False
-    return "use_cache" in inspect.signature(type(base()).forward).parameters
+    return "use_cache" in _takes(type(base()).forward)[0]
+
+
+def _takes(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """The names of what the function is called with, a method's `self` among them, and whether it takes keywords that it does not name."""
+    function = function.__func__ if isinstance(function, types.MethodType) else function
+    try:
+        if function in _TAKES:
+            return _TAKES[function]
+    except TypeError:       # something callable that has no hash or no weak references
+        return _read(function)
+    _TAKES[function] = _read(function)
+    return _TAKES[function]
+
+
+def _read(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    parameters = inspect.signature(function).parameters
+    return tuple(parameters), any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 class CacheNotBuilt(AttributeError):
