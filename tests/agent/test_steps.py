@@ -569,6 +569,25 @@ class Of(nn.Sequential):
     def forward(self, x):
         with low(enabled=False): return super().forward(x)
 """, "output = model(x)", None),
+    "in a small part": ("""
+class Of(nn.Sequential):
+    def forward(self, x):
+        x = self[1](self[0](x))
+        with low(): return self[2](x)
+""", "output = model(x)", None),
+    "in all but a small part": ("""
+class Of(nn.Sequential):
+    def __init__(self, *parts): super().__init__(nn.Embedding(1000, 8), nn.Linear(8, 1, bias=False), *parts)
+    def forward(self, x):
+        x = x * self[1](x) + self[0].weight[0] + self[0](torch.zeros(1, dtype=torch.long))
+        with low(): return self[4](self[3](self[2](x)))
+""", "output = model(x)", "bfloat16"),
+    "around the call of what switches it off in part": ("""
+class Of(nn.Sequential):
+    def forward(self, x):
+        with low(enabled=False): x = self[0](x)
+        return self[2](self[1](x))
+""", "with low(): output = model(x)", "bfloat16"),
     "in an evaluation": ("class Of(nn.Sequential): pass", """
     with low(), torch.no_grad(): model.eval()(x)
     output = model.train()(x)

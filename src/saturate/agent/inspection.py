@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 import sys
@@ -17,6 +18,9 @@ from saturate.records.facts import BY_HAND
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
 READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
 
+#: So much of the work must run in one dtype of autocast for the script to count as running in it.
+MOST_OF_THE_WORK = 0.9
+
 
 class Inspection:
     """One step under observation: which modules with trained parameters are called, outermost and in training mode.
@@ -31,7 +35,8 @@ class Inspection:
         self.session = session
         self.calls = 0
         self.sdpa_calls = 0
-        self.autocast: str | None = None
+        self._work: collections.Counter[str | None] = collections.Counter()     # elements of parameters by the dtype of autocast
+        self._around: str | None = None         # the dtype of autocast that the outermost module was called under
         self.shapes: set[Any] = set()
         self.set_to_none: bool | None = None
         self.host_to_device_bytes = 0
@@ -87,8 +92,9 @@ class Inspection:
                     self._called[id(m)] = m
                     self.calls += 1
                     self._outermost = m
+                    self._around = self._autocast_now()
                 if self._outermost is not None and not in_backward():
-                    self._note_autocast()
+                    self._work[self._around or self._autocast_now()] += weight(m, self.session.torch)
                 self._stack.append(id(m))
 
         def after(m: Any, args: Any, *keywords_and_output: Any) -> None:
@@ -104,12 +110,19 @@ class Inspection:
         self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
         self._undo.append(hooks.register_module_forward_hook(after, always_call=True, **keywords).remove)
 
-    def _note_autocast(self) -> None:
-        """Asked of the modules inside as well: Accelerate, the Trainer and some models enter autocast within the forward, and no hook
-        of the outermost module runs there."""
+    def _autocast_now(self) -> str | None:
         torch = self.session.torch
-        if torch.is_autocast_enabled(self.device):
-            self.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+        if not torch.is_autocast_enabled(self.device):
+            return None
+        return str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of autocast that most of the forward runs in. Modules inside are asked as well: Accelerate, the Trainer and some
+        models enter autocast within the forward, where no hook of the outermost module runs. What the script excepts from autocast
+        around the whole counts as inside of it: it would stay excepted whoever entered it."""
+        dtype, work = max(self._work.items(), key=lambda item: item[1], default=(None, 0))
+        return dtype if work >= MOST_OF_THE_WORK * self._work.total() else None
 
     def _note_call(self, args: Any, kwargs: Any = types.MappingProxyType({})) -> None:
         torch = self.session.torch
@@ -279,3 +292,12 @@ def running_backward(torch: Any) -> Any:
     """Tells whether a backward pass is running: what is called there is a forward that runs again."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return (lambda: task() != -1) if task is not None else (lambda: False)
+
+
+def weight(module: Any, torch: Any) -> int:
+    """How much one call of this module, without those inside, does: the elements of its parameters, but for tables that are looked up in,
+    and at least 1, for parameters that a module inside holds and that are used without calling it."""
+    if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+        return 1
+    lazy = torch.nn.parameter.is_lazy
+    return max(1, sum(int(p.numel()) for p in module.parameters(recurse=False) if not lazy(p)))
