@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from saturate.techniques._common import leaf_of
+
 #: Nodes of the graph that are looked at.
 MOST_NODES = 200_000
 
@@ -49,7 +51,7 @@ class Graph:
             compiled = type(node).__name__ == _COMPILED_NODE
             self._recognised |= compiled
             for following, _ in node.next_functions:
-                leaf = getattr(following, "variable", None)         # of AccumulateGrad nodes
+                leaf = None if following is None else leaf_of(following)
                 if leaf is not None:
                     (self.compiled if compiled else self.eager).add(id(leaf))
                 elif following is not None and following not in seen:
