@@ -341,3 +341,12 @@ def test_one_process_after_another_in_the_same_cage(mode: str, world: dict[str, 
     assert (world["work"] / "a.txt").exists() and not (world["work"] / "made").exists()
     discard(Path(plan.run_dir), plan)
     assert "FileNotFoundError" in run_caged(plan, [sys.executable, str(second)], environ).stderr
+
+
+@pytest.mark.parametrize("name, shared", [("plain", True), ("with a space", False)])
+def test_compiled_kernels_are_kept_in_the_study_where_a_compiler_can_read_them(tmp_path, name, shared):
+    """Seen: in a folder with a space in its name, every C++ kernel of inductor failed to compile."""
+    work = tmp_path / name
+    work.mkdir()
+    made = planning.plan(work, work / ".saturate" / "runs" / "x", ["python", "t.py"], {})
+    assert ("TORCHINDUCTOR_CACHE_DIR" in made.environment) is shared

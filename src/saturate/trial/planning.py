@@ -62,7 +62,9 @@ def plan(
     shared = study_dir / "cache"
     shared.mkdir(parents=True, exist_ok=True)
     environment = environment_offline(run_dir, environ)
-    environment |= {name: str(shared / folder) for name, folder in _SHARED if not environ.get(name)}
+    # inductor names its files to the C++ compiler without quotes: below a folder with a space it keeps them where it does by itself.
+    spaced = any(map(str.isspace, str(shared)))
+    environment |= {name: str(shared / folder) for name, folder in _SHARED if not environ.get(name) and not spaced}
     environment |= {"SATURATE_DATA_CACHE": str(shared / "data"), "SATURATE_DATA_AHEAD_S": str(SAMPLES_AHEAD_S)}
     layout = "root" if os.geteuid() == 0 else "user"
     made = CagePlan(
