@@ -13,6 +13,7 @@ from math import inf, isfinite, log10
 from typing import Any, Literal
 
 from saturate.inference import samples
+from saturate.techniques import _trees
 
 Batches = Sequence[Sequence[Any]]
 
@@ -139,7 +140,7 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     Worth a comparison where the baseline takes them."""
     if not inputs:
         return []
-    leaves = list(samples.leaves(inputs[0]))
+    leaves = [leaf for _, leaf in _trees.leaves(inputs[0])]
     sizes = {leaf.shape[0] for leaf in leaves if samples.is_tensor(leaf) and leaf.dim()}
     if len(sizes) != 1:
         return []
@@ -148,11 +149,8 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return []
     if not all(samples.is_tensor(one) or _belongs_to_none(one, size) for one in inputs[0]):
         return []
-    counts = sorted({1, size - size // 3} - {size, 0})
-    try:
-        return [samples.mapped(inputs[0], lambda tensor, count=count: tensor[:count] if tensor.dim() else tensor) for count in counts]
-    except TypeError:       # a container that cannot be made anew
-        return []
+    return [_trees.copied(inputs[0], lambda path, leaf, count=count: leaf[:count] if samples.is_tensor(leaf) and leaf.dim() else leaf)
+            for count in sorted({1, size - size // 3} - {size, 0})]
 
 
 def shown(batch: tuple[Any, ...]) -> str:
@@ -180,21 +178,18 @@ def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, 
     """The same batches with every fraction moved by one rounding of its format, up or down; None where there is none."""
     generator = torch.Generator().manual_seed(0)
 
-    def movable(tensor: Any) -> bool:
-        return tensor.is_floating_point() and _dense(tensor)
+    def movable(leaf: Any) -> bool:
+        return samples.is_tensor(leaf) and leaf.is_floating_point() and _dense(leaf)
 
-    def moved(tensor: Any) -> Any:
-        if not movable(tensor):
-            return tensor
-        sign = 2 * torch.randint(2, tensor.shape, generator=generator).to(tensor) - 1
-        return tensor * (1 + sign * torch.finfo(tensor.dtype).eps)
+    def moved(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not movable(leaf):
+            return leaf
+        sign = 2 * torch.randint(2, leaf.shape, generator=generator).to(leaf) - 1
+        return leaf * (1 + sign * torch.finfo(leaf.dtype).eps)
 
     if not any(map(movable, samples.tensors(inputs))):
         return None
-    try:
-        return [samples.mapped(batch, moved) for batch in inputs]
-    except TypeError:       # a container that cannot be made anew
-        return None
+    return [_trees.copied(batch, moved) for batch in inputs]
 
 
 def _dense(tensor: Any) -> bool:

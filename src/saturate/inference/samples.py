@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -274,26 +274,6 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors(value: Any) -> list[Any]:
     """The torch tensors among the leaves."""
     return [leaf for leaf in leaves(value) if is_tensor(leaf)]
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with `change` of every tensor in it, inside of tuples (named ones too), lists and dictionaries as well. Raises
-    TypeError for containers of other kinds: nobody knows how to build another one.
-
-    >>> mapped((1, None, [2.5, {"text": "one"}]), id)
-    (1, None, [2.5, {'text': 'one'}])
-    """
-    if is_tensor(value):
-        return change(value)
-    if type(value) is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(mapped(item, change) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
-    if isinstance(value, (Mapping, list, tuple)) or dataclasses.is_dataclass(value):
-        raise TypeError(f"a {type(value).__name__} cannot be made anew")
-    return value
 
 
 def dense(array: Any) -> Any:
