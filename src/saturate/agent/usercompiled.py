@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from saturate.techniques._common import leaf_of
+from saturate.techniques._common import is_compiled, leaf_of
 
 #: Nodes of the graph that are looked at.
 MOST_NODES = 200_000
@@ -29,8 +29,7 @@ def anything(modules: Iterable[Any]) -> bool:
 
 def by_itself(module: Any) -> bool:
     """Whether a module's own forward is compiled: wrapped, compiled in place, or a compiled function on it or on its class."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None or \
-        hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+    return is_compiled(module) or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
 
 
 class Graph:

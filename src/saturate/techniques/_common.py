@@ -31,7 +31,7 @@ def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
 
 def is_compiled(module: Any) -> bool:
     """Whether the script compiles this module, by `torch.compile` or `Module.compile`."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def compiled_already(modules: Sequence[ModuleFacts]) -> str:
