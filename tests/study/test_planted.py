@@ -14,7 +14,8 @@ from parties import WORKLOAD, tune
 from saturate.study.candidates import Candidate
 from saturate.study.racing import other_work
 from saturate.study.verification import UPDATES, Run, Verifier, first_difference
-from saturate.trial.process import Block, clock_problem, clocks_drift
+from saturate.trial import clocks
+from saturate.trial.process import Block
 from saturate.verify.series import Series
 
 # -- timed blocks must be the same work --------------------------------------------------------------------------------
@@ -45,19 +46,19 @@ def test_parameters_that_break_or_stand_still_are_not_believed() -> None:
 
 def test_clocks_are_compared_with_ours() -> None:
     ms = 1_000_000
-    assert clock_problem(0, [1 * ms, 100 * ms, 200 * ms], 202 * ms) is None
-    assert "lie outside" in str(clock_problem(10 * ms, [9 * ms, 200 * ms], 202 * ms))
-    assert "lie outside" in str(clock_problem(0, [1 * ms, 203 * ms], 202 * ms))
-    assert "lie outside" in str(clock_problem(0, [1 * ms, 150 * ms, 140 * ms], 202 * ms))
+    assert clocks.problem(0, [1 * ms, 100 * ms, 200 * ms], 202 * ms) is None
+    assert "lie outside" in str(clocks.problem(10 * ms, [9 * ms, 200 * ms], 202 * ms))
+    assert "lie outside" in str(clocks.problem(0, [1 * ms, 203 * ms], 202 * ms))
+    assert "lie outside" in str(clocks.problem(0, [1 * ms, 150 * ms, 140 * ms], 202 * ms))
     slow = (300 * ms, 260 * ms)
-    assert "by the clock inside" in str(clocks_drift([slow] * 4))
-    assert clocks_drift([slow] * 3) is None, "too few to tell"
-    assert clocks_drift([(300 * ms, 299 * ms)] * 4 + [slow] * 3) is None, "a busy machine"
-    assert clocks_drift([(300 * ms, 299 * ms)] * 2 + [slow] * 4) is None, "a very busy machine: most reports are late"
-    assert "by the clock inside" in str(clocks_drift([(300 * ms, 299 * ms)] + [slow] * 4))
-    assert clocks_drift([(40 * ms, 10 * ms)] * 9) is None, "blocks so short that one late wake-up counts"
-    assert clocks_drift([(90 * ms, 85 * ms)] * 20) is None, "short turns, each a little late"
-    assert "by the clock inside" in str(clocks_drift([(90 * ms, 70 * ms)] * 8)), "short turns are taken together"
+    assert "by the clock inside" in str(clocks.drift([slow] * 4))
+    assert clocks.drift([slow] * 3) is None, "too few to tell"
+    assert clocks.drift([(300 * ms, 299 * ms)] * 4 + [slow] * 3) is None, "a busy machine"
+    assert clocks.drift([(300 * ms, 299 * ms)] * 2 + [slow] * 4) is None, "a very busy machine: most reports are late"
+    assert "by the clock inside" in str(clocks.drift([(300 * ms, 299 * ms)] + [slow] * 4))
+    assert clocks.drift([(40 * ms, 10 * ms)] * 9) is None, "blocks so short that one late wake-up counts"
+    assert clocks.drift([(90 * ms, 85 * ms)] * 20) is None, "short turns, each a little late"
+    assert "by the clock inside" in str(clocks.drift([(90 * ms, 70 * ms)] * 8)), "short turns are taken together"
 
 
 # -- a member of a set keeps its own promise; a timed run trains as a verification run does ----------------------------

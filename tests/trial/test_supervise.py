@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import cage, process, supervise, tree
+from saturate.trial import cage, process, standard_input, supervise, tree
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 TRAINING = """
@@ -63,7 +63,7 @@ def test_what_is_only_read_in_shared_memory_is_not_the_trials():
 
 def test_what_cannot_be_set_up_is_said_where_the_output_goes(start, monkeypatch):
     """And not on the supervisor's own standard error, which nobody reads: "exit code 126 without a word" names no cause."""
-    monkeypatch.setattr(process, "standard_input", lambda: ("/no/such/input", 0))
+    monkeypatch.setattr(standard_input, "source", lambda: ("/no/such/input", 0))
     with pytest.raises(TrialEnded, match="not_started: standard input: .*/no/such/input"):
         start("-c", "print(1)").wait_ready()
 
@@ -91,14 +91,14 @@ def test_standard_input_that_may_not_be_opened_again_is_withheld(tmp_path, monke
         before = os.dup(0)
         try:
             os.dup2(given.fileno(), 0)
-            assert process.standard_input()[0].endswith("/fd/0") and process.input_withheld() == ""
+            assert standard_input.source()[0].endswith("/fd/0") and standard_input.withheld() == ""
 
             def closed(path, *_):
                 raise PermissionError(13, "Permission denied", path)
 
             monkeypatch.setattr(os, "open", closed)
-            assert process.standard_input() == (os.devnull, 0)
-            assert process.input_withheld() == process.CLOSED_INPUT
+            assert standard_input.source() == (os.devnull, 0)
+            assert standard_input.withheld() == standard_input.CLOSED_INPUT
         finally:
             os.dup2(before, 0)
             os.close(before)

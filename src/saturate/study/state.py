@@ -22,7 +22,7 @@ from saturate.records.facts import Facts
 from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
 from saturate.study.store import Store
-from saturate.trial.process import standard_input
+from saturate.trial import standard_input
 from saturate.verify.series import SCHEMA
 
 #: What the environment says of the terminal, the login or the job, which is another one when a killed study is taken up again. No
@@ -84,7 +84,7 @@ class Request:
         """What the command's own program is and reads, which counts as much as the words do: a digest of each."""
         program = shutil.which(self.argv[0], path=self.environment.get("PATH")) or self.argv[0]
         environment = {name: value for name, value in self.environment.items() if not _PASSING.fullmatch(name)}
-        stdin, offset = standard_input()
+        stdin, offset = standard_input.source()
         return {
             "the version of saturate": saturate.__version__,
             "the format of recorded trainings": str(SCHEMA),

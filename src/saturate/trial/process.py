@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import itertools
 import json
 import math
 import os
 import secrets
-import stat
-import struct
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import launch, meter, ports, refusals, starting, tree
+from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, tree
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import PIPED_INPUT, LastWords, Outcome, classify, no_step, stalled
-
-#: How much slower than ours the agent's clock may run over most blocks before it is not believed. Blocks are taken together up to
-#: a length, the shortest say nothing, and in each a workload may be late: it is woken, and it reports.
-CLOCK_TOLERANCE = 0.10
-CLOCK_LEAST_NS = 150_000_000
-CLOCK_SHORTEST_NS = 50_000_000
-CLOCK_LATE_NS = 5_000_000
-CLOCK_BLOCKS = 4
+from saturate.trial.outcome import LastWords, Outcome, classify, no_step, stalled
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -42,70 +30,6 @@ PATIENCE = 4
 
 #: How long a command may take to end by itself once the process that trained is gone.
 GRACE_S = 20.0
-
-
-def clock_problem(began: int, stamps: list[int], ended: int) -> str | None:
-    """Why the agent's stamps of one block are not believed; None when they are. All are nanoseconds of CLOCK_MONOTONIC,
-    which all processes of a machine share: `began` and `ended` were read here before and after the block."""
-    if stamps != sorted(stamps) or stamps[0] < began or stamps[-1] > ended:
-        return "stamps of the workload's clock lie outside the time in which the block ran"
-    return None
-
-
-def clocks_drift(lags: list[tuple[int, int]]) -> str | None:
-    """Why the agent's clock is not believed: over most blocks it runs slower than ours. None when it does not.
-
-    A block's (time here without what this process waited for a core, time inside), nanoseconds. One says nothing: on a busy
-    machine the workload reports late as well, and more blocks than one are late for that. Three of four are not.
-    """
-    long = sorted(((wall - late - inside) / wall, wall, inside) for wall, late, inside in _long_enough(lags))
-    if len(long) < CLOCK_BLOCKS or long[len(long) // 4][0] <= CLOCK_TOLERANCE:
-        return None
-    _, wall, inside = long[len(long) // 4]
-    return f"blocks took {wall / 1e6:.0f} ms here and {inside / 1e6:.0f} ms by the clock inside the workload"
-
-
-def _long_enough(lags: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Blocks, short ones taken together: time here, how much of it lateness explains, time inside."""
-    wall = late = inside = 0
-    for block_wall, block_inside in lags:
-        if block_wall < CLOCK_SHORTEST_NS:
-            continue
-        wall, late, inside = wall + block_wall, late + CLOCK_LATE_NS, inside + block_inside
-        if wall > CLOCK_LEAST_NS:
-            yield wall, late, inside
-            wall = late = inside = 0
-
-
-def standard_input() -> tuple[str, int]:
-    """What a workload reads, and from where on: our own standard input if that is a file, which every trial reads for itself.
-    A pipe can be read only once, and may never end, and a file that somebody else opened for us may be closed to us: then they
-    get nothing."""
-    try:
-        if stat.S_ISREG(os.fstat(0).st_mode):
-            path = f"/proc/{os.getpid()}/fd/0"
-            os.close(os.open(path, os.O_RDONLY))
-            return path, os.lseek(0, 0, os.SEEK_CUR)
-    except OSError:
-        pass            # it is closed, or we may not open it
-    return os.devnull, 0
-
-
-def input_withheld() -> str:
-    """What to do about what waits on our standard input and no trial gets; empty where nothing does."""
-    try:
-        seen = os.fstat(0)
-        if stat.S_ISREG(seen.st_mode):
-            unread = standard_input()[0] == os.devnull and os.lseek(0, 0, os.SEEK_CUR) < seen.st_size
-            return CLOSED_INPUT if unread else ""
-        if not (stat.S_ISFIFO(seen.st_mode) or stat.S_ISSOCK(seen.st_mode)):
-            return ""
-        return PIPED_INPUT if struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, bytes(4)))[0] > 0 else ""
-    except OSError:
-        return ""       # it is closed
-
-
-CLOSED_INPUT = "standard input is a file that this user may not open, and every trial opens it anew, so trials get none of it: make it readable"
 
 
 class TrialEnded(Exception):
@@ -221,7 +145,7 @@ class Trial:
         descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             argv = launch.carried(workload.argv, environment, spec.techniques, hashing)
-            stdin, offset = standard_input()
+            stdin, offset = standard_input.source()
             json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
                        "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
         self.supervisor = subprocess.Popen(
@@ -263,7 +187,7 @@ class Trial:
             self._lags.append((ended - began - (meter.queued_ns() - queued), stamps[-1] - stamps[0]))
         self._looked_at = self._looked_at or watch is not None
         self._note_peak(gates)
-        problem = next(filter(None, (clock_problem(began, gate["stamps"], ended) for gate in gates)), clocks_drift(self._lags))
+        problem = next(filter(None, (clocks.problem(began, gate["stamps"], ended) for gate in gates)), clocks.drift(self._lags))
         if problem is not None:
             raise self.end(Outcome("clock_disagrees", problem))
         durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
@@ -408,7 +332,7 @@ class Trial:
         if self.spec.cage:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
-            self.ended = dataclasses.replace(self.ended, remedy=input_withheld() or self.ended.remedy)
+            self.ended = dataclasses.replace(self.ended, remedy=standard_input.withheld() or self.ended.remedy)
         return TrialEnded(self.ended)
 
     def _last_words(self) -> LastWords | None:
