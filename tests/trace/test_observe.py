@@ -246,9 +246,50 @@ def test_a_classifiers_softmax_is_no_attention() -> None:
     ({"dtypes": "", "kernels": ["a_kernel_of_unknown_kind"]}, None),
     ({"name": "aten::add"}, 0),
     ({"dtypes": "float32", "limit": "latency"}, 0),
+    ({"dtypes": "float32", "kernels": ["nchwToNhwcKernel", "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw"]}, 0),
+    ({"dtypes": "bfloat16", "kernels": ["void implicit_convolve_sgemm<__nv_bfloat16, __nv_bfloat16, 1024>"]}, 0),
 ])
 def test_products_in_fp32(columns: dict[str, Any], expected: int | None) -> None:
     assert ns(patterns.fp32_matmuls([operator(**{"name": "aten::mm", **columns})])) == expected
+
+
+#: Of cuBLAS, CUTLASS and cuDNN on devices from Volta to Blackwell, as profilers recorded them.
+FP32_KERNELS = [
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x256x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
+    "sm80_xmma_fprop_implicit_gemm_indexed_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize64x64x8_stage3_warpsize1x4x1_g1_ffma_aligna4",
+    "ampere_sgemm_32x128_tn", "volta_sgemm_32x32_sliced1x4_nt", "sgemm_32x32x32_NT_vec", "ampere_scudnn_128x64_relu_xregs_large_nn_v1",
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>(cutlass_80_simt_sgemm_64x64_8x5_tn_align1::Params)",
+    "void magma_sgemmEx_kernel<float, float, float, true, false, 6, 4, 6, 3, 4>(int, int, int, Tensor, int, Tensor)",
+    "cudnn_infer_volta_scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt_v1",
+]
+OTHER_KERNELS = [
+    "sm80_xmma_gemm_tf32tf32_tf32f32_f32_nt_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel",
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+    "sm90_xmma_dgrad_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32_warpgroupsize1x1x1_g1_execute_kernel__5x_cudnn",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+    "sm80_xmma_gemm_f16f16_f16f32_f32_nt_n_tilesize128x128x32_stage4_warpsize2x2x1_tensor16x8x16",
+    "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_64x64_16x10_nhwc_align4>(Params)",
+    "cutlass3x_sm90_tensorop_s64x128x16gemm_f16_f16_f32_f16_f16_128x128x64_2x1x1_0_ttt_align8_warpspecialized_pingpong_epi_tma",
+    "cutlass_75_wmma_tensorop_bf16_s161616gemm_bf16_32x32_32x1_tn_align1", "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn",
+    "volta_fp16_s884gemm_fp16_128x64_ldg8_f2f_nn", "volta_h884gemm_256x64_ldg8_nn", "turing_h1688gemm_128x128_ldg8_stages_32x1_nn",
+    "nvjet_tst_128x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_hsh_256x128_64x4_2x1_v_bz_TNN", "nvjet_sss_tf32_128x256_TNT",
+    "nvjet_sm100_tst_64x32_64x16_2x1_2cta_v_bz_TNN", "cutlass_80_tensorop_s1688gemm_256x128_32x3_nt_align1",
+]
+
+
+@pytest.mark.parametrize("dtypes", ["float32", ""])
+@pytest.mark.parametrize("kernel, fp32", [*((name, True) for name in FP32_KERNELS), *((name, False) for name in OTHER_KERNELS)])
+def test_kernels_in_fp32_by_their_names(kernel: str, fp32: bool, dtypes: str) -> None:
+    assert ns(patterns.fp32_matmuls([operator("aten::mm", dtypes=dtypes, kernels=[kernel])])) == (10 if fp32 else 0)
+
+
+@pytest.mark.parametrize("kernel", [
+    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 2, 2, false, false, cublasGemvTensorStridedBatched<float>>",
+    "void cudnn::cnn::im2col4d_kernel<float, long>(cudnn::cnn::im2col4d_params, cudnnConvolutionStruct, cudnnTensor4dStruct)",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float>"])
+def test_kernels_whose_names_do_not_tell(kernel: str) -> None:
+    assert ns(patterns.fp32_matmuls([operator("aten::mm", kernels=[kernel])])) == 10
+    assert patterns.fp32_matmuls([operator("aten::mm", dtypes="", kernels=[kernel])]) is None
 
 
 def test_elementwise_chains() -> None:

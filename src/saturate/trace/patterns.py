@@ -17,9 +17,12 @@ _SOFTMAX = re.compile(r"^aten::(_?softmax|_safe_softmax|_softmax_backward_data)$
 #: Memory-bound, but not because tensors are written out between one operation and the next.
 _NOT_A_CHAIN = re.compile(r"embedding|index|gather|scatter|sort|topk|unique|nonzero|cumsum|_foreach_|_fused_|pool|"
                           r"attention|^(?!aten::)")
-#: Names of fp32 kernels, and of those that round their inputs to TF32 for tensor cores.
-_FP32 = re.compile(r"sgemm|simt_s|ffma|f32f32_f32f32|magma_sgemm")
-_TENSOR_CORES = re.compile(r"tf32|tensorop|s1688|s16816|h?mma|xmma_.*tf32|nvjet_[a-z]*t", re.IGNORECASE)
+#: Names of kernels that multiply in fp32. `sm80_xmma_gemm_f32f32_f32f32_f32_..._ffma_...` is one, whatever its family is called:
+#: the formats are those of inputs, products and sums, and FFMA is the instruction; with TF32 it says `f32f32_tf32f32_f32`.
+_FP32 = re.compile(r"sgemm|cgemm|scudnn|simt_s|ffma|(?<!t)f32f32_f32f32")
+#: Names of the others, most of which use tensor cores (only fp32 ones matter here): by format, by instruction (`s1688`, `hgmma`),
+#: by library. cuBLAS's nvjet kernels exist for tensor cores only, and its xmma kernels are these where they are not of fp32.
+_TENSOR_CORES = re.compile(r"tf32|tensor(?:op|\d+x\d)|[sdhi](?:884|168|8816|161616)|(?<!ga)mma|nvjet", re.IGNORECASE)
 #: As `operators.shapes_text` writes them. What else a damaged trace has in place of sizes are none.
 _SIZES = re.compile(r"\[(\d{1,18}(?:, \d{1,18})*)\]")
 
@@ -45,10 +48,15 @@ def fp32_matmuls(operators: Iterable[Operator]) -> list[Operator] | None:
 
 
 def _is_fp32(operator: Operator) -> bool | None:
-    longest = operator.kernels[0] if operator.kernels else ""
-    if operator.dtypes:
-        return "float32" in operator.dtypes.split(", ") and not _TENSOR_CORES.search(longest)
-    return True if _FP32.search(longest) else False if _TENSOR_CORES.search(longest) else None
+    """By its formats, and the kernel of most time whose name tells: a convolution may spend more on transposing its tensors."""
+    if operator.dtypes and "float32" not in operator.dtypes.split(", "):
+        return False
+    for kernel in operator.kernels:
+        if _FP32.search(kernel):
+            return True
+        if _TENSOR_CORES.search(kernel):
+            return False
+    return True if operator.dtypes else None
 
 
 def eager_attention(operators: Iterable[Operator]) -> list[Operator] | None:
