@@ -8,6 +8,7 @@ import pytest
 from traces import V100, Recording, training
 
 from saturate.records.analysis import Problem
+from saturate.trace.analyze import analyze_one
 from saturate.trace.breakdown import communication, work
 from saturate.trace.columns import Trace
 from saturate.trace.integrity import CONCLUSIONS, blocked, of_window, problems, verdict
@@ -74,6 +75,28 @@ def test_kernels_that_start_before_their_call(early: int, expected: set[str]) ->
     if expected:
         assert seen["kernels-before-launch"].blocks == ["busy", "gaps", "kernels"]
         assert "2 of 100" in seen["kernels-before-launch"].message and "0.900 ms" in seen["kernels-before-launch"].message
+
+
+@pytest.mark.parametrize("drift, blocks", [(1, []), (10_000, []), (10_001, ["busy", "gaps", "kernels"])])
+def test_two_clocks_that_drift_apart_by_microseconds_forbid_nothing(drift: int, blocks: list[str]) -> None:
+    """Half of the kernels start as soon as they are launched, by a device's clock that is behind."""
+    made = Recording(V100)
+    for number in range(100):
+        at = 1_000_000 + 100_000 * number
+        made.kernel("k", at, at + 90_000, launched=at + drift if number % 2 else at - 5_000)
+    made.step(1_000_000, 1_000_000 + 100 * 100_000)
+    (problem,) = found(made.trace()).values()
+    assert problem.id == "kernels-before-launch" and problem.blocks == blocks
+    assert "50 of 100" in problem.message and ("no more exact" in problem.message) == (not blocks)
+
+
+def test_no_kernel_starts_before_its_launch_at_the_median() -> None:
+    made = Recording(V100)
+    for number in range(9):
+        made.kernel("k", 1_000_000 + 100_000 * number, 1_090_000 + 100_000 * number, launched=1_002_000 + 100_000 * number)
+    made.step(1_000_000, 1_900_000)
+    device = analyze_one(made.trace()).devices[0]
+    assert device.median_launch_delay_ns == 0 and device.busy_of_step == 0.9
 
 
 def test_each_process_counts_its_own_correlations() -> None:

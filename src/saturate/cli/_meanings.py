@@ -95,8 +95,9 @@ TRACE_PROBLEMS = {
     "zero-durations": "More than 1 % of device events have no duration, so short work may be hidden. A profiler whose clock counts "
                       "nanoseconds avoids it.",
     "negative-durations": "Events end before they start. They are left out, and above 1 % nothing is concluded. Record again.",
-    "kernels-before-launch": "More than 1 % of kernels start before the calls that launch them: the clocks of device and host do not agree, so "
-                             "gaps, waits and the parts of a step are not known. Record again, or with a newer driver.",
+    "kernels-before-launch": "More than 1 % of kernels start before the calls that launch them. By a few microseconds, the clocks of device and host "
+                             "drift, and nothing is to be done. By more than 10 us they do not agree, so gaps, waits and the parts of a step are "
+                             "not known: record again, or with a newer driver.",
     "graph-replay": "Kernels that are replayed from a graph belong to one launch and to no operator. Record without CUDA graphs to attribute "
                     "them.",
     "whole-graphs": "Launches of CUDA graphs are recorded as a whole. Record their nodes to see the kernels: nsys profile --cuda-graph-trace=node.",

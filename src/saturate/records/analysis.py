@@ -132,7 +132,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     edge_ns: dict[str, int] = {}    # the same classes, of the parts of the steps outside the span
     short_kernels: float | None = None          # share of kernels below 10 us
     median_kernel_ns: int | None = None
-    median_launch_delay_ns: int | None = None   # from the start of the launching call to the kernel's start
+    median_launch_delay_ns: int | None = None   # from the start of the launching call to the kernel's start, at least 0
     roofline: Roofline = Roofline(coverage=None, operators=[])
     occupancy: Occupancy = Occupancy(sm_fill=None, sm_fill_of_step=None, tail=None, occupancy=None)
     each_step: list[StepParts] = []             # in order; empty where there are none

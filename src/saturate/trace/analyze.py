@@ -213,7 +213,7 @@ def _kernels(seen: View) -> tuple[dict[str, Any], dict[str, str]]:
         return {"kernels": 0}, {"short_kernels": why, "median_kernel_ns": why, "median_launch_delay_ns": why}
     time = trace.gpu.end[rows] - trace.gpu.start[rows]
     single = rows[(launches[rows] >= 0) & ~integrity.replayed(trace, launches)[rows]]
-    delay = trace.gpu.start[single] - trace.calls.start[launches[single]]
+    delay = np.maximum(trace.gpu.start[single] - trace.calls.start[launches[single]], 0)     # less is a drift of the clocks
     unknown = {} if len(single) else {
         "median_launch_delay_ns": "no kernel has a launch of its own: not recorded, or replayed from a graph"}
     return {"kernels": len(rows), "short_kernels": float((time < SHORT_NS).mean()), "median_kernel_ns": _median(time),
