@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from saturate.trace._arguments import Arguments, Tensor, Unknown
-from saturate.trace._matrix_costs import FORMULAS
+from saturate.trace._matrix_costs import FORMULAS, NAMESPACES
 
 #: Operators that multiply matrices, by their names. Without a formula for one of them a count is worth nothing.
 _PRODUCT = re.compile(r"(?<!sy)(?<!co)mm(?![a-z])|conv(?!ert)|attention|attn|rnn|lstm|gru|linear|matmul|transformer|einsum|"
@@ -21,9 +21,6 @@ _PRODUCT = re.compile(r"(?<!sy)(?<!co)mm(?![a-z])|conv(?!ert)|attention|attn|rnn
 _NO_PRODUCT = re.compile(r"upsample|prepack|unpack|reorder|flatten_weight|fused_(?:lstm|gru)_cell|sdp_choice")
 #: Other arithmetic that is no elementwise pass, and rarely much of a step: left out, and named.
 _OTHER = re.compile(r"linalg_(?!.*norm|cross|diagonal|check|vecdot)|cdist|_fft_|cholesky|svd|_solve|_spsolve")
-#: Namespaces of torch itself. Nobody knows what another's operator does.
-_TORCH = {"aten", "prim", "prims", "rngprims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
-          "symm_mem"}
 #: Why a sum is not known where a mode that counts has not seen everything.
 ELSEWHERE = "modules of the model ran in another thread, whose operations are not seen"
 #: A count depends on the format of complex numbers only.
@@ -84,7 +81,7 @@ def flops_of(torch: Any, function: Any, args: Any, kwargs: Any) -> int:
     formula = FORMULAS.get(name)
     if formula is not None:
         return formula(Called(torch, function, args, kwargs)).flops
-    if is_product(name) or _OTHER.search(name) or name.partition("::")[0] not in _TORCH:
+    if is_product(name) or _OTHER.search(name) or name.partition("::")[0] not in NAMESPACES:
         raise Unknown("no formula is known")
     return 0
 

@@ -256,7 +256,7 @@ class Profile(Analysis, frozen=True, kw_only=True):
     mfu_achievable: float | None = None         # the same against the measured ceiling
     flops_per_step: int | None = None
     flops_coverage: float | None = None         # share of operator time that the count covers: without that of `flops_left_out`
-                                                # and of kernels that no operator launched
+                                                # and of kernels that no operator of torch launched
     flops_left_out: list[str] = []              # operators that no formula is known for: counted as 0
     memory: Memory = Memory()
     syncs: list[Sync] = []

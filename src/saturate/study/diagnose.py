@@ -23,13 +23,12 @@ from saturate.records.observations import (
     Observations,
     SyncSeen,
 )
-from saturate.study import memory
+from saturate.study import counted, memory
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
 from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
-from saturate.trace.operators import NO_OPERATOR, REPLAYED
 from saturate.trace.read import read
 
 #: Fewer looks at a process say nothing about its state.
@@ -54,7 +53,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
     recorded_input = recorded["input"] / max(1, sum(recorded.values())) if device == windows.CPU else None
-    record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input))
+    record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input), analysis)
     rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
     integrity = analysis.integrity
     if seen.sample.get("fetched_elsewhere"):
@@ -111,20 +110,24 @@ def _shortener(cwd: Path) -> Callable[[str], str]:
 class Record:
     """The parts of a Profile that do not come from the trace."""
 
-    def __init__(self, request: Request, seen: Seen, shorten: Callable[[str], str], unprofiled: float = 1.0):
+    def __init__(
+        self, request: Request, seen: Seen, shorten: Callable[[str], str], unprofiled: float = 1.0, analysis: Analysis | None = None,
+    ):
         self.seen = seen
         self.unprofiled = unprofiled        # what a time of the recorded steps is without the profiler, as a factor
         self.facts = seen.facts
         self.shorten = shorten
         self.unknown: dict[str, str] = {}
-        facts, counted = seen.facts, seen.modules
-        if "flops" not in counted:
-            counted = {"flops": facts.flops_per_step, "flops_unknown": facts.flops_unknown, "flops_left_out": facts.flops_left_out}
-        unknown = counted.get("flops_unknown", "")
+        facts, found = seen.facts, seen.modules
+        if "flops" not in found:
+            found = {"flops": facts.flops_per_step, "flops_unknown": facts.flops_unknown, "flops_left_out": facts.flops_left_out}
+        self.left_out = list(found.get("flops_left_out", ()))
+        #: Why the count is not that of the model though there is one.
+        self.missed = counted.missed(analysis, self.left_out) if analysis and facts.device != "cpu" else ""
+        unknown = found.get("flops_unknown", "") or self.missed
         #: Executed operations of a step, recomputed ones included; None: not counted.
-        self.executed = None if unknown else counted["flops"]
-        self.flops = None if self.executed is None else self.executed - counted.get("recomputed_flops", 0)
-        self.left_out = list(counted.get("flops_left_out", ()))
+        self.executed = None if unknown else found["flops"]
+        self.flops = None if self.executed is None else self.executed - found.get("recomputed_flops", 0)
         if self.flops is None:
             self.unknown["flops_per_step"] = unknown or "operations of compiled code cannot be counted from outside"
 
@@ -158,15 +161,14 @@ class Record:
         return found
 
     def coverage(self, analysis: Analysis) -> float | None:
-        """Share of operator time that the count covers: what was left out and what no operator launched was not counted."""
+        """Share of operator time that the count covers."""
         operators = analysis.devices[0].roofline.operators if analysis.devices else []
         total = sum(one.time_ns for one in operators)
         if self.flops is None or not total:
-            self.unknown["flops_coverage"] = "no operations were counted" if self.flops is None else "no operator was recorded"
+            uncounted = self.missed or "no operations were counted"
+            self.unknown["flops_coverage"] = uncounted if self.flops is None else "no operator was recorded"
             return None
-        unseen = sum(one.time_ns for one in operators
-                     if one.name in self.left_out or one.unknown.get("flops") in (NO_OPERATOR, REPLAYED))
-        return 1 - unseen / total
+        return 1 - sum(one.time_ns for one in counted.unseen(operators, self.left_out, self.facts.device)) / total
 
     def memory(self) -> Memory:
         return memory.breakdown(self.seen, self.shorten)
@@ -203,6 +205,8 @@ class Record:
 
 
 def unprofiled(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> float:
+        if self.missed:         # in which of them is not known
+            rows = [msgspec.structs.replace(row, flops=None) for row in rows]
     """What a time of the recorded steps is without the profiler, as a factor. It makes waits for values longer as well as
     steps, so their share is kept. Of a CPU's steps without their input (`recorded_input`: its share of the recorded ones),
     because the few that were recorded may hold more or less of it than others."""

@@ -269,6 +269,10 @@ _DEPTHWISE = _convolution(bias=3, stride=4, padding=5, dilation=6)          # (i
 _SLOW = _convolution(bias=3, stride=4, padding=5, dilation=None)            # (input, weight, size, bias, s, p)
 _SLOW_TRANSPOSED = _convolution(bias=3, stride=4, padding=5, output_padding=6, dilation=7, groups=None, transposed=True)
 
+#: Namespaces of torch itself. Nobody knows what another's operator does.
+NAMESPACES = {"aten", "prim", "prims", "rngprims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
+              "symm_mem"}
+
 FORMULAS: dict[str, Formula] = {
     "aten::mm": _mm, "aten::bmm": _mm, "aten::_int_mm": _int_mm, "aten::_scaled_mm": _scaled_mm,
     "aten::addmm": _addmm, "aten::addmm_": _addmm, "aten::_addmm_activation": _addmm,
