@@ -1,4 +1,5 @@
-"""Where the host waits for the device: every place that turns a tensor into a number or text, with the user's line.
+"""Where the host waits for the device: every place that turns a tensor into a number or text, with the user's line. What waits inside
+operators (`nonzero`, copies from pageable memory) a trace shows, without the line.
 
 On a CPU nothing waits, but the same places keep a step from running elsewhere or being compiled; there a tensor that
 becomes a number is counted where the user's code asks for it, and not where torch's own does (an optimizer reads its

@@ -9,7 +9,8 @@ read leaves the tensor library, and a loop that reads one element at a time spen
 Evidence
 --------
 On an accelerator: how long the host waits, the idle time of the device while the host waited or was late, and for
-each place in the source the waits per step and their time. On a CPU: reads per step and their time.
+each place in the source, or operator that waits inside (`nonzero`, a mask as an index), the waits per step and their
+time. On a CPU: reads per step and their time.
 
 Threshold
 ---------

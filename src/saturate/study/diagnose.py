@@ -45,11 +45,12 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     analysis = analyze.analyze(traces, seen.ceilings)
     device = windows.devices(first)[0]
     view = windows.window(first, device)
+    base = of_trace(first, analysis, seen.facts)
     recorded = phases.split(first, device)
     clocked = seen.sample["parts"]
     split = phases.calibrated(first, clocked) if device == windows.CPU else recorded
     shorten = _shortener(request.cwd)
-    observed = observe(seen, analysis, first, split, shorten)
+    observed = observe(seen, analysis, base, split, shorten)
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
     recorded_input = recorded["input"] / max(1, sum(recorded.values())) if device == windows.CPU else None
@@ -201,12 +202,12 @@ class Record:
 
     def modules(self) -> list[ModuleCost]:
         rows = msgspec.convert(self.seen.modules.get("modules", []), list[ModuleCost])
+        if self.missed:         # in which of them is not known
+            rows = [msgspec.structs.replace(row, flops=None) for row in rows]
         return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
 
 
 def unprofiled(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> float:
-        if self.missed:         # in which of them is not known
-            rows = [msgspec.structs.replace(row, flops=None) for row in rows]
     """What a time of the recorded steps is without the profiler, as a factor. It makes waits for values longer as well as
     steps, so their share is kept. Of a CPU's steps without their input (`recorded_input`: its share of the recorded ones),
     because the few that were recorded may hold more or less of it than others."""
@@ -247,12 +248,18 @@ def number_format(facts: Facts) -> str:
 # -- what the rules look at --------------------------------------------------------------------------------------------
 
 
+def of_trace(trace: Trace, analysis: Analysis, facts: Facts) -> Observations:
+    """What the first trace tells by itself; of a device without the waits that `HostSyncs` timed, with their lines."""
+    if not analysis.devices:
+        return Observations()
+    return trace_observations.observations(trace, analysis.devices[0], labelled=facts.device == "cpu")
+
+
 def observe(
-    seen: Seen, analysis: Analysis, trace: Trace, split: dict[str, int], shorten: Callable[[str], str],
+    seen: Seen, analysis: Analysis, base: Observations, split: dict[str, int], shorten: Callable[[str], str],
 ) -> Observations:
-    """The trace's observations, with what only a live run can tell."""
+    """What the trace tells (`base`, of `of_trace`), with what only a live run can tell."""
     facts, sample, record = seen.facts, seen.sample, seen.record
-    base = trace_observations.observations(trace, analysis.devices[0]) if analysis.devices else Observations()
     total = sum(split.values())
     optimizer = facts.optimizers[0] if facts.optimizers else None
     cpu = facts.device == "cpu"
@@ -278,7 +285,7 @@ def observe(
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
-        "syncs": _syncs(record, shorten, faster),
+        "syncs": _syncs(record, shorten, faster) + _other_syncs(base, faster),
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
@@ -358,6 +365,14 @@ def _syncs(record: dict[str, Any], shorten: Callable[[str], str], unprofiled: fl
     return tuple(SyncSeen(where=f"{shorten(file)}:{line}", what=what, calls_per_step=calls / record["steps"],
                           ms_per_step=unprofiled * ns / record["steps"] / 1e6)
                  for file, line, what, calls, ns in record.get("syncs", []))
+
+
+def _other_syncs(base: Observations, unprofiled: float) -> tuple[SyncSeen, ...]:
+    """On a device, the waits that no method of a tensor shows: inside operators (`nonzero`, a mask as an index, a copy from pageable
+    memory) and in libraries."""
+    if base.device == "cpu":
+        return ()
+    return tuple(dataclasses.replace(one, ms_per_step=unprofiled * one.ms_per_step) for one in base.syncs)
 
 
 def _compiler(record: dict[str, Any]) -> CompilerSeen:

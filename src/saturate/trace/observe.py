@@ -42,8 +42,9 @@ _AMD_BF16 = re.compile(r"MI[23]\d\d")
 _READS_VALUE = re.compile(r"^aten::item$")
 
 
-def observations(trace: Trace, device: Device) -> Observations:
-    """Of one device, as `analyze` described it."""
+def observations(trace: Trace, device: Device, labelled: bool = True) -> Observations:
+    """Of one device, as `analyze` described it. `labelled`: False leaves out the waits that the recorder labelled, for whoever has
+    its own record of these."""
     seen = view(joined(trace), device.id)
     whole = seen.parts.window_ns
     info = facts(trace, device.id)
@@ -70,7 +71,7 @@ def observations(trace: Trace, device: Device) -> Observations:
         fp32_matmul=share(patterns.fp32_matmuls(operators) if operators else None),
         attention_eager=share(patterns.eager_attention(operators)), elementwise=share(patterns.elementwise(operators)),
         overhead=None if "busy" in blocked else _overhead(seen), limit=device.verdict, integrity_blocks=frozenset(blocked),
-        loader=LoaderSeen(num_workers=_workers(seen)), copies=_copies(seen, device), syncs=_syncs(seen),
+        loader=LoaderSeen(num_workers=_workers(seen)), copies=_copies(seen, device), syncs=_syncs(seen, labelled),
         kernels=_cpu_kernels(seen) if device.id == CPU else _kernels(seen, device, idle.get("host_late")),
         operators=_operators(device, whole, together), memory=_memory(trace, device, info), compiler=_compiler(seen),
         communication=CommunicationSeen(
@@ -179,7 +180,7 @@ def _copies(seen: View, device: Device) -> CopySeen:
         exposed_from_host=None if device.exposed_copy_ns is None else _share(length(alone), seen.parts.window_ns))
 
 
-def _syncs(seen: View) -> tuple[SyncSeen, ...]:
+def _syncs(seen: View, labelled: bool) -> tuple[SyncSeen, ...]:
     """Waits by call and by the operator around it, the longest first. On a CPU: values read from tensors."""
     trace, steps = seen.joined.trace, seen.window.count
     if not steps:
@@ -195,11 +196,21 @@ def _syncs(seen: View) -> tuple[SyncSeen, ...]:
     rows = gaps.waiting_calls(trace, seen.joined.launches)
     rows = rows[(np.isin(trace.calls.tid[rows], threads) | (trace.calls.tid[rows] == seen.window.thread))
                 & contains(seen.window.steps, trace.calls.start[rows])]
+    rows = rows if labelled else rows[~_in_label(trace, rows)]
     around = _around(trace, rows)
     uploads = trace.gpu.kind == MEMCPY
     uploads &= named(trace, trace.gpu.name, FROM_HOST) & (seen.joined.launches >= 0)
     uploading = _around(trace, np.unique(seen.joined.launches[uploads]))
     return _grouped(seen, trace.calls, rows, around, np.isin(around, uploading[uploading >= 0]))
+
+
+def _in_label(trace: Trace, calls: Column) -> Column:
+    """Whether each call began in a wait that the recorder labelled, on the label's own thread."""
+    found = np.zeros(len(calls), bool)
+    labels = np.flatnonzero(named(trace, trace.annotations.name, phases.LABELLED_SYNC))
+    for thread, own in by_thread(trace.annotations, labels):
+        found |= (trace.calls.tid[calls] == thread) & contains(spans(trace.annotations, own), trace.calls.start[calls])
+    return found
 
 
 def _around(trace: Trace, calls: Column) -> Column:

@@ -46,7 +46,8 @@ _UPDATE = re.compile(r"^Optimizer\.step#")
 _FORWARD = re.compile(r"^saturate\.module |^(DistributedDataParallel|FullyShardedDataParallel|FSDP)\S*\.forward$")
 _BACKWARD = re.compile(r"^saturate\.backward$")
 _ENGINE = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
-_LABELLED_SYNC = re.compile(r"^saturate\.sync ")
+#: A wait of the host that the recorder labelled.
+LABELLED_SYNC = re.compile(r"^saturate\.sync ")
 
 #: Python between two operators of one part that is still that part's own.
 BRIDGE_NS = 200_000
@@ -136,7 +137,7 @@ def host(trace: Trace, view: Window) -> Host:
                  "backward": _backward(trace, view), "forward": _own(trace, view, _FORWARD)}
     running = _operators(trace, view)
     fetched = take(landmarks["input"])
-    sync = take(_own(trace, view, _LABELLED_SYNC))
+    sync = take(_own(trace, view, LABELLED_SYNC))
     waited = take(subtract(_collectives(trace), running))
     named_parts = {name: take(landmarks[name]) for name in ("backward", "forward", "optimizer")}
     landmarks["optimizer"] = _own(trace, view, _UPDATE)     # gradients may be cleared before a forward pass or after it
