@@ -119,6 +119,30 @@ def launching(kernels: bool = True, node: str = "", kernel: str = "") -> Events:
     return made
 
 
+def test_a_device_without_events_is_not_judged_by_what_the_host_did(tmp_path: Path) -> None:
+    found = profiled(tmp_path, launching(kernels=False), facts(), record={"steps": STEPS, "syncs": []})
+    (problem,) = [one for one in found.integrity.problems if one.blocks]
+    assert problem.id == "unknown-accelerator" and {"busy", "gaps", "roofline"} <= set(problem.blocks) and "CUPTI" in problem.message
+    assert (found.verdict, found.split, found.split_steps, found.devices[0].name) == ("unknown", {}, 0, "")
+    assert found.unknown["split"] == problem.message and found.step_ms == 1.0
+    assert not {one.id for one in found.findings} & {"fp32-matmul", "nothing-to-gain", "launch-bound", "host-syncs", "elementwise-chains"}
+
+
+def test_a_device_with_events_and_a_cpu_without_are_judged(tmp_path: Path) -> None:
+    for events, device in ((launching(), "cuda"), (launching(kernels=False), "cpu")):
+        found = profiled(tmp_path, events, facts(device), record={"steps": STEPS, "syncs": []})
+        assert found.integrity.ok and found.split and found.split_steps and "split" not in found.unknown
+
+
+def test_what_the_parts_of_a_step_cannot_be_told_from_gives_no_split(tmp_path: Path) -> None:
+    """Device times a millisecond before the calls that launch the kernels."""
+    made = launching()
+    for event in made.made:
+        event["ts"] -= 900.0 if event["cat"] == "kernel" else 0.0
+    found = profiled(tmp_path, made, facts(), record={"steps": STEPS, "syncs": []})
+    assert "kernels-before-launch" in {one.id for one in found.integrity.problems} and not found.split and "clock" in found.unknown["split"]
+
+
 MODULES = {"flops": 10**9, "flops_unknown": "", "flops_left_out": [], "recomputed_flops": 0,
            "modules": [{"name": "block", "kind": "Block", "forward_ms": 1.0, "self_ms": 1.0, "flops": 10**9, "memory_bytes": 1}]}
 

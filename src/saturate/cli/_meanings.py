@@ -104,8 +104,9 @@ TRACE_PROBLEMS = {
     "no-steps": "The trace marks no steps, so shares are of the whole span. Call profiler.step() after each step.",
     "no-accelerator": "No work of an accelerator was recorded, so the analysis is of the CPU's operators. Where there is one, record its "
                       "activities too.",
-    "unknown-accelerator": "Calls or operators of a device were recorded, but its own events were not, or are not read. What rests on busy and idle "
-                           "time is not known. Record the accelerator's activities too.",
+    "unknown-accelerator": "Calls or operators of a device were recorded, or training ran on one, but its own events were not recorded, or are not "
+                           "read. What rests on busy and idle time is not known. Record the accelerator's activities too; where that was asked "
+                           "for, end other tools that profile the device, or allow profiling in its driver, container or virtual machine.",
     "unknown-device": "Device events do not say which device they ran on. They are shown as a device of their own.",
     "devices-not-told-apart": "Several processes used devices that each gives the same number, and the file does not say which is which. Record "
                               "each process into its own file.",

@@ -240,7 +240,7 @@ class LoaderCost(msgspec.Struct, frozen=True, kw_only=True):
 
 class Profile(Analysis, frozen=True, kw_only=True):
     """The object that `saturate profile --json` prints. `step_ms` and `mfu` are from unprofiled steps. `split` is in integer
-    ns per part and sums to `split_steps` steps: the recorded ones on an accelerator; on a CPU, where a profiler would
+    ns per part and sums to `split_steps` steps: the recorded ones on an accelerator, {} where its events do not tell; on a CPU, where a profiler would
     stretch some parts more than others, steps that were clocked without one (`trace.phases.calibrated`)."""
 
     command: list[str] = []

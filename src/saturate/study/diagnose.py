@@ -23,7 +23,7 @@ from saturate.records.observations import (
     Observations,
     SyncSeen,
 )
-from saturate.study import counted, memory
+from saturate.study import counted, memory, unheard
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
@@ -40,7 +40,7 @@ _MOST_SYNCS, _MOST_LINES, _MOST_MODULES = 20, 5, 100
 
 def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     """The profile of one run. `known`: the ids of techniques that exist here. Raises TraceError."""
-    traces = [read(path) for path in seen.traces]
+    traces = [unheard.told(read(path), seen.facts.device) for path in seen.traces]
     first = traces[0]
     analysis = analyze.analyze(traces, seen.ceilings)
     device = windows.devices(first)[0]
@@ -48,14 +48,17 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     base = of_trace(first, analysis, seen.facts)
     recorded = phases.split(first, device)
     clocked = seen.sample["parts"]
-    split = phases.calibrated(first, clocked) if device == windows.CPU else recorded
+    told = seen.facts.device == "cpu" or "busy" not in base.integrity_blocks      # what the device did, and so the parts of a step
+    split = {} if not told else phases.calibrated(first, clocked) if device == windows.CPU else recorded
     shorten = _shortener(request.cwd)
     observed = observe(seen, analysis, base, split, shorten)
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
-    recorded_input = recorded["input"] / max(1, sum(recorded.values())) if device == windows.CPU else None
+    recorded_input = recorded["input"] / max(1, sum(recorded.values())) if seen.facts.device == "cpu" else None
     record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input), analysis)
     rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
+    if not told:
+        record.unknown["split"] = analysis.devices[0].unknown["busy_of_step"]
     integrity = analysis.integrity
     if seen.sample.get("fetched_elsewhere"):
         integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, _ELSEWHERE])
@@ -72,7 +75,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         loader_cost=seen.loader_cost,
         step_ms_profiled=profiled_ms,
         split=split,
-        split_steps=view.count if split is recorded else seen.sample["clocked_steps"],
+        split_steps=view.count if split is recorded else seen.sample["clocked_steps"] if told else 0,
         recorded_steps=view.count,
         **rates,
         flops_per_step=record.flops,

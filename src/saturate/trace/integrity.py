@@ -49,8 +49,10 @@ OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
 NOT_ON_A_CPU = re.compile(r"^aten::_?((cudnn|miopen)_(?!is_)|thnn_fused_|(scaled_dot_product_)?(flash|efficient|cudnn)_attention"
                           r"(_forward|_backward)?$)")
 
-#: Problems that readers report, and what each blocks. One that is not listed here blocks nothing.
-READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls": ["gaps", "roofline"]}
+#: Problems that readers report, or who saw the recording (`study.unheard`), and what each blocks. One that is not listed here
+#: blocks nothing.
+READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls": ["gaps", "roofline"],
+           "unknown-accelerator": OF_THE_DEVICE}
 
 
 def problems(trace: Trace, launches: Column) -> list[Problem]:
@@ -89,6 +91,8 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
 
 
 def _no_accelerator(trace: Trace) -> list[Problem]:
+    if any(id == "unknown-accelerator" for id, _ in trace.problems):        # said by who knows more
+        return []
     others = [f"{name} ({count:,})" for name, count in trace.left_out.items() if OTHER_RUNTIME.match(name)]
     if others:
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
