@@ -10,6 +10,9 @@ import pytest
 
 from saturate.records.analysis import Profile
 from saturate.records.facts import Facts, LoaderFacts
+from saturate.report.analysis import summary
+from saturate.report.analysis_html import render
+from saturate.report.profile_brief import brief
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 
@@ -82,7 +85,13 @@ ITEM = {"steps": STEPS, "syncs": [["train.py", 5, "Tensor.item", STEPS, 10_000 *
 
 
 def test_waits_inside_operators_are_told_beside_those_with_a_line(tmp_path: Path) -> None:
-    found = {one.id: one for one in profiled(tmp_path, reading(), facts(), record=ITEM).findings}
+    profile = profiled(tmp_path, reading(), facts(), record=ITEM)
+    waits = [(one.file, one.line, one.what, one.calls_per_step) for one in profile.syncs]
+    assert waits == [("", 0, "cudaStreamSynchronize in aten::nonzero", 1.0), ("", 0, "cudaStreamSynchronize (HtoD) in aten::copy_", 1.0),
+                     ("train.py", 5, "Tensor.item", 1.0)]
+    assert "unknown line" in summary(profile, width=100, color=False) and "unknown line" in render(profile)
+    assert "cudaStreamSynchronize in aten::nonzero, 0.25" in brief(profile, width=100, color=False)
+    found = {one.id: one for one in profile.findings}
     places = [(one.where, one.metric, one.value) for one in found["host-syncs"].evidence if one.unit == "ms per step"]
     assert places == [("aten::nonzero", "cudaStreamSynchronize", pytest.approx(0.252)), ("train.py:5", "Tensor.item", pytest.approx(0.01))]
     assert found["host-syncs"].bound == pytest.approx(1 / (1 - 0.205), rel=0.1)     # the idle time behind them

@@ -181,9 +181,9 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
 class Sync(msgspec.Struct, frozen=True, kw_only=True):
     """One place in the user's code where the host waits for the device (on a CPU: where a tensor becomes a number)."""
 
-    file: str
+    file: str                       # "" where the line is not known: it waits inside an operator
     line: int
-    what: str                       # "Tensor.item", "Tensor.cpu", "print"
+    what: str                       # "Tensor.item", "Tensor.cpu", "print", "cudaStreamSynchronize in aten::nonzero"
     calls_per_step: float | None    # None: not counted (of `input_lines`, which are seen by looking now and then)
     ms_per_step: float
 

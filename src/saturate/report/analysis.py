@@ -404,7 +404,7 @@ def _places(places: Sequence[Sync], room: int, most: int) -> list[str]:
     return columns(
         [
             [
-                f"{each.file}:{each.line}",
+                say.line(each),
                 each.what,
                 f"{words.ms(each.ms_per_step)} ms per step",
                 "" if each.calls_per_step is None else f"{each.calls_per_step:g} call{'' if each.calls_per_step == 1 else 's'}",

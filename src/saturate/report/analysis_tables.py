@@ -66,7 +66,7 @@ def places(profile: Profile) -> Markup | None:
     def lines(found: list[Sync]) -> list[list[object]]:
         return [
             [
-                tag("code", f"{each.file}:{each.line}"),
+                tag("code", say.line(each)) if each.file else say.line(each),
                 each.what,
                 f"{words.ms(each.ms_per_step)} ms",
                 "" if each.calls_per_step is None else f"{each.calls_per_step:g}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile
+from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile, Sync
 from saturate.report import words
 
 UNKNOWN = "not known"
@@ -147,6 +147,11 @@ def split(profile: Profile) -> list[Part]:
         for key, (name, letter, block, shade, waits) in _SPLIT.items()
         if key in known
     ] + [Part(key, words.one_line(key.replace("_", " ")), ns, "?", "?", 5) for key, ns in rest.items()]
+
+
+def line(one: Sync) -> str:
+    """The line of code, where it is known."""
+    return f"{one.file}:{one.line}" if one.file else "unknown line"
 
 
 def gaps(device: Device) -> list[tuple[str, float, int]]:

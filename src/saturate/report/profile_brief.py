@@ -94,9 +94,11 @@ def _place(places: Sequence[Sync], noun: str) -> str:
     first = max(places, key=lambda each: each.ms_per_step, default=None)
     if first is None:
         return ""
+    noun = noun if all(each.file for each in places) else "place"       # waits inside operators have no line
     more = f", +{words.count(len(places) - 1, noun)}" if len(places) > 1 else ""
     file = "/".join(first.file.rsplit("/", 2)[-2:])     # with its folder: a library may have a train.py of its own
-    return f"{file}:{first.line} {first.what}, {words.ms(first.ms_per_step)} ms per step{more}"
+    where = f"{file}:{first.line} " if first.file else ""
+    return f"{where}{first.what}, {words.ms(first.ms_per_step)} ms per step{more}"
 
 
 def _module(profile: Profile) -> str:

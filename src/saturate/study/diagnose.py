@@ -82,7 +82,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         flops_coverage=coverage,
         flops_left_out=record.left_out,
         memory=record.memory(),
-        syncs=record.syncs(),
+        syncs=record.syncs(_other_syncs(base, record.unprofiled)),
         input_lines=record.input_lines(),
         modules=record.modules(),
         off_device=seen.record.get("off_device", []),
@@ -177,9 +177,12 @@ class Record:
     def memory(self) -> Memory:
         return memory.breakdown(self.seen, self.shorten)
 
-    def syncs(self) -> list[Sync]:
+    def syncs(self, others: tuple[SyncSeen, ...] = ()) -> list[Sync]:
+        """The waits with a line, and those of a trace (`others`), which have none."""
         found = [self._place(file, line, what, calls, ns * self.unprofiled, self.seen.record["steps"])
                  for file, line, what, calls, ns in self.seen.record.get("syncs", [])]
+        found += [Sync(file="", line=0, what=f"{one.what} in {one.where}" if one.where else one.what, calls_per_step=one.calls_per_step,
+                       ms_per_step=one.ms_per_step) for one in others]
         return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
 
     def input_lines(self) -> list[Sync]:
