@@ -140,6 +140,9 @@ def of_size(torch: Any, inputs: tuple[Any, ...], count: int) -> tuple[Any, ...] 
     rows = batches.samples(torch, inputs)
     if not rows:
         return None
-    index = torch.arange(count) % rows
     description, tensors = structure.flatten(torch, inputs)
-    return structure.rebuild(description, [one.index_select(0, index) if one.dim() else one for one in tensors])
+
+    def chosen(tensor: Any) -> Any:
+        return tensor.index_select(0, torch.arange(count, device=tensor.device) % rows) if tensor.dim() else tensor
+
+    return structure.rebuild(description, [chosen(one) for one in tensors])

@@ -55,11 +55,12 @@ class Source:
     @staticmethod
     def write(folder: Path, model: Any, inputs: Any, calibration: Any = None, train: Train | None = None, *,
               generates: bool = False,
-              device: str = "cpu") -> Source:
+              device: str | None = None) -> Source:
         """Write all that a candidate needs into `folder`, which becomes private.
 
         `model`: an nn.Module, a bound method of one, or `functools.partial` of either; None where only artifacts will
-        be run, on `device`. `inputs`, `calibration`: see `batches.take`; without calibration, inputs are split.
+        be run. `inputs`, `calibration`: see `batches.take`; without calibration, inputs are split. `device`: where all of
+        it will run; None: where the model is, the CPU without one.
         Raises UsageError for what cannot be used, EnvironmentProblem where the file system refuses.
         """
         import torch
@@ -69,7 +70,8 @@ class Source:
         measured = given = batches.take(torch, inputs)
         if called is not None:
             batches.check_call(called.function(called.module), measured[0])
-            device = _device(called.module)
+            device = device or _device(called.module)       # a copy of the model may wait on the CPU for its device
+        device = device or "cpu"
         if calibration is None:
             measured, calibrate, more = batches.split(torch, measured)
             notes += more
