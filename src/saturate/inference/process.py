@@ -283,15 +283,19 @@ class Worker:
             self.thaw()
             answer = self._exchange((request, arguments), time.monotonic() + limit_s,
                                     f"{what} took longer than {limit_s:.0f} s", device)
-            if frozen:
+            if frozen and answer[0] != "ended":
                 self.freeze()
         if answer[0] == "ok":
             return answer[1]
-        _, kind, reason, text = answer
+        fate, kind, reason, text = answer
         cause = classify({"ended": "exit", "code": 1}, text, 0, True, None).kind
         if kind == "failed":
             kind = "out_of_memory" if cause in OUT_OF_MEMORY else "disk_full" if cause in NO_ROOM else kind
-        raise WorkerFailed(kind, reason, text[-_TAIL:], alive=True, outside=kind == "disk_full" or cause in NO_ROOM)
+        failed = WorkerFailed(kind, reason, text[-_TAIL:], alive=fate == "raised", outside=kind == "disk_full" or cause in NO_ROOM)
+        if not failed.alive:
+            self._stop()
+            self._killed = failed
+        raise failed
 
     def _exchange(self, message: Any, deadline_s: float, late: str, device: str) -> Any:
         try:

@@ -1,8 +1,8 @@
 """A candidate's process: loads the user's model and inputs, applies the techniques, serves calls, times itself.
 
 `process.Worker` starts it as a fresh interpreter with the user's `sys.path`, and is the other end of its socket. One
-request at a time, answered in order: ("ok", value) or ("raised", kind, reason, traceback). What the model prints goes
-to the log. Calls run in inference mode, unless the model differentiates by itself; the module is in evaluation mode, unless it came in evaluation mode with
+request at a time, answered in order: ("ok", value), ("raised", kind, reason, traceback), or the same with "ended": then the
+process takes no more requests. What the model prints goes to the log. Calls run in inference mode, unless the model differentiates by itself; the module is in evaluation mode, unless it came in evaluation mode with
 parts of it in training mode: that was done on purpose.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
-from saturate.inference import users_code, wire
+from saturate.inference import gpu_failures, users_code, wire
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.measure import placement
@@ -71,6 +71,8 @@ def main(descriptor: int) -> None:
             wire.send(stream, answer, home=server.home)
         except wire.Unsendable as error:
             wire.send(stream, ("raised", "failed", f"the output cannot be sent to another process: {error}", ""))
+        if answer[0] == "ended":
+            return
 
 
 def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,9 +83,10 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
         print(text, flush=True)
         kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
+        fate = "ended" if server.device == "cuda" and gpu_failures.broken(server.torch) else "raised"
         if kind != "out_of_memory" and server.folder and _is_full(server.folder):      # libraries say anything, or nothing
-            return "raised", "disk_full", f"no space is left in {server.folder}; {server.reason(error)}", text
-        return "raised", kind, server.reason(error), text
+            return fate, "disk_full", f"no space is left in {server.folder}; {server.reason(error)}", text
+        return fate, kind, server.reason(error), text
 
 
 def _is_full(folder: Path) -> bool:
@@ -359,6 +362,8 @@ class Server:
             text = f"{error.message}: {error.cause}"
         line = _first_words(text)[:300]
         words = line if isinstance(error, (NotApplied, SaturateError)) else f"{type(error).__name__}: {line}"
+        if self.device == "cuda":
+            words += gpu_failures.who_holds(self.torch, error)
         return f"{self._doing}: {words}" if self._doing else words
 
 
