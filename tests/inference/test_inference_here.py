@@ -43,7 +43,7 @@ def lab(model: Any, **more: Any) -> Any:
     """What a process of its own answered: `scale` is 1 there."""
     with torch.no_grad():
         reference = [[model.layer(BATCH)]]
-    source = SimpleNamespace(inputs=lambda torch: [(BATCH.clone(),)], device="cpu", training=model.training)
+    source = SimpleNamespace(inputs=lambda torch: [(BATCH.clone(),)], device="cpu", training=model.training, switches={})
     return SimpleNamespace(facts=ModelFacts(**{"dtypes": ("float32",), "mode": "inference_mode", **more}), reference=reference, again=reference, twin=None, source=source)
 
 

@@ -128,14 +128,14 @@ def test_sets_of_layers_of_one_size_are_two_candidates(tmp_path: Path) -> None:
 
 
 def test_a_search_is_known_by_training_versions_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu")
+    source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu", switches={})
     facts = ModelFacts(torch="2.9", installed={"onnxruntime": "1.20"}, cpu_flags=frozenset(("avx2", "avx512f")))
 
-    def key(facts: ModelFacts = facts, threads: int = 1, **more: str) -> str:
+    def key(facts: ModelFacts = facts, threads: int = 1, **more: Any) -> str:
         return api.key_of(SimpleNamespace(**{**vars(source), **more}), SimpleNamespace(facts=facts, threads=threads), "latency", {})
 
     change = functools.partial(dataclasses.replace, facts)
-    others = [key(train_hash="t"), key(device="cuda:1"), key(threads=2), key(change(torch="2.10")), key(change(installed={"onnxruntime": "1.21"})),
+    others = [key(train_hash="t"), key(device="cuda:1"), key(switches={"products": "high"}), key(threads=2), key(change(torch="2.10")), key(change(installed={"onnxruntime": "1.21"})),
               key(change(cpu_flags=frozenset(("avx2",)))), key(change(capability=(9, 0)))]
     monkeypatch.setattr(api, "__version__", "another")
     others.append(key())

@@ -21,6 +21,7 @@ A candidate
     source          the user's model and inputs on their way to a process of its own
     worker          that process: applies techniques, runs, times itself, stores itself
     process         the same from outside, with limits of time and memory
+    session         torch's switches that hold for a process: the user's, and those of techniques
     gpu_failures    what is left of its GPU when a call has failed there
     checking        the user's check on it, and controls of the check itself
     guards          does it behave as the model does?

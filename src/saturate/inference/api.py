@@ -292,7 +292,7 @@ def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]
     """What all of a search's results depend on: what was given, versions, and the machine."""
     facts = lab.facts
     assert facts is not None
-    given = source.model_hash, source.inputs_hash, source.train_hash, lab.threads
+    given = source.model_hash, source.inputs_hash, source.train_hash, lab.threads, *sorted(source.switches.items())
     aim = objective, sorted(limits.items())                 # what is over a limit, and how memory is measured
     here = __version__, facts.torch, sorted(facts.installed.items()), sorted(facts.cpu_flags), machine.cpu_name(), source.device, facts.capability
     return _digest(given, aim, here)

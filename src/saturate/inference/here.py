@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from saturate.errors import WorkloadFailed
-from saturate.inference import batches, guards, modes, users_code
-from saturate.inference.lab import Lab, coarsest
+from saturate.inference import batches, guards, modes, session, users_code
+from saturate.inference.lab import Lab, computed_in
 from saturate.inference.source import callable_of
 
 
@@ -49,10 +49,10 @@ def _difference(torch: Any, lab: Lab, own: list[Any]) -> str | None:
     kinds = [[str(tensor.dtype).removeprefix("torch.") for tensor in answer] for answer in (own, there[0])]
     if len(kinds[0]) == len(kinds[1]) and kinds[0] != kinds[1]:
         return f"its output is {', '.join(kinds[0])} here, {', '.join(kinds[1])} there"
-    # Products of shorter numbers are a switch of the process, too: they make no other function.
-    shorter = torch.get_float32_matmul_precision() != "highest"
-    found = guards.examine(torch, there, [own], numerics="reordering", precision="bfloat16" if shorter else coarsest(facts.dtypes),
-                           again=lab.again and lab.again[:1], twin=lab.twin and lab.twin[:1], generates=facts.generates,
+    # Products of shorter numbers are a switch of the process, too: they make no other function. A GPU's switches travel with the model.
+    shorter = lab.source.device == "cpu" and session.shorter_on_cpu(torch)
+    precision = "bfloat16" if shorter else computed_in(facts, lab.source.switches)
+    found = guards.examine(torch, there, [own], numerics="reordering", precision=precision, again=lab.again and lab.again[:1], twin=lab.twin and lab.twin[:1], generates=facts.generates,
                            spare=1)     # one tie in a few classes is no reason to refuse a model
     failed = next((finding for finding in found.findings if not finding.passed), None)
     if failed is not None and failed.guard == "agreement" and found.agreement_db is not None:

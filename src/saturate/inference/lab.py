@@ -10,14 +10,14 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
-from saturate.inference import accuracy, artifact, batches, checking, guards, samples
+from saturate.inference import accuracy, artifact, batches, checking, guards, samples, session
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
@@ -235,10 +235,14 @@ class Lab:
                     raise
                 return f"{shown}, which the model takes, fails: {error.reason}"
             problem = guards.examine(self._torch(), [expected], [got], numerics=candidate.numerics, spare=1,
-                                     precision=coarsest(self.facts.dtypes if self.facts else ())).problem
+                                     precision=self.precision()).problem
             if problem is not None:
                 return f"with {shown}: {problem}"
         return None
+
+    def precision(self) -> str:
+        """The coarsest format that the baseline computes in, as `guards.examine` takes it."""
+        return computed_in(self.facts, self.source.switches) if self.facts is not None else "float32"
 
     def agreement(self, worker: Worker) -> float | None:
         return self._agreement[1].agreement_db if self._agreement and self._agreement[0] is worker else None
@@ -249,7 +253,7 @@ class Lab:
     def _behaviour(self, worker: Worker, numerics: str) -> guards.Behaviour:
         facts = self.facts
         found = guards.examine(self._torch(), self.reference, worker.outputs(), numerics=numerics,
-                               precision=coarsest(facts.dtypes if facts else ()), again=self.again, twin=self.twin,
+                               precision=self.precision(), again=self.again, twin=self.twin,
                                generates=bool(facts and facts.generates))
         self._agreement = (worker, found)
         return found
@@ -362,6 +366,12 @@ def _ended(error: WorkerFailed) -> str:
 def module_names(context: Any) -> list[str]:
     """In the model's order; called in a candidate's process."""
     return [name for name, _ in context.model.named_modules()]
+
+
+def computed_in(facts: ModelFacts, switches: Mapping[str, str]) -> str:
+    """The coarsest format that a model's products are computed in by a process with these switches of torch."""
+    held = coarsest(facts.dtypes)
+    return guards.TF32 if held == "float32" and session.rounds_to_tf32(switches, facts) else held
 
 
 def coarsest(dtypes: tuple[str, ...]) -> str:

@@ -118,7 +118,7 @@ class Serving:
         lab = self.lab
         model = lab.source.model(self.torch) if artifact is None else None
         source = Source.write(lab.folder / "sources" / f"{'baseline' if model is not None else 'artifact'}-{setting.batch}", model,
-                              [inputs], [inputs], device=lab.source.device)
+                              [inputs], [inputs], device=lab.source.device, switches=lab.source.switches)
         workers: list[Worker] = []
         try:
             for _ in range(setting.processes):

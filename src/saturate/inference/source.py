@@ -15,13 +15,13 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, UsageError
-from saturate.inference import batches, identity, pickles
+from saturate.inference import batches, identity, pickles, session
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
@@ -51,16 +51,18 @@ class Source:
     inputs_hash: str            # of measured and calibration batches
     notes: tuple[str, ...]
     train_hash: str = ""        # of how the user trains; "" without
+    switches: dict[str, str] = field(default_factory=dict, hash=False)      # of torch, see `session.of_process`; of none on a CPU
 
     @staticmethod
     def write(folder: Path, model: Any, inputs: Any, calibration: Any = None, train: Train | None = None, *,
               generates: bool = False,
-              device: str | None = None) -> Source:
+              device: str | None = None, switches: dict[str, str] | None = None) -> Source:
         """Write all that a candidate needs into `folder`, which becomes private.
 
         `model`: an nn.Module, a bound method of one, or `functools.partial` of either; None where only artifacts will
         be run. `inputs`, `calibration`: see `batches.take`; without calibration, inputs are split. `device`: where all of
-        it will run; None: where the model is, the CPU without one.
+        it will run; None: where the model is, the CPU without one. `switches`: of torch, that each process starts with; None:
+        those of this process where that is a GPU.
         Raises UsageError for what cannot be used, EnvironmentProblem where the file system refuses.
         """
         import torch
@@ -72,6 +74,8 @@ class Source:
             batches.check_call(called.function(called.module), measured[0])
             device = device or _device(called.module)       # a copy of the model may wait on the CPU for its device
         device = device or "cpu"
+        if switches is None:
+            switches = {} if device == "cpu" else session.of_process(torch)
         if calibration is None:
             measured, calibrate, more = batches.split(torch, measured)
             notes += more
@@ -99,7 +103,7 @@ class Source:
             student=train is not None and train.student is not None, generates=generates,
             model_hash=identity.of_model(torch, called.module, called.words()) if called else "",
             inputs_hash=identity.of_batches(torch, measured, calibrate), notes=tuple(notes),
-            train_hash=identity.of_train(torch, train),
+            train_hash=identity.of_train(torch, train), switches=switches,
         )
         names = [field.name for field in dataclasses.fields(made) if field.name != "folder"]
         text = json.dumps({name: getattr(made, name) for name in names})

@@ -29,7 +29,7 @@ from typing import Any
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
-from saturate.inference import gpu_failures, users_code, wire
+from saturate.inference import gpu_failures, session, users_code, wire
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.measure import placement
@@ -146,6 +146,7 @@ class Server:
         torch.set_num_threads(order.threads)
         _grow_allocator(torch)
         source = Source.open(Path(order.source), order.identity)
+        session.restore(torch, source.switches)
         if order.artifact is None:
             done = self._become_candidate(order, source, began)
         else:
@@ -188,6 +189,7 @@ class Server:
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if source.trainable else None, keep=order.keep,
             deadline_s=began + _TRAINING_SHARE * order.limit_s)
+        session.remember(self.context, source.switches)
         done = [self._apply(*technique) for technique in order.techniques]
         self.call = self.context.call or self.context.model
         return done

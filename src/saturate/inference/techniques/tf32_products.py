@@ -70,6 +70,8 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     if context.device != "cuda":
         raise NotApplied("only GPUs compute in TensorFloat-32")
+    if session.float32_products(context.torch) != "highest":
+        raise NotApplied("the model runs with TensorFloat-32 products already")
     session.switch(context, "float32_products", "high")
     return "TensorFloat-32 allowed in matrix products and convolutions"
 
@@ -77,7 +79,7 @@ def apply(context: Context, options: Options) -> str:
 def active(context: Context, options: Options) -> Proof:
     if "float32_products" not in session.switches(context):
         return Proof(False, "it was not switched on")
-    found = context.torch.get_float32_matmul_precision()
+    found = session.float32_products(context.torch)
     return Proof(found == "high", f"torch's precision of float32 products is {found!r}")
 
 
