@@ -30,7 +30,7 @@ from saturate.techniques._trees import put_together, taken_apart
 
 #: Distributions by the name that techniques ask for; the first that is installed counts.
 _DISTRIBUTIONS = {
-    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"), "onnx": ("onnx",), "onnxscript": ("onnxscript",),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"), "onnxruntime-gpu": ("onnxruntime-gpu",), "onnx": ("onnx",), "onnxscript": ("onnxscript",),
     "torchao": ("torchao",),
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "torch_tensorrt": ("torch-tensorrt",),
     "triton": ("triton",),

@@ -37,13 +37,23 @@ EXTERNAL = "session.optimized_model_external_initializers_file_name"
 #: What ONNX Runtime reads as it starts, and the package by which OpenVINO reports; see `unreported`.
 UNREPORTED, REPORTER = "ORT_DISABLE_TELEMETRY", "openvino_telemetry"
 
+#: ONNX Runtime's name of what executes on NVIDIA's GPUs.
+CUDA = "CUDAExecutionProvider"
+
 REMEDY = "copy the artifact again, or run saturate optimize again"
 
 
-def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "cpu", executed: Path | None = None) -> Any:
-    """A session on a file that is trusted to be whole; `executed` is where the graph that it executes is written.
+def providers(device: str, index: int = 0) -> list[Any]:
+    """What ONNX Runtime is to execute a graph with, on the CPU or the GPU with this number. A GPU computes float32 as it is: by
+    itself ONNX Runtime rounds to TensorFloat-32 there."""
+    return [(CUDA, {"device_id": str(index), "use_tf32": "0"})] if device == "cuda" else ["CPUExecutionProvider"]
 
-    Raises EnvironmentProblem where ONNX Runtime is not installed, and what ONNX Runtime raises (see `failures`).
+
+def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "cpu", index: int = 0, executed: Path | None = None) -> Any:
+    """A session on a file that is trusted to be whole; `index` is the number of the GPU, `executed` where the graph that it
+    executes is written.
+
+    Raises EnvironmentProblem where ONNX Runtime is not installed or has nothing for a GPU, and what ONNX Runtime raises (see `failures`).
     """
     onnxruntime = require("onnxruntime")
     if threads < 1:
@@ -58,8 +68,10 @@ def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "
     if executed is not None:
         options.optimized_model_filepath = str(executed)
         options.add_session_config_entry(EXTERNAL, f"{executed.name}.data")
-    providers = ["CUDAExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+    session = onnxruntime.InferenceSession(str(path), options, providers=providers(device, index))
+    if device == "cuda" and CUDA not in session.get_providers():        # it warns only, and computes on the CPU
+        raise EnvironmentProblem("ONNX Runtime cannot use the GPU", cause="its CUDA libraries are missing, or do not fit those of torch",
+                                 remedy="pip install onnxruntime-gpu, for the version of CUDA that torch was built with")
     session.disable_fallback()          # a provider that fails must say so, not change
     return session
 
@@ -89,10 +101,16 @@ def program(torch: Any, session: Any, signature: dict[str, Any], device: str,
         torch.cuda.current_stream().synchronize()       # ONNX Runtime works on a stream of its own
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()
-        return [torch.from_dlpack(value) for value in binding.get_outputs()]
+        return [_on_gpu(torch, value) for value in binding.get_outputs()]
 
     return _program.callable_of(torch, signature, device, on_cuda if device == "cuda" else on_cpu, classes, quiet=True,
                                 answered=len(outputs))
+
+
+def _on_gpu(torch: Any, value: Any) -> Any:
+    """The tensor of an OrtValue, without a copy. DLPack carries the truth values of ONNX Runtime as numbers of 8 bits."""
+    tensor = torch.from_dlpack(value)
+    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
 def place_of(name: str) -> int:
@@ -152,11 +170,10 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     """See `inference.lines.serving`."""
     settings, tensors = entry.settings, structure.flat_inputs(entry.settings["inputs"])
     spin = "" if settings["spin"] else '; options.add_session_config_entry("session.intra_op.allow_spinning", "0")'
-    provider = "CUDAExecutionProvider" if settings["device"] == "cuda" else "CPUExecutionProvider"
     # By name: a graph has no inputs that nothing depends on.
     return (f"import onnxruntime\n"
             f"options = onnxruntime.SessionOptions(); options.intra_op_num_threads = {int(settings['threads'])}{spin}\n"
-            f"session = onnxruntime.InferenceSession({place(entry.files[0])}, options, providers=[{provider!r}])\n"
+            f"session = onnxruntime.InferenceSession({place(entry.files[0])}, options, providers={providers(settings['device'])!r})\n"
             f"answers = session.run(None, {{one.name: {tensors}[int(one.name[{len(INPUT)}:])].numpy() for one in session.get_inputs()}})")
 
 
@@ -167,7 +184,8 @@ def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
     settings = entry.settings
     try:
         device = settings["device"]
-        session = open_session(path, threads=int(settings["threads"]), spin=bool(settings["spin"]), device=device)
+        index = torch.cuda.current_device() if device == "cuda" else 0
+        session = open_session(path, threads=int(settings["threads"]), spin=bool(settings["spin"]), device=device, index=index)
         return program(torch, session, settings, device)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactDamaged(f"what is said of {path} is incomplete", cause=repr(error), remedy=REMEDY) from error

@@ -201,7 +201,8 @@ def serve(context: Context, exported: Exported, path: Path, key: str, spin: bool
     """Set the context's callable and how it is stored, and note which nodes ONNX Runtime executes."""
     executed = context.folder / "executed.onnx"
     try:
-        session = files.open_session(path, threads=context.threads, spin=spin, device=context.device, executed=executed)
+        index = context.torch.cuda.current_device() if context.device == "cuda" else 0
+        session = files.open_session(path, threads=context.threads, spin=spin, device=context.device, index=index, executed=executed)
     except files.failures() as error:
         raise NotApplied(f"ONNX Runtime: {_cause(error)}") from error
     settings = {**exported.signature, "threads": context.threads, "spin": spin, "device": context.device}
