@@ -106,7 +106,7 @@ def test_an_artifact_that_a_full_disk_keeps_from_loading_is_not_blamed(tmp_path:
 def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.artifact, "store", lambda folder, *given, **more: folder)
     monkeypatch.setattr(module.artifact, "read", lambda folder: SimpleNamespace(files=[SimpleNamespace(size_bytes=5), SimpleNamespace(size_bytes=7)]))
-    lab = Lab(SimpleNamespace(inputs=lambda torch: []), tmp_path, 1, time.monotonic(), facts=ModelFacts())      # type: ignore[arg-type]
+    lab = Lab(SimpleNamespace(inputs=lambda torch: [], device="cpu"), tmp_path, 1, time.monotonic(), facts=ModelFacts())      # type: ignore[arg-type]
     found = Tried(Candidate(), "dominated", "")
     lab._stored(SimpleNamespace(store=lambda *given: None), found, 60.0)                                           # type: ignore[arg-type]
     assert found.size_bytes == found.record().size_bytes == 12

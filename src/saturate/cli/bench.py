@@ -102,10 +102,11 @@ def bench(
             remedy="--threads N for both, or artifacts that saturate optimize made with the same --threads",
         )
     threads = threads or own[0]
+    place = artifact.place_of(artifact.require_torch(), manifest.made_on)
     rows = []
     for size in sizes or [None]:
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as work:
-            rows.append(_row(Path(work), folder, other, size, threads, manifest.made_on.device, progress))
+            rows.append(_row(Path(work), folder, other, size, threads, place, progress))
     return BenchRecord(
         artifact=str(folder),
         against=str(other) if other is not None else None,

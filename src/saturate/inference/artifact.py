@@ -12,6 +12,7 @@ be trusted like any other compiled library.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -31,7 +32,7 @@ from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, 
 from saturate.inference import examples, folders, hardware, lines, probe
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
-from saturate.records.artifact import Manifest
+from saturate.records.artifact import MadeOn, Manifest
 from saturate.records.inference import Best, CandidateRecord, ModelFacts
 
 MANIFEST, EXAMPLES, REPRODUCE = "manifest.json", "examples.bin", "reproduce.py"
@@ -57,12 +58,13 @@ def store(
     threads: int,
     inputs: Sequence[tuple[Any, ...]] = (),
     outputs: Sequence[Any] = (),
+    device: str = "",
 ) -> Path:
     """Build the artifact `folder` from the program files that `entry` names in the folder `program`; returns its
     path.
 
     `inputs` are batches, `outputs` what the stored candidate answered to each, in the model's own structure; the
-    first few are kept. An existing artifact is replaced, whole or not at all. Raises UsageError where something else
+    first few are kept. `device`: where the program was made ("cuda:1"), if that is known better than by `facts`. An existing artifact is replaced, whole or not at all. Raises UsageError where something else
     is in its place, and EnvironmentProblem when the disk is full.
     """
     import torch
@@ -81,7 +83,7 @@ def store(
             kept_layers=record.kept_layers,
             code=record.code,
             agreement_db=record.agreement,
-            made_on=hardware.here(torch, facts.device, threads, ("torch", *facts.installed)),
+            made_on=hardware.here(torch, device or facts.device, threads, ("torch", *facts.installed)),
             format=entry.format,
             program=list(entry.files),
             settings=entry.settings,
@@ -204,11 +206,14 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
             cause=f"made on {made_on.device_name or 'a CUDA device'}",
             remedy="load it there",
         )
-    now = hardware.here(torch, made_on.device, made_on.threads, tuple(made_on.versions))
+    place = place_of(torch, made_on)
+    now = hardware.here(torch, place, made_on.threads, tuple(made_on.versions))
     probe.demand(folder, manifest, now)
     other = hardware.other_hardware(made_on, now)
     differences = (*other, *hardware.other_software(made_on, now))
-    found = Artifact(folder.absolute(), manifest, differences, _program(torch, folder.absolute(), manifest, differences, modules), torch)
+    with _current(torch, place):
+        program = _program(torch, folder.absolute(), manifest, differences, modules)
+    found = Artifact(folder.absolute(), manifest, differences, program, torch, place)
     if verify:
         found.verify().demand()
     elif other:
@@ -218,6 +223,18 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
             stacklevel=2,
         )
     return found
+
+
+def place_of(torch: Any, made_on: MadeOn) -> str:
+    """Where a program runs here: on the GPU that it was made on, by its number; on the current one where there are fewer, or
+    its number is not known."""
+    kind, index = made_on.device.partition(":")[0], made_on.device_index
+    return f"cuda:{index}" if kind == "cuda" and index is not None and 0 <= index < torch.cuda.device_count() else kind
+
+
+def _current(torch: Any, place: str) -> contextlib.AbstractContextManager[Any]:
+    """The GPU of a program as the current one: libraries load it there, and CUDA graphs record the streams of no other."""
+    return torch.cuda.device(place) if ":" in place else contextlib.nullcontext()
 
 
 def _manifest_bytes(folder: Path) -> bytes:
@@ -304,9 +321,13 @@ class Artifact:
     differences: tuple[str, ...]
     _call: Any = field(repr=False)
     _torch: Any = field(repr=False)
+    place: str = "cpu"  # "cuda" or "cuda:1": inputs must be there
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return self._call(*inputs, **named)
+        if ":" not in self.place:
+            return self._call(*inputs, **named)
+        with _current(self._torch, self.place):
+            return self._call(*inputs, **named)
 
     def __repr__(self) -> str:
         return f"<Artifact {self.info.candidate} of {self.info.model}, format {self.info.format}, in {self.folder}>"
@@ -322,7 +343,7 @@ class Artifact:
         compared = 0
         for inputs, expected in examples_of(torch, self.folder):
             try:
-                got = examples.tensors_of(torch, self(*examples.moved(torch, inputs, self.info.made_on.device)))
+                got = examples.tensors_of(torch, self(*examples.moved(torch, inputs, self.place)))
             except Exception as error:  # noqa: BLE001 - whatever a program raises on its inputs, it does not verify
                 words = f"it fails on its own inputs: {type(error).__name__}: {error}"
                 return Verification(False, None, demanded, words)

@@ -36,14 +36,17 @@ FLAGS = (
 
 
 def here(torch: Any, device: str, threads: int, packages: Sequence[str]) -> MadeOn:
-    """This machine and the installed versions of `packages`."""
+    """This machine and the installed versions of `packages`. device: "cpu", "cuda" (the current one) or "cuda:1"."""
     information = machine.cpu_information()
     flags = set((information.get("flags", "") or information.get("Features", "")).split())
-    gpu = device == "cuda" and torch.cuda.is_available()
+    kind, _, number = device.partition(":")
+    index = int(number) if number.isdecimal() else None
+    gpu = kind == "cuda" and torch.cuda.is_available()
     return MadeOn(
-        device=device,
-        device_name=torch.cuda.get_device_name() if gpu else "",
-        capability=torch.cuda.get_device_capability() if gpu else None,
+        device=kind,
+        device_index=index,
+        device_name=torch.cuda.get_device_name(index) if gpu else "",
+        capability=torch.cuda.get_device_capability(index) if gpu else None,
         architecture=platform.machine(),
         cpu=machine.cpu_name(),
         cpu_flags=[flag for flag in FLAGS if flag in flags],

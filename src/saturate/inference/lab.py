@@ -162,7 +162,7 @@ class Lab:
                 answers = [worker.run(*batch) for batch in examples]
                 assert self.facts is not None
                 stored = artifact.store(target, entry, program=program, record=found.record(self.threads), facts=self.facts,
-                                        threads=self.threads, inputs=examples, outputs=answers)
+                                        threads=self.threads, inputs=examples, outputs=answers, device=self.source.device)
                 found.size_bytes = artifact.size_bytes(stored)
                 return stored
         finally:

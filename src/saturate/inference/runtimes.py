@@ -109,7 +109,8 @@ class CudaGraphs:
         from saturate.inference import structure
 
         torch = self._torch
-        inputs = [tensor.clone() for tensor in tensors]
+        with torch.inference_mode(False):       # what is made in inference mode cannot be written to outside of it
+            inputs = [tensor.detach().clone() for tensor in tensors]
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(aside):     # libraries choose kernels and take memory before recording

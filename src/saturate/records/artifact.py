@@ -48,6 +48,7 @@ class MadeOn(msgspec.Struct, frozen=True, kw_only=True):
     """The machine and the libraries. Numbers and scores hold there."""
 
     device: str  # "cpu" or "cuda"
+    device_index: int | None = None  # of the GPU, as the process counted that made it
     device_name: str = ""  # of the GPU
     capability: tuple[int, int] | None = None
     architecture: str = ""  # "x86_64", "aarch64"

@@ -220,9 +220,11 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     def check(tensors: list[Any]) -> None:
         known: dict[str, int] = {}
         for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, expected)):
-            if tensor.dtype != dtype or tensor.device.type != device:
-                raise TypeError(f"input tensor {index} is {tensor.dtype} on {tensor.device.type}, this program takes "
-                                f"{dtype} on {device}")
+            given, wanted = tensor.device.type, device
+            if given == wanted == "cuda":       # programs run on the current GPU, and may read another one's memory as their own
+                given, wanted = str(tensor.device), f"cuda:{torch.cuda.current_device()}"
+            if tensor.dtype != dtype or given != wanted:
+                raise TypeError(f"input tensor {index} is {tensor.dtype} on {given}, this program takes {dtype} on {wanted}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"input tensor {index} is {tensor.layout}, this program takes dense tensors: tensor.to_dense()")
             sizes = tuple(tensor.shape)
@@ -236,7 +238,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             description, tensors = structure.flatten(torch, tuple(tensors), distinct=True)
             if not structure.same(description, inputs):
                 raise TypeError(f"this program takes inputs arranged as {inputs}, not {description}")
-        kind = tuple([(one.shape, one.dtype, one.device.type, one.layout) for one in tensors])
+        kind = tuple([(one.shape, one.dtype, one.device, one.layout) for one in tensors])
         if kind not in fitted:
             check(tensors)
             if len(fitted) < MOST_FITTED:
