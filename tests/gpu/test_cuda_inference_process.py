@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
-from saturate.inference.candidates import Candidate  # noqa: E402 - after the check for torch
+from saturate.inference import examples  # noqa: E402 - after the check for torch
+from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 
@@ -64,3 +65,43 @@ def test_a_limit_of_memory_is_the_allocator_s(source: Source, tmp_path: Path) ->
             source, Candidate(), folder=tmp_path, threads=2, prepare_s=300.0, memory_bytes=64 * 2**20) as worker:
         worker.run(torch.rand(2**15, WIDTH))
     assert caught.value.kind == "out_of_memory"
+
+
+def products_of(context: object) -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+
+def test_the_process_computes_as_the_users_does(source: Source, tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    try:
+        made = Source.write(tmp_path / "source", source.model(torch).cuda(), [torch.rand(8, WIDTH, device="cuda")] * 2)
+        torch.set_float32_matmul_precision("highest")
+        with Worker(made, Candidate(), folder=tmp_path, threads=2, prepare_s=300.0) as started:
+            assert started.ask(f"{__name__}:products_of") == ("high", True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
+
+
+class Looked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def test_an_index_out_of_range_ends_the_process_with_its_reason(tmp_path: Path) -> None:
+    made = Source.write(tmp_path / "source", Looked().cuda(), [torch.zeros(3, dtype=torch.long, device="cuda")] * 2)
+    with Worker(made, Candidate(), folder=tmp_path, threads=2, prepare_s=300.0) as started:
+        for ids in (torch.tensor([99]), torch.tensor([0])):
+            with pytest.raises(WorkerFailed, match="CUDA") as caught:
+                started.run(ids.cuda())
+            assert not caught.value.alive
+
+
+def test_other_batch_sizes_are_made_on_the_device() -> None:
+    found = examples.of_size(torch, (torch.arange(6, device="cuda").reshape(3, 2),), 4)
+    assert found is not None and found[0].is_cuda and found[0].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
