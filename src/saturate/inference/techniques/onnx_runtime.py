@@ -18,12 +18,14 @@ kernel in ONNX Runtime can be slower than torch's. Weights are held twice while 
 
 Numerics
 --------
-`reordering`: the same float32 operations in another order and with other vector kernels.
+`reordering`: the same float32 operations in another order and with other vector kernels. On a GPU they are float32 as it is:
+TensorFloat-32, which ONNX Runtime would use there by itself, is switched off.
 
 How it is applied
 -----------------
 torch.onnx.export with dynamo, all graph optimizations, as many threads as the candidate has. Inputs reach the session
-without a copy. `spin=False` lets waiting threads sleep, which helps where cores are shared.
+without a copy. `spin=False` lets waiting threads sleep, which helps where cores are shared. For a model on a GPU the package
+onnxruntime-gpu has to be installed; that path was never run.
 
 References
 ----------

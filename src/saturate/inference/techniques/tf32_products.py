@@ -18,8 +18,8 @@ Numerics
 
 How it is applied
 -----------------
-`torch.set_float32_matmul_precision("high")`, which holds for the process, also after loading. Written against torch 2.13
-and never run on a GPU.
+`torch.set_float32_matmul_precision("high")`, which holds for the process, also after loading; not applied where the user's
+process computes its products so already. Written against torch 2.13 and never run on a GPU.
 
 References
 ----------
