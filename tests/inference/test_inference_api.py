@@ -147,7 +147,7 @@ def test_without_a_race_nobody_serves_more(monkeypatch: Any) -> None:
 
 
 def test_what_was_found_for_another_aim_is_not_taken_over() -> None:
-    source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu")
+    source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu", switches={})
     lab = SimpleNamespace(facts=ModelFacts(), threads=1)
     keys = {api.key_of(source, lab, objective, limits) for objective in api.OBJECTIVES for limits in ({}, {"p99_ms": 3.0}, {"p99_ms": 4.0})}
     assert len(keys) == 9 and api.key_of(source, lab, "latency", {}) in keys
