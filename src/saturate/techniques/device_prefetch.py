@@ -21,10 +21,10 @@ torch cannot see, through a NumPy view of a batch, would be missed.
 
 How it is applied
 -----------------
-DataLoaders with workers pin their batches. `Tensor.to` and `Tensor.cuda` return the copy that was begun for that very
-tensor, once: the batch itself stays on the host, so code that reads it there finds it. The stream that uses a copy
-waits for its event, and `record_stream` keeps its memory until that use is over. On a CPU there is no device to copy
-to.
+DataLoaders with workers pin their batches, but for what cannot be pinned in them. `Tensor.to` and `Tensor.cuda` return
+the copy that was begun for that very tensor, once: the batch itself stays on the host, so code that reads it there finds
+it. The stream that uses a copy waits for its event, and `record_stream` keeps its memory until that use is over. On a CPU
+there is no device to copy to.
 
 References
 ----------
@@ -40,7 +40,7 @@ from typing import Any
 
 from saturate.data import device_copies
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _common, _tensor_moves
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 from saturate.techniques._interrupts import from_signal_handler
 
@@ -113,9 +113,10 @@ def install(context: Any, copies: Any, kind: str = "cuda") -> None:
 
     context.on_loader(pinned)
     context.set_attribute(iterator, "_next_data", next_data)
+    _tensor_moves.let_through(context)
     for name in ("to", "cuda"):
         context.set_attribute(torch.Tensor, name, _moving(torch, copies, name, kind))
-    context.note(TECHNIQUE.id, copies)
+    context.note(TECHNIQUE.id, _tensor_moves.StandingNote(torch, "to", vars(torch.Tensor)["to"], copies))
 
 
 def _moving(torch: Any, copies: Any, name: str, kind: str) -> Any:
@@ -157,7 +158,7 @@ def active(evidence: Evidence, options: Options) -> Proof:
     seen = str(evidence.notes.get(TECHNIQUE.id, ""))
     if not seen:
         return Proof(False, "the script moved no tensor of a batch to the device")
-    return Proof(not seen.startswith("0 of"), seen)
+    return Proof(seen != _tensor_moves.LOST and not seen.startswith("0 of"), seen)
 
 
 def as_code(options: Options) -> str:

@@ -20,9 +20,10 @@ returned at once. So only what a DataLoader has pinned is copied so, which is ne
 
 How it is applied
 -----------------
-`pin_memory` of each DataLoader that stands at its default is set when it is built. `Tensor.to` and `Tensor.cuda` get
-`non_blocking=True` when a tensor that a DataLoader pinned goes to a CUDA device. Tensors inside of batches with a method
-`pin_memory` of their own are not known, and copied as before.
+`pin_memory` of each DataLoader that stands at its default is set when it is built; what cannot be pinned in its batches
+(tensors on a device already, sparse ones) comes as it is. `Tensor.to` and `Tensor.cuda` get `non_blocking=True` when a
+tensor that a DataLoader pinned goes to a CUDA device. Tensors inside of batches with a method `pin_memory` of their own are
+not known, and copied as before.
 
 References
 ----------
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _common, _tensor_moves
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -89,27 +90,16 @@ def apply(context: Any, options: Options) -> str:
         return {} if arguments.get("pin_memory") else {"pin_memory": True}
 
     context.on_loader(rewrite)
+    _tensor_moves.let_through(context, _mark)
     if options.non_blocking:
-        _mark_pinned(context)
         for name in ("to", "cuda"):
             context.set_attribute(context.torch.Tensor, name, _copying(context, name))
     return f"DataLoaders pin their batches, non-blocking copies {options.non_blocking}"
 
 
-def _mark_pinned(context: Any) -> None:
-    """Know the tensors again that loaders pin, in whichever thread."""
-    torch = context.torch
-    module = torch.utils.data._utils.pin_memory
-    original = module.pin_memory
-
-    @functools.wraps(original)
-    def pin(data: Any, device: Any = None) -> Any:
-        found = original(data, device)      # which calls this for what is inside of it
-        if isinstance(data, torch.Tensor):
-            setattr(found, PINNED, True)
-        return found
-
-    context.set_attribute(module, "pin_memory", pin)
+def _mark(tensor: Any) -> None:
+    """For `Tensor.to` and `Tensor.cuda` to know it again."""
+    setattr(tensor, PINNED, True)
 
 
 def _copying(context: Any, name: str) -> Any:
@@ -132,7 +122,8 @@ def _copying(context: Any, name: str) -> Any:
             kwargs["non_blocking"] = True
             if pending:
                 pending.clear()
-                context.note(TECHNIQUE.id, "a pinned tensor was copied without blocking")
+                seen = "a pinned tensor was copied without blocking"
+                context.note(TECHNIQUE.id, _tensor_moves.StandingNote(torch, name, copy, seen))
         return original(self, *args, **kwargs)
 
     return copy
@@ -156,7 +147,7 @@ def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
     if options.non_blocking and not seen:
         return Proof(False, "no pinned tensor was copied to the device")
-    return Proof(True, seen or "the DataLoader pins its batches")
+    return Proof(seen != _tensor_moves.LOST, seen or "the DataLoader pins its batches")
 
 
 def as_code(options: Options) -> str:
