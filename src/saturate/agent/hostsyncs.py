@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import Any
 
+from saturate.agent.attributes import replace
 from saturate.agent.places import Places
 
 #: Methods of Tensor that wait, and what they are called in a report.
@@ -39,30 +40,16 @@ class HostSyncs:
     def on(self) -> None:
         methods = {**_NUMBERS, **(_COPIES if self._device != "cpu" else {})}
         for name, what in methods.items():
-            self._replace(self._torch.Tensor, name, self._method(name, what))
+            self._undo.append(replace(self._torch.Tensor, name, self._method(name, what)))
         if self._device == "cuda":
             for owner, name, what in ((self._torch.cuda, "synchronize", "torch.cuda.synchronize"),
                                       (self._torch.cuda.Event, "synchronize", "Event.synchronize"),
                                       (self._torch.cuda.Stream, "synchronize", "Stream.synchronize")):
-                self._replace(owner, name, self._call(getattr(owner, name), what))
+                self._undo.append(replace(owner, name, self._call(getattr(owner, name), what)))
 
     def off(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        had, original = name in vars(owner), vars(owner).get(name)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not wrapper:
-                return          # somebody wrapped it again after us
-            if had:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)    # the method of the base class shows again
-
-        setattr(owner, name, wrapper)
-        self._undo.append(undo)
 
     def _method(self, name: str, what: str) -> Any:
         original = getattr(self._torch.Tensor, name)

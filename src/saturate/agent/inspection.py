@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 from saturate.agent import flopcount, motif, threadbound, usercompiled
+from saturate.agent.attributes import replace
 from saturate.agent.context import own_forward
 from saturate.agent.observe import all_modules, devices, trained_parameters
 from saturate.records.facts import BY_HAND
@@ -185,7 +186,7 @@ class Inspection:
         if self.session.plan["techniques"]:
             return          # only the baseline is asked; a technique may watch by the same means
         self.gradients_read = False
-        original = torch.Tensor.grad
+        original = torch.nn.Parameter.grad
 
         def read(tensor: Any) -> Any:
             reader = sys._getframe(1).f_globals.get("__name__", "")
@@ -193,8 +194,7 @@ class Inspection:
                 self.gradients_read = True
             return original.__get__(tensor)
 
-        torch.nn.Parameter.grad = property(read, original.__set__, original.__delete__)
-        self._undo.append(lambda: delattr(torch.nn.Parameter, "grad"))
+        self._undo.append(replace(torch.nn.Parameter, "grad", property(read, original.__set__, original.__delete__)))
 
     def _watch_double_backward(self, torch: Any) -> None:
         """What `backward` and `grad` of torch.autograd look up, whoever imported them how."""
@@ -233,8 +233,7 @@ class Inspection:
                 self.host_to_device_bytes += this.numel() * this.element_size()
             return result
 
-        setattr(owner, name, copied)
-        self._undo.append(lambda: delattr(owner, name))     # the C method of the base class shows again
+        self._undo.append(replace(owner, name, copied))
 
     def saw_backward(self, tensors: Any) -> None:
         """A backward pass began at `tensors`."""
