@@ -692,6 +692,43 @@ def test_the_attention_kernel_is_proved_by_the_graph(monkeypatch):
     assert not sdpa_backend.active(evidence_of(context), sdpa_backend.Options("cudnn")).active
 
 
+class Preferring(torch.nn.Linear):
+    """Notes in which order torch looks for an attention kernel while it runs."""
+
+    def forward(self, x):
+        self.order = torch._C._get_sdp_priority_order()
+        self.allowed = torch.nn.attention._cur_sdpa_kernel_backends()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", list(sdpa_backend.BACKENDS))
+def test_the_chosen_attention_kernel_comes_first(backend):
+    """By torch's own order the plain one, which is the fallback, comes before cudnn's."""
+    before, flash = torch._C._get_sdp_priority_order(), torch.backends.cuda.flash_sdp_enabled()
+    context = context_of(Preferring(2, 2).train())
+    sdpa_backend.apply(context, sdpa_backend.Options(backend))
+    torch.backends.cuda.enable_flash_sdp(False)         # the script's: what is forbidden keeps its place in the order as well
+    try:
+        context.modules[0](torch.ones(1, 2))
+        assert torch._C._get_sdp_priority_order() == before and not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(flash)
+    chosen = getattr(torch.nn.attention.SDPBackend, sdpa_backend.BACKENDS[backend][0])
+    assert context.modules[0].order[0] == int(chosen)
+    assert {*context.modules[0].allowed} == {chosen, torch.nn.attention.SDPBackend.MATH}
+
+
+def test_a_torch_that_takes_no_order_runs_cudnn_attention_not_at_all(monkeypatch):
+    kernel = torch.nn.attention.sdpa_kernel
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backends: kernel(backends))
+    context = context_of(toy.Model().train())
+    with pytest.raises(NotApplied, match="prefers every other"):
+        sdpa_backend.apply(context, sdpa_backend.Options("cudnn"))
+    sdpa_backend.apply(context, sdpa_backend.Options("math"))
+    context.modules[0](torch.rand(2, 3, 8, 8))
+    assert sdpa_backend.active(evidence_of(context), sdpa_backend.Options("math")).active
+
+
 @pytest.mark.parametrize("who", ["the script", "the script, the old way", "saturate"])
 def test_blocks_that_are_recomputed_keep_their_attention_kernel(who):
     """The backward pass runs them outside of the model's forward."""

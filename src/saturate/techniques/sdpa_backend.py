@@ -4,6 +4,7 @@ What it does
 ------------
 Runs the forward of the outermost trained modules with one implementation of `scaled_dot_product_attention` allowed
 (flash, cuDNN, memory-efficient or the plain one), and the plain one as the fallback for calls that it does not support.
+PyTorch's own order has the plain one before cuDNN's, so the order is set as well (PyTorch 2.6 and later).
 
 When it helps
 -------------
@@ -34,6 +35,8 @@ PyTorch tutorials, "(Beta) Implementing High-Performance Transformers with Scale
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +105,14 @@ def apply(context: Any, options: Options) -> str:
     if chosen is None:
         raise NotApplied(f"this torch has no attention kernel {options.backend}")
     allowed = list(dict.fromkeys([chosen, SDPBackend.MATH]))
+    first = {"set_priority": True} if "set_priority" in inspect.signature(sdpa_kernel).parameters else {}
+    if not first and options.backend == "cudnn":
+        raise NotApplied("this torch prefers every other attention kernel to cudnn, and takes no other order (2.6 does)")
+
+    @contextlib.contextmanager
+    def only() -> Iterator[None]:
+        with _order_kept(torch), sdpa_kernel(allowed, **first):
+            yield
 
     # Called for real while a compiler traces, and never again: the graph keeps only the constant.
     @torch.compiler.assume_constant_result
@@ -115,7 +126,7 @@ def apply(context: Any, options: Options) -> str:
                 note_traced()
                 with sdpa_kernel([chosen]):
                     return inner(self, *args, **kwargs)
-            with sdpa_kernel(allowed):
+            with only():
                 return inner(self, *args, **kwargs)
 
         return forward
@@ -125,7 +136,7 @@ def apply(context: Any, options: Options) -> str:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
                 return inner(self, *args, **kwargs)
-            with sdpa_kernel(allowed):
+            with only():
                 return inner(self, *args, **kwargs)
 
         return forward
@@ -147,6 +158,17 @@ def apply(context: Any, options: Options) -> str:
 
     count = _common.wrap_all(context, wrap_one)
     return f"forward of {count} module(s) with {options.backend} attention"
+
+
+@contextlib.contextmanager
+def _order_kept(torch: Any) -> Iterator[None]:
+    """`sdpa_kernel` puts back the order of what is allowed around it; what the script forbids would come last from then on."""
+    order = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_set_sdp_priority_order") else None
+    try:
+        yield
+    finally:
+        if order is not None:
+            torch._C._set_sdp_priority_order(order)
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
