@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saturate.agent.context import Context
+from saturate.checkpoints.arena import Arena
 from saturate.techniques import async_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -44,3 +45,16 @@ def test_device_memory_is_given_back(tmp_path):
         assert torch.cuda.memory_allocated() == before
     finally:
         context.undo()
+
+
+def test_a_buffer_that_cannot_be_page_locked_leaves_no_error_behind():
+    """What is page-locked already is refused: torch would raise that after the script's next kernel."""
+    cuda, arena = torch.cuda.cudart(), Arena(torch, 1 << 21)
+    assert int(cuda.cudaHostRegister(arena.tensor.data_ptr(), arena.size, 0)) == 0
+    try:
+        arena.pin(torch.device("cuda", 0))
+        assert arena._pinned is False
+        assert torch.ones(4, device="cuda").sum().item() == 4
+    finally:
+        cuda.cudaHostUnregister(arena.tensor.data_ptr())
+        arena.close()

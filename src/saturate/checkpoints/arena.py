@@ -31,13 +31,15 @@ class Arena:
         with torch.inference_mode(False):       # made in an evaluation, it could not be written into outside of one
             self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._torch = torch
-        self._pinned = False
+        self._pinned: bool | None = None        # None: not tried
 
-    def pin(self) -> None:
-        """Page-lock it, so that copies from the GPU need no staging by the driver and do not block the host."""
-        if not self._pinned:
+    def pin(self, device: Any) -> None:
+        """Page-lock it, so that copies from the GPU `device` need no staging by the driver and do not block the host."""
+        if self._pinned is None:
             status = self._torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
             self._pinned = int(status) == 0     # refused (ulimit -l): copies still work, more slowly
+            if not self._pinned:
+                _take_last_error(self._torch, device)
 
     def close(self) -> None:
         if self._pinned:
@@ -49,6 +51,15 @@ class Arena:
             pass                    # a view of it lives on in a traceback; the mapping ends with it
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+def _take_last_error(torch: Any, device: Any) -> None:
+    """CUDA remembers that a call has failed, and torch raises what is remembered after the next kernel that this thread launches. So
+    that is one of ours, and not one of the script's."""
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError:
+        pass                    # now it is forgotten
 
 
 class Pool:

@@ -136,8 +136,8 @@ def _from_device(torch: Any, staged: Staged, remote: list[tuple[Any, Any]]) -> N
     One device: the one whose tensors these are; a storage on another one is copied at once. A snapshot inside the
     capture of a CUDA graph cannot be: there torch's own copy raises too.
     """
-    staged.arena.pin()
     device = remote[0][1].device
+    staged.arena.pin(device)
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
     side.wait_stream(current)
