@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import types
 from typing import Any
 
@@ -147,3 +148,12 @@ def test_the_allocator_s_history_is_asked_for_as_torch_takes_it(monkeypatch):
     assert [line[-1] for line in lines.largest()] == [5]
     lines.stop()
     assert [one["enabled"] for one in asked] == ["all", None]
+
+
+@pytest.mark.parametrize("counted, partitions, recorded", [
+    ({"cudagraph_recorded_non_static_inputs": 0}, True, True), ({"cudagraph_recorded_non_static_inputs": 2, "cudagraph_skips": 1}, False, True),
+    ({"cudagraph_skips": 2}, False, False), ({}, True, False), ({}, False, None)])
+def test_inductor_tells_whether_it_recorded_a_graph(monkeypatch, counted, partitions, recorded):
+    config = types.SimpleNamespace(graph_partition=True) if partitions else types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    assert observe.cuda_graphs({"inductor": counted} if counted else {}) is recorded

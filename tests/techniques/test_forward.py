@@ -812,6 +812,19 @@ def test_the_repeated_block_is_the_outer_one_with_most_parameters():
         compile.apply(context_of(torch.nn.Linear(1, 1)), compile.Options(scope="blocks"))
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_a_mode_that_records_cuda_graphs_is_proved_by_one(mode):
+    """Inductor skips them without an error; kernels without a graph are another technique's gain."""
+    options = compile.Options(mode=mode)
+    usual = Evidence(dynamo_frames=2, notes={"compile": "2 graph(s) captured"})
+    assert compile.active(usual, options).active        # on a CPU, and where torch does not tell
+    assert compile.active(dataclasses.replace(usual, cuda_graphs=True, cuda_graph_skips=1), options).active
+    for skips in (0, 3):
+        proof = compile.active(dataclasses.replace(usual, cuda_graphs=False, cuda_graph_skips=skips), options)
+        assert proof.active is (mode not in compile.RECORDING)
+        assert proof.active or "no CUDA graph was recorded" in proof.evidence
+
+
 def test_compile_variants_follow_the_facts():
     block = ModuleFacts(dtypes=("float32",), repeats=6, repeated_block="Block")
     machine = MachineFacts(compiler="g++")

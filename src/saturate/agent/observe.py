@@ -343,6 +343,8 @@ def evidence(session: Any) -> dict[str, Any]:
         recompiles=max(0, stats.get("unique_graphs", 0) - frames.get("ok", 0)),
         recompile_limit_hit=limit_hit,
         compile_s=_compile_seconds(dynamo),
+        cuda_graphs=cuda_graphs(counters) if session.inspection.device == "cuda" else None,
+        cuda_graph_skips=counters.get("inductor", {}).get("cudagraph_skips", 0),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
         live_workers=sum(w.is_alive() for w in workers),
         optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
@@ -366,6 +368,16 @@ def _graph_breaks(dynamo: Any) -> int:
         return 0
     counted = sum(dynamo.utils.counters.get("graph_break", {}).values())
     return max(counted, len(getattr(dynamo.utils, "graph_break_reasons", ())))
+
+
+def cuda_graphs(counters: Any) -> bool | None:
+    """Whether inductor recorded any CUDA graph so far; None where this torch does not tell. Newer versions count the inputs of each
+    that they record, and skip some without counting that."""
+    found = counters.get("inductor", {})
+    if "cudagraph_recorded_non_static_inputs" in found:
+        return True
+    inductor = sys.modules.get("torch._inductor.config")
+    return False if found.get("cudagraph_skips") or hasattr(inductor, "graph_partition") else None
 
 
 def _compile_seconds(dynamo: Any) -> float:

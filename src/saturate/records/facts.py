@@ -147,6 +147,8 @@ class Evidence:
     recompiles: int = 0
     recompile_limit_hit: bool = False
     compile_s: float = 0.0
+    cuda_graphs: bool | None = None     # whether inductor recorded any; None: not on a CUDA device, or this torch does not tell
+    cuda_graph_skips: int = 0           # graphs that inductor was to record, and did not
     loaders: tuple[LoaderFacts, ...] = ()       # as really constructed
     live_workers: int = 0               # loader worker processes seen alive
     optimizers: tuple[OptimizerFacts, ...] = ()

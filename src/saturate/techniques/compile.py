@@ -201,6 +201,9 @@ def active(evidence: Evidence, options: Options) -> Proof:
         return Proof(False, "the compiler captured nothing of the wrapped modules")
     if evidence.recompile_limit_hit:
         return Proof(False, "the recompilation limit was hit, so the model runs eagerly again")
+    if options.mode in RECORDING and evidence.cuda_graphs is False:
+        return Proof(False, f"mode {options.mode} asks for CUDA graphs, and no CUDA graph was recorded: inductor skipped "
+                            f"{evidence.cuda_graph_skips or 'all of them'} (TORCH_LOGS=cudagraphs says why)")
     return Proof(True, f"{seen}, {evidence.graph_breaks} graph breaks, {evidence.recompiles} recompilations")
 
 
