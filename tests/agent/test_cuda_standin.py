@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import kinds, observe, randomness  # noqa: E402 - after the check for torch
+from saturate.agent import application, ceilings, kinds, observe, randomness  # noqa: E402 - after the check for torch
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
@@ -157,3 +158,14 @@ def test_inductor_tells_whether_it_recorded_a_graph(monkeypatch, counted, partit
     config = types.SimpleNamespace(graph_partition=True) if partitions else types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
     assert observe.cuda_graphs({"inductor": counted} if counted else {}) is recorded
+
+
+@pytest.mark.parametrize("devices, entered", [((SECOND,), [("device", SECOND)]), ((), [])])
+def test_ceilings_are_those_of_the_training_s_device(monkeypatch, devices, entered):
+    """Named "cuda" they are measured on the current one, and torch takes some memory of each device that it measures on."""
+    cuda = Cuda(device=lambda device: contextlib.nullcontext())
+    made = session(cuda, *devices)
+    made.inspection.device = "cuda" if devices else "cpu"
+    monkeypatch.setattr(ceilings, "measure", lambda torch, device: {"copy": 1.0})
+    assert application.answer(made, {"do": "ceilings"}) == {"copy": 1.0}
+    assert cuda.calls == entered

@@ -216,7 +216,8 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
     if order["do"] == "ceilings":
         from saturate.agent import ceilings
 
-        return ceilings.measure(session.torch, session.context.device)
+        with observe.on_its_device(session):
+            return ceilings.measure(session.torch, session.context.device)
     raise ValueError(f"unknown order {order['do']!r}")
 
 

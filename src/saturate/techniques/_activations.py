@@ -20,6 +20,10 @@ PRODUCTS = frozenset((
 ))
 
 
+#: For which a device is kept busy while a forward under watch is queued: about 20 ms.
+BUSY_CYCLES = 40_000_000
+
+
 def is_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator is one of `PRODUCTS` and draws no random numbers in this call: a result that is kept is not
     drawn again, and whatever is drawn after it would get its numbers."""
@@ -69,10 +73,11 @@ class Storages:
 
 class Stopwatch:
     """Times pieces of work: on a CUDA device by its own clock (read it when all is queued), else by the time that this
-    thread had a core, which other load on the machine does not change."""
+    thread had a core, which other load on the machine does not change. `device`: a `torch.device`, with its number."""
 
-    def __init__(self, torch: Any, device: str):
-        self._cuda = torch.cuda if device == "cuda" else None
+    def __init__(self, torch: Any, device: Any):
+        self._cuda = torch.cuda if device.type == "cuda" else None
+        self._device = device
         self._spans: list[tuple[Any, Any]] = []
 
     def time(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,13 +94,13 @@ class Stopwatch:
         if self._cuda is None:
             return time.thread_time_ns()
         event = self._cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._cuda.current_stream(self._device))
         return event
 
     def ns(self) -> float:
         if self._cuda is None:
             return float(sum(after - before for before, after in self._spans))
-        self._cuda.synchronize()
+        self._cuda.synchronize(self._device)
         return 1e6 * sum(before.elapsed_time(after) for before, after in self._spans)
 
 
@@ -122,7 +127,7 @@ class NotRepeatable(Exception):
     """A forward cannot be run twice; the message is the reason."""
 
 
-def rehearse(torch: Any, device: str, inner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+def rehearse(torch: Any, device: Any, inner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
              parameters: set[int], storages: Storages) -> Trace:
     """Run a forward on copies of its arguments and buffers, and put back every random number that it drew: nothing of the
     training changes, and what the forward did outside of itself is undone. Saves nothing for a backward. Raises
@@ -204,7 +209,7 @@ def _nbytes(tensor: Any) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def _watched_run(torch: Any, device: str, run: Any, trace: Trace, storages: Storages) -> None:
+def _watched_run(torch: Any, device: Any, run: Any, trace: Trace, storages: Storages) -> None:
     """Run with hooks that count what is saved and save nothing, and under a mode that times each operator."""
     watch = _operator_watch()(torch, device, trace, storages)
 
@@ -214,6 +219,7 @@ def _watched_run(torch: Any, device: str, run: Any, trace: Trace, storages: Stor
     def unpack(_: None) -> Any:
         raise NotRepeatable("its forward runs a backward of its own")
 
+    keep_busy(torch, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watch:
         trace.output = run()
     returned = trace.output.values() if isinstance(trace.output, Mapping) else (trace.output,)
@@ -226,6 +232,14 @@ def _watched_run(torch: Any, device: str, run: Any, trace: Trace, storages: Stor
         trace.operators_why_not = "it modifies the result of a matrix product in place"
 
 
+def keep_busy(torch: Any, device: Any) -> None:
+    """Let a CUDA device wait until operators are queued. One that is idle runs each as soon as it is launched, and for a small one the
+    time between two events is that of the launch then, not of its kernel."""
+    if device.type == "cuda" and torch.version.hip is None:     # which counts the cycles of a slower clock
+        with torch.cuda.device(device):
+            torch.cuda._sleep(BUSY_CYCLES)
+
+
 @functools.cache
 def _operator_watch() -> type:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,7 +247,7 @@ def _operator_watch() -> type:
     class OperatorWatch(TorchDispatchMode):
         """Times operators, and notes the results of products."""
 
-        def __init__(self, torch: Any, device: str, trace: Trace, storages: Storages):
+        def __init__(self, torch: Any, device: Any, trace: Trace, storages: Storages):
             super().__init__()
             self.torch, self.trace, self.storages = torch, trace, storages
             self.products, self.others = Stopwatch(torch, device), Stopwatch(torch, device)

@@ -49,7 +49,7 @@ class Checkpointing:
     NotApplied; `report` is told once, when the first block was recomputed as planned, and `refuse` why nothing will be."""
 
     def __init__(self, context: Any, plan: Plan, report: Callable[[str], None], refuse: Callable[[str], None]):
-        self.torch, self.device = context.torch, context.device
+        self.torch, self.device = context.torch, _common.device_of(context)
         self.context, self.plan, self.report, self.refuse = context, plan, report, refuse
         self.phase = "measuring"
         self.blocks: list[Block] = []
@@ -247,14 +247,15 @@ class Checkpointing:
         torch = self.torch
         signature = shapes((args, kwargs), torch)
         rehearsed = signature in block.traces
+        device = next((p.device for p in module.parameters() if p.device.type == self.device.type), self.device)     # of several
         try:
             trace = block.traces[signature] if rehearsed else _activations.rehearse(
-                torch, self.device, inner, module, args, kwargs, self._parameters, self._storages)
+                torch, device, inner, module, args, kwargs, self._parameters, self._storages)
         except _activations.NotRepeatable as reason:
             block.refusal = str(reason)
             return inner(module, *args, **kwargs)
         self._flush()
-        watch = _activations.Stopwatch(torch, self.device)
+        watch = _activations.Stopwatch(torch, device)
         shielded, more = self._shielded(block, trace, args, kwargs)
         before = None if rehearsed else _activations.Before(module, args, kwargs, torch)
         self._own = True

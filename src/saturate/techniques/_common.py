@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -199,6 +200,15 @@ def computed_in(output: Any, dtype: Any, torch: Any) -> str:
         if dtype in results:
             return node_name(node)
     return ""
+
+
+def device_of(context: Any) -> Any:
+    """The `torch.device` of what is trained, with its number: CUDA's current device is another one where a script names "cuda:1" and
+    sets none. Of several, the first."""
+    trained = (p for module in context.modules for p in module.parameters())
+    stepped = (p for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"])
+    found = (p.device for p in itertools.chain(trained, stepped) if p.device.type == context.device)
+    return next(found, None) or context.torch.device(context.device or "cpu")
 
 
 def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:

@@ -23,14 +23,14 @@ class Memory:
     capacity: int | None
 
 
-def memory(torch: Any, device: str, limit_bytes: int = 0) -> Memory:
-    """Of the process on its device. `limit_bytes` (0: none) lowers the capacity."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        used = torch.cuda.memory_allocated()
-        capacity = free + torch.cuda.memory_reserved()
-        found = Memory(used, torch.cuda.max_memory_allocated(), capacity)
-    elif device == "cpu":
+def memory(torch: Any, device: Any, limit_bytes: int = 0) -> Memory:
+    """Of the process on a `torch.device`, which need not be CUDA's current one. `limit_bytes` (0: none) lowers the capacity."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        capacity = free + torch.cuda.memory_reserved(device)
+        found = Memory(used, torch.cuda.max_memory_allocated(device), capacity)
+    elif device.type == "cpu":
         used = _resident_bytes()
         available = _available_bytes()
         found = Memory(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

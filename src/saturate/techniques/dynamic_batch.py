@@ -200,7 +200,7 @@ class Insurance:
             self.trusted = {}           # scarce: every batch is guarded from here on
 
     def _memory(self) -> Memory:
-        return memory(self.context.torch, self.context.device, self.options.limit_bytes)
+        return memory(self.context.torch, _common.device_of(self.context), self.options.limit_bytes)
 
 
 def _reaches(large: tuple[Any, ...], small: tuple[Any, ...]) -> bool:
