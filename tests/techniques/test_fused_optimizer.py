@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 
@@ -321,3 +322,22 @@ def test_a_pickled_or_copied_optimizer_is_the_script_s_own(kind):
 
 def _without_parameters(optimizer):
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind, where, kernel, problem", [
+    ("Adagrad", "cuda", False, "no fused kernel of Adagrad for CUDA"), ("Adagrad", "cuda", True, ""), ("Adagrad", "cpu", False, ""),
+    ("Adam", "cuda", False, "")])
+def test_adagrad_on_cuda_is_fused_where_torch_has_the_kernel(monkeypatch, kind, where, kernel, problem):
+    """Older ones raise in the step, which is the script's."""
+    parameter = types.SimpleNamespace(grad=None, is_floating_point=lambda: True, device=torch.device(where))
+    optimizer = object.__new__(getattr(torch.optim, kind))
+    optimizer.param_groups = [{"params": [parameter]}]
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda operator, key: kernel)
+    monkeypatch.setattr(fused_optimizer, "dense", lambda parameter: True)
+    found = fused_optimizer._problem(optimizer, torch)
+    assert problem in found and bool(found) is bool(problem)
+
+
+def test_kernels_are_known_by_their_operators():
+    assert fused_optimizer.has_kernel(torch, "aten::_fused_adagrad_", "CPU")
+    assert not fused_optimizer.has_kernel(torch, "aten::_no_such_operator_", "CPU")

@@ -142,7 +142,17 @@ def _problem(optimizer: Any, torch: Any) -> str:
     elsewhere = next((p.device.type for p in parameters if p.device.type not in DEVICES), "")
     if elsewhere:
         return f"{kind} updates parameters on {elsewhere}, where its fused kernel is not offered"
+    if kind == "Adagrad" and any(p.device.type == "cuda" for p in parameters) and not has_kernel(torch, "aten::_fused_adagrad_", "CUDA"):
+        return "this torch has no fused kernel of Adagrad for CUDA"
     return "" if all(map(dense, parameters)) else f"{kind} updates a parameter that does not fill its memory (a slice of another tensor)"
+
+
+def has_kernel(torch: Any, operator: str, key: str) -> bool:
+    """Whether this torch has an operator, and a kernel of it for the devices of a dispatch key. Adagrad's came to CUDA years after Adam's."""
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, key))
+    except RuntimeError:        # no operator of this name
+        return False
 
 
 class _Switch:
