@@ -238,6 +238,7 @@ def test_bf16_is_offered_where_it_is_native(changes, allowed):
 def test_products_and_convolutions_decide_on_settings_for_them(layers, flops, products, convolutions):
     facts = usual(device="cuda", capability=(8, 0), flops_per_step=flops, modules=(ModuleFacts(dtypes=("float32",), **layers),))
     assert bool(tf32.eligible(facts)) is products and bool(cudnn_benchmark.eligible(facts)) is convolutions
+    assert not tf32.eligible(dataclasses.replace(facts, rocm=True)), "AMD's numbers are higher than 8.0"
 
 
 def test_convolutions_are_counted_by_their_dimensions():
@@ -716,6 +717,12 @@ def test_the_chosen_attention_kernel_comes_first(backend):
     chosen = getattr(torch.nn.attention.SDPBackend, sdpa_backend.BACKENDS[backend][0])
     assert context.modules[0].order[0] == int(chosen)
     assert {*context.modules[0].allowed} == {chosen, torch.nn.attention.SDPBackend.MATH}
+
+
+def test_attention_of_cudnn_is_offered_where_cudnn_is():
+    hopper = usual(device="cuda", capability=(9, 0))
+    assert [one.backend for one in sdpa_backend.variants(hopper)] == ["cudnn", "flash", "efficient"]
+    assert [one.backend for one in sdpa_backend.variants(dataclasses.replace(hopper, rocm=True))] == ["flash", "efficient"]
 
 
 def test_a_torch_that_takes_no_order_runs_cudnn_attention_not_at_all(monkeypatch):

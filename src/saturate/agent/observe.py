@@ -212,6 +212,7 @@ def facts(session: Any) -> dict[str, Any]:
         device=inspection.device,
         device_name=inspection.device_name,
         capability=torch.cuda.get_device_capability(inspection.devices[0]) if cuda else None,
+        rocm=torch.version.hip is not None,
         device_memory_bytes=torch.cuda.get_device_properties(inspection.devices[0]).total_memory if cuda else None,
         device_reserved_bytes=reserved_bytes(session) or 0,
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.

@@ -94,6 +94,7 @@ class Facts:
     device: str = "cpu"                 # where the trained parameters live: "cpu", "cuda", ...
     device_name: str = ""
     capability: tuple[int, int] | None = None
+    rocm: bool = False                  # torch is built for AMD's GPUs, which it calls "cuda"; their capability is no CUDA one
     device_memory_bytes: int | None = None
     device_reserved_bytes: int = 0      # peak that torch's allocator held on the device, so far
     memory_limit_bytes: int | None = None  # what `tune --fit` asked for, set by the study; None: no limit was asked

@@ -71,6 +71,8 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device != "cuda":
         return Ineligible(f"needs a CUDA device with float8 tensor cores, the training is on {facts.device or 'an unknown device'}")
+    if facts.rocm:
+        return Ineligible("AMD's GPUs number their generations in another way, and which of them multiply float8 is not known here")
     if facts.capability is None or tuple(facts.capability) < CAPABILITY:
         return Ineligible(f"{facts.device_name or 'the device'} has no float8 tensor cores (compute capability 8.9 and later)")
     if not any(module.linears for module in facts.modules):

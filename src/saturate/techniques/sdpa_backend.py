@@ -86,6 +86,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 
 
 def variants(facts: Facts) -> list[Options]:
+    if facts.rocm:
+        return [Options("flash"), Options("efficient")]         # it has no cuDNN
     names = ["flash", "cudnn", "efficient"]
     if facts.capability and tuple(facts.capability) >= (9, 0):
         names = ["cudnn", "flash", "efficient"]

@@ -54,7 +54,7 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    if facts.device != "cuda" or not facts.capability or tuple(facts.capability) < (8, 0):
+    if facts.device != "cuda" or facts.rocm or not facts.capability or tuple(facts.capability) < (8, 0):
         return Ineligible("TensorFloat-32 needs an NVIDIA GPU of compute capability 8.0 or later")
     if facts.tf32_matmul:
         return Ineligible("the script already allows TensorFloat-32")
