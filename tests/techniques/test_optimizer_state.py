@@ -12,7 +12,7 @@ import pytest
 
 from saturate.agent import kinds
 from saturate.agent.context import Context
-from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts
+from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _at_rest, cpu_offload, fp8_linear, optimizer_8bit
 from saturate.techniques._adam_codes import EightBits
 from saturate.techniques._api import NotApplied
@@ -532,6 +532,17 @@ def test_offloading_needs_a_device() -> None:
     assert cpu_offload.eligible(cuda) and [o.what for o in cpu_offload.variants(cuda)] == ["optimizer", "activations"]
 
 
+@pytest.mark.parametrize("reserved, parameters, ranks, offered", [
+    (10, 10, 1, ["optimizer", "activations"]), (26, 10, 1, ["optimizer"]), (10, 26, 1, ["activations"]), (13, 13, 2, []),
+    (25, 25, 1, ["optimizer", "activations"])])
+def test_offloading_asks_for_half_of_the_host_s_memory_at_most(reserved, parameters, ranks, offered) -> None:
+    facts = Facts(device="cuda", optimizers=(OptimizerFacts(kind="AdamW", module="torch.optim.adamw"),), memory_limit_bytes=1,
+                  modules=(ModuleFacts(parameter_bytes=parameters),), device_reserved_bytes=reserved, world_size=ranks,
+                  machine=MachineFacts(memory_bytes=100))
+    assert [one.what for one in cpu_offload.variants(facts)] == offered
+    assert bool(cpu_offload.eligible(facts)) is bool(offered)
+
+
 def test_who_counts_memory_counts_what_holds_the_state() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -567,6 +578,7 @@ def test_float8_says_what_is_missing() -> None:
     assert "pip install 'saturate[torchao]'" in fp8_linear.eligible(Facts(**hopper)).reason
     assert fp8_linear.eligible(Facts(**hopper, packages=("torchao",)))
     assert "float16" in fp8_linear.eligible(Facts(**hopper, packages=("torchao",), grad_scaler=True)).reason
+    assert "AMD" in fp8_linear.eligible(Facts(**hopper, packages=("torchao",), rocm=True)).reason
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,8 @@ state of Adam is twice the parameters in size; activations grow with the batch.
 
 When it hurts
 -------------
-Every byte crosses the link twice in a step. Activations cross it while nothing else runs (autograd waits for each
+Page-locked memory is lost to everything else on the host, so neither is tried that may take more than half of it. Every byte
+crosses the link twice in a step. Activations cross it while nothing else runs (autograd waits for each
 copy), so `activation-checkpointing` is mostly faster.
 
 Numerics
@@ -76,15 +77,25 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible(f"the training is on {facts.device or 'an unknown device'}: its memory is the host's already")
     if not facts.modules and not facts.optimizers:
         return Ineligible("neither a trained module nor an optimizer was seen")
+    if not variants(facts):
+        return Ineligible("the host's memory does not hold what would be moved there")
     return Eligible("the host has memory that the device lacks")
 
 
 def variants(facts: Facts) -> list[Options]:
     state = any(optimizer.kind in KINDS and not optimizer.capturable for optimizer in facts.optimizers)
-    # Two averages of every parameter have to find room in the host's memory, once for each rank.
-    needed = 2 * sum(module.parameter_bytes for module in facts.modules) * max(1, facts.world_size)
-    room = facts.machine.memory_bytes is None or needed <= HOST_SHARE * facts.machine.memory_bytes
-    return [*([Options("optimizer")] if state and room else []), Options("activations")]
+    # Two averages of every parameter have to find room in the host's memory.
+    averages = 2 * sum(module.parameter_bytes for module in facts.modules)
+    # What a forward saves is a part of what the device holds; torch's allocator of pinned memory rounds each tensor up to a power of two.
+    saved = 2 * facts.device_reserved_bytes
+    return [*([Options("optimizer")] if state and _fits(averages, facts) else []),
+            *([Options("activations")] if _fits(saved, facts) else [])]
+
+
+def _fits(needed_bytes: int, facts: Facts) -> bool:
+    """Whether every rank may ask for so much of the host's memory."""
+    memory = facts.machine.memory_bytes
+    return memory is None or needed_bytes * max(1, facts.world_size) <= HOST_SHARE * memory
 
 
 def bound(facts: Facts) -> float | None:
