@@ -34,7 +34,8 @@ Arguments of `DataLoader` that stand at their defaults are changed when it is bu
 (each worker would read everything), datasets that hold device tensors or open files, datasets with a random generator of their own
 (theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
-batches. A loader that a dataset reads inside of a worker has none. Counts respect the CPU quota, memory and /dev/shm.
+batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
+function uses CUDA, the training process makes the batches from there on. Counts respect the CPU quota, memory and /dev/shm.
 
 References
 ----------
@@ -60,6 +61,7 @@ from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
+from saturate.techniques._cuda_in_workers import Passes
 from saturate.techniques._drawn_ahead import DrawnAhead
 
 TECHNIQUE = Technique(
@@ -201,6 +203,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
     reset, next_data = iterator._reset, iterator._next_data
     orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
+    passes = Passes(context.torch)
 
     def begin(started: Any) -> None:
         waiting.discard(started)
@@ -221,6 +224,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
         order = DrawnAhead(self._sampler_iter, sampler, functools.partial(_say_order, type(getattr(sampler, "sampler", sampler)).__name__))
         if order.draws:
             self._sampler_iter = orders[self] = order
+        passes.began(self, loader)
         waiting.add(self)
 
     @functools.wraps(next_data)
@@ -229,7 +233,18 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
             begin(self)
         if self in orders:
             orders[self].reached()
-        return next_data(self)
+        try:
+            batch = next_data(self)
+        except RuntimeError as error:
+            if not passes.must_go_on_here(self, error):
+                raise
+        else:
+            passes.came(self)
+            return batch
+        if self in orders:
+            orders.pop(self).settle()
+        _say_once(f"{type(self._dataset).__name__} or its collate_fn uses CUDA, which forked workers cannot: there are none")
+        return passes.go_on_here(self)
 
     def undo() -> None:
         for started in list(waiting):

@@ -1,0 +1,111 @@
+"""Workers that cannot use CUDA: the pass goes on in the training process, with the batches that the script would have had."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402 - after the check for torch
+
+from saturate.agent.context import Context  # noqa: E402
+from saturate.techniques import _cuda_in_workers, loader_workers  # noqa: E402
+
+HERE = os.getpid()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index
+
+
+class Moving:
+    """A collate function that moves batches to a device from `start` on."""
+
+    def __init__(self, start=0, message=_cuda_in_workers.REFUSAL):
+        self.start, self.message = start, message
+
+    def __call__(self, samples):
+        if os.getpid() != HERE and max(samples) >= self.start:
+            raise RuntimeError(f"{self.message}. To use CUDA with multiprocessing, you must use the 'spawn' start method")
+        return samples, os.getpid() == HERE
+
+
+class OutOfOrder(torch.utils.data.Sampler):
+    """Draws from its own generator for each index."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for _ in range(12):
+            yield int(torch.randint(12, (), generator=self.generator))
+
+
+def epochs(collate, sampler=None, technique=True, initialized=True, count=2):
+    torch.manual_seed(0)
+    dataset, changes, drawn = Rows(), {}, []
+    context = Context(types.SimpleNamespace(**{**vars(torch), "cuda": types.SimpleNamespace(is_initialized=lambda: initialized)}))
+    arguments = {"batch_size": 2, "shuffle": sampler is None, "sampler": sampler, "collate_fn": collate,
+                 "generator": None if sampler else torch.Generator().manual_seed(1)}
+    if technique:
+        loader_workers.apply(context, loader_workers.Options(workers=2))
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, **arguments}, frozenset())
+        assert changes["num_workers"] == 2
+    loader = DataLoader(dataset, **{**arguments, **changes})
+    try:
+        found = []
+        for _ in range(count):
+            for samples, here in loader:
+                found.append((samples, here))
+                drawn.append(torch.rand(1).item())
+        assert not technique or sampler is not None or loader.num_workers == (0 if collate.start < 12 else 2)
+        return [samples for samples, _ in found], [here for _, here in found], drawn
+    finally:
+        context.undo()
+
+
+@pytest.mark.parametrize("start", [0, 6, 99])
+def test_batches_come_in_their_order_whoever_makes_them(start, capfd):
+    plain, _, draws = epochs(Moving(start), technique=False)
+    found, here, drawn = epochs(Moving(start))
+    assert (found, drawn) == (plain, draws)
+    told = "uses CUDA, which forked workers cannot" in capfd.readouterr().err
+    if start == 0:
+        assert all(here) and told
+    elif start == 6:
+        assert here == sorted(here) and here[-6:] == [True] * 6       # from the first failure on, the second epoch as well
+    else:
+        assert not any(here) and not told
+
+
+def test_a_sampler_that_draws_as_it_goes_draws_the_same():
+    plain, _, _ = epochs(Moving(), OutOfOrder(), technique=False)
+    found, here, _ = epochs(Moving(), OutOfOrder())
+    assert found == plain and all(here)
+
+
+@pytest.mark.parametrize("message, initialized", [("something else", True), (_cuda_in_workers.REFUSAL, False)])
+def test_every_other_failure_is_the_script_s(message, initialized):
+    with pytest.raises(RuntimeError, match=message):
+        epochs(Moving(message=message), initialized=initialized)
+
+
+def test_a_pass_goes_on_where_the_technique_is_taken_back():
+    context = Context(types.SimpleNamespace(**{**vars(torch), "cuda": types.SimpleNamespace(is_initialized=lambda: True)}))
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    dataset = Rows()
+    changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+    batches = iter(DataLoader(dataset, batch_size=2, collate_fn=Moving(), **changes))
+    first = next(batches)
+    context.undo()
+    assert [first, *batches] == [([n, n + 1], True) for n in range(0, 12, 2)]
