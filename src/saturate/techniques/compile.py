@@ -28,7 +28,8 @@ A plain function around the module's forward is compiled and used in training mo
 nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
 parameters share one compiled function, which costs a fraction of the compile time. Modes that record CUDA graphs are not
 offered under gradient accumulation, where they were wrong before; what their graphs return is copied, because the next
-step overwrites it, and scripts keep losses and outputs.
+step overwrites it, and scripts keep losses and outputs. Where inductor records none (it skips graphs that change their inputs or
+hold tensors on the CPU), such a mode counts as not applied.
 
 References
 ----------
