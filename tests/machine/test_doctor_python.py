@@ -41,7 +41,7 @@ def test_a_python_that_is_not_there(tmp_path):
 def test_the_real_answer_holds_what_the_checks_read():
     answer = doctor_python.ask(sys.executable, "torch")
     assert {"version", "executable", "errors", "torch", "cuda_build", "rocm_build", "cuda_available", "headers", "installed"} <= set(answer)
-    assert set(answer["installed"]) == {"wanted", "found"} and answer["errors"] == {}
+    assert set(answer["installed"]) == {"wanted", "found"} and set(answer["errors"]) <= {"cuda_init"}, "a build for CUDA on a machine without a driver"
 
 
 @pytest.mark.parametrize(("number", "words"), [(8902, "8.9.2"), (91002, "9.10.2"), (92000, "9.20.0"), (None, None), (0, None)])
