@@ -16,7 +16,12 @@ from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.prompts import table_size
 from saturate.inference.generation.proof import prove, prove_behind_window
 from saturate.inference.generation.sampling import whole
-from saturate.inference.generation.speculative import ModelDrafter, QuotingDrafter, refuse_unfit
+from saturate.inference.generation.speculative import (
+    COMPILED_COUNTS,
+    ModelDrafter,
+    QuotingDrafter,
+    refuse_unfit,
+)
 
 #: The word for drafts from the text itself, in the place of a draft model.
 LOOKUP = "prompt-lookup"
@@ -100,7 +105,7 @@ def _model_drafter(
     refuse_unfit(type(model).__name__, width, type(way.draft).__name__, narrow, way.tokenizers)
     known = table_size(way.draft, narrow)
     prove(torch, draft, draft_forward, batch if known is None else [[min(token, known - 1) for token in prompt] for prompt in batch], 2)
-    return ModelDrafter(torch, draft, width, known)
+    return ModelDrafter(torch, draft, width, known, COMPILED_COUNTS if way.compile_mode is not None else ())
 
 
 def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:

@@ -29,6 +29,10 @@ STEP_TOKENS = 16
 
 _FIXED_SLOTS = 64  # capacity of a compiled decoder, in steps of this: a compiled forward is reused for like batches
 
+#: Shapes that one compiled decoder may meet: numbers of rows, of tokens and of slots. dynamo's own limit is 8 by default,
+#: and drafts alone feed nine numbers of tokens.
+_MOST_SHAPES = 256
+
 
 class Decoder(Protocol):
     """One model on one batch. Rows may be at different positions."""
@@ -338,4 +342,14 @@ def _compiled(torch: Any, call: Callable[..., Any], mode: str) -> Callable[..., 
     own = types.FunctionType(
         call.__code__.replace(), call.__globals__, f"decode_{id(call)}", call.__defaults__, call.__closure__
     )
-    return torch.compile(own, mode=mode, fullgraph=True, dynamic=False)
+    compiled = torch.compile(own, mode=mode, fullgraph=True, dynamic=False)
+    settings = torch._dynamo.config         # before torch 2.7 the limit had its old name
+    limit = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
+    allowed = max(_MOST_SHAPES, getattr(settings, limit))
+    many_shapes = settings.patch({limit: allowed})      # one for all calls: making it takes longer than entering it
+
+    def run(*arguments: Any) -> Any:
+        with many_shapes:
+            return compiled(*arguments)
+
+    return run

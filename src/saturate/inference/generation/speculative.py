@@ -8,7 +8,7 @@ from typing import Any
 from saturate.errors import UsageError
 from saturate.inference.generation import sampling as choice
 from saturate.inference.generation.decode import Sequences
-from saturate.inference.generation.models import Decoder
+from saturate.inference.generation.models import STEP_TOKENS, Decoder
 from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.sampling import Sampling
 
@@ -16,17 +16,34 @@ from saturate.inference.generation.sampling import Sampling
 _UNKNOWN, _STEP = 0.7, 0.25
 
 
+#: The numbers of tokens that a compiled draft is fed at the head of a round.
+COMPILED_COUNTS = (1, 2, 4, 8, STEP_TOKENS)
+
+
+def filled_up(count: int, counts: tuple[int, ...], room: int) -> int:
+    """The least of `counts` (ascending) that holds `count` tokens, or `count` itself where none does, or where the shortest row has
+    not as many (`room`): what is fed beyond `count` are tokens that the cache holds already.
+
+    >>> [filled_up(count, (1, 2, 4, 8, 16), 12) for count in (1, 3, 5, 9, 17)]
+    [1, 4, 8, 9, 17]
+    """
+    return next((one for one in counts if count <= one <= room), count)
+
+
 class ModelDrafter:
     """Drafts with a model, one token at a time. vocabulary: how many logits the target has; the draft's are cut or
     filled up to that. known_tokens: how many numbers of tokens the draft can look up; None: not known. Others are shown to it as
-    the last of them: what it then drafts will hardly stay, but no text can end it."""
+    the last of them: what it then drafts will hardly stay, but no text can end it. counts: numbers of tokens that what the
+    target added is filled up to, where each number costs a compilation; empty: it is fed as it is."""
 
     quoted: Sequence[bool] = ()
 
-    def __init__(self, torch: Any, decoder: Decoder, vocabulary: int, known_tokens: int | None = None):
+    def __init__(self, torch: Any, decoder: Decoder, vocabulary: int, known_tokens: int | None = None,
+                 counts: tuple[int, ...] = ()):
         self.name, self.context = decoder.name, decoder.context
         self._torch, self._decoder, self._vocabulary = torch, decoder, vocabulary
         self._known_tokens = None if known_tokens is None or known_tokens >= vocabulary else known_tokens
+        self._counts = counts
         self._held: list[int] = []              # tokens that the draft's cache holds, by row
 
     def start(self, sequences: Sequences, capacity: int) -> None:
@@ -42,7 +59,7 @@ class ModelDrafter:
         known = sequences.heads()
         # What the target added is fed first. Rows that lack less than others feed more than they need.
         lacking = [tokens - held for tokens, held, done in zip(known, self._held, sequences.done) if not done]
-        count = max(lacking)
+        count = filled_up(max(lacking), self._counts, min(known))
         starts = [max(0, tokens - count) for tokens in known]
         logits = self._decoder.feed(self._shown(ids), starts, count)
         rows = torch.arange(len(known), device=ids.device)

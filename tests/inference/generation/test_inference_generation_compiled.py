@@ -1,0 +1,74 @@
+"""Steps of generation that torch.compile makes, one program for each number of rows, tokens and slots."""
+
+from __future__ import annotations
+
+import generation_models as toys
+import pytest
+import torch
+
+from saturate.inference.generation import build, models
+from saturate.inference.generation.decode import Request, Sequences
+from saturate.inference.generation.sampling import GREEDY
+from saturate.inference.generation.speculative import COMPILED_COUNTS, ModelDrafter
+
+#: dynamo's own limit. Its name was `cache_size_limit` before torch 2.7.
+USUAL = 8
+
+
+def test_more_shapes_than_dynamo_s_own_limit_are_compiled(monkeypatch):
+    """Nothing but dynamo is at work: the backend runs what was captured as it is."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode, **options: compiled(function, backend="eager", **options))
+    decoder = models.decoder(torch, toys.Cached(), compile_mode="default")
+    limit = torch._dynamo.config.recompile_limit
+    with torch.inference_mode():
+        for capacity in (64, 128):
+            ids = torch.arange(capacity).remainder(toys.VOCABULARY).repeat(2, 1)
+            decoder.start(2, capacity)
+            decoder.feed(ids, [0, 0], 30)
+            for count in range(1, USUAL):
+                assert decoder.feed(ids, [30, 30], count).shape[1] == count
+    assert torch._dynamo.config.recompile_limit == limit, "as it was for everything else"
+
+
+class Noting:
+    """A decoder that remembers how many tokens it was fed."""
+
+    def __init__(self, inner):
+        self.inner, self.counts = inner, []
+        self.name, self.context = inner.name, inner.context
+
+    def start(self, rows, capacity):
+        self.inner.start(rows, capacity)
+
+    def feed(self, ids, starts, count, keep=None):
+        self.counts.append(count)
+        return self.inner.feed(ids, starts, count, keep)
+
+
+@pytest.mark.parametrize("counts", [(), COMPILED_COUNTS])
+def test_a_draft_is_fed_few_numbers_of_tokens_and_drafts_the_same(counts):
+    model = toys.Cached()
+    decoder = Noting(models.decoder(torch, model))
+    drafter = ModelDrafter(torch, decoder, toys.VOCABULARY, counts=counts)
+    begun, added = ([1, 2, 3] * 4, [4] * 10), ([5, 6, 7] * 3, [8, 9, 8] * 3)
+    with torch.inference_mode():
+        for lacking in range(1, 10):
+            sequences = Sequences(torch, begun, Request(20), 40, "cpu")
+            drafter.start(sequences, 40)
+            for row, tokens in enumerate(added):
+                sequences.append(row, tokens[:lacking])
+            sequences.ids = torch.tensor([row + [0] * (40 - len(row)) for row in sequences.known])
+            decoder.counts.clear()
+            drafter.propose(sequences, 2, GREEDY, None)
+            assert decoder.counts == [min(count for count in counts or range(10) if count >= lacking), 1]
+            for row, known in zip(sequences.ids.tolist(), sequences.known):
+                assert row[len(known):len(known) + 2] == toys.greedy(model, known, 2)
+
+
+def test_loops_that_are_compiled_fill_up(monkeypatch):
+    """And no others: what is fed one by one costs no compilation."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for mode, counts in ((None, ()), ("default", COMPILED_COUNTS)):
+        way = build.Way(toys.Cached(seed=3), compile_mode=mode, lengths=(2,), may_stop=False)
+        assert build.build(torch, toys.Cached(), way, [[1, 2, 3]], Request(4)).drafter._model._counts == counts
