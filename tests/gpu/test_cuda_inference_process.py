@@ -52,9 +52,9 @@ def test_a_call_is_timed_until_the_device_is_idle(worker: Worker) -> None:
     assert len(times := worker.block(20)) == 20 and min(times) > 5_000       # a launch alone takes some microseconds
 
 
-def test_memory_is_that_of_the_allocator(worker: Worker) -> None:
+def test_memory_is_that_of_the_weights_and_of_libraries(worker: Worker) -> None:
     weights = 4 * WIDTH * (WIDTH + 1)
-    assert weights <= worker.memory_bytes() < 200 * 2**20
+    assert weights <= worker.memory_bytes() < 2**30     # the code of kernels counts as well
     assert worker.ready.peak_memory_bytes >= weights
     worker.freeze()
     assert worker.memory_bytes() >= weights and worker.frozen

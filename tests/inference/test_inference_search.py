@@ -378,6 +378,15 @@ def test_limits_and_time() -> None:
     seen = Timing(p50=1, p90=2, p99=3, calls=4), int(5e9)
     assert over_limit(*seen, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None
     assert "peak_memory_gb is 5" in (over_limit(*seen, {"peak_memory_gb": 4.9}) or "")
+    assert "peak_memory_gb is not known" in (over_limit(seen[0], None, {"peak_memory_gb": 4.9}) or ""), "and not nothing"
+
+
+def test_memory_that_nobody_knows_wins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeWorker, "memory_bytes", lambda self: None)
+    search = walk(World({"run": 0.5}), RUN, objective="memory")
+    found = search.best()
+    assert found is not None and search.value(found) == 0.0 and "how much memory it takes is not known" in found.reason
+    assert fates(walk(World({"run": 0.5}), RUN, limits={"peak_memory_gb": 8.0})) == {"run": "over_limit"}
 
 
 def test_memory_is_that_of_the_artifact_and_not_of_its_exporter() -> None:

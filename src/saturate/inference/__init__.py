@@ -23,6 +23,7 @@ A candidate
     process         the same from outside, with limits of time and memory
     session         torch's switches that hold for a process: the user's, and those of techniques
     gpu_failures    what is left of its GPU when a call has failed there
+    device_memory   what it takes of a GPU's memory
     checking        the user's check on it, and controls of the check itself
     guards          does it behave as the model does?
     here            does it answer in the user's process as in one of its own?

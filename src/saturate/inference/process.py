@@ -99,7 +99,7 @@ class Ready:
     batch_bytes: int                    # of the largest batch
     done: list[str]                     # what each technique said that it did, in the order of application
     proofs: list[Proof]                 # whether it took effect, in the same order
-    peak_memory_bytes: int | None       # until now: of the allocator on a GPU, resident in the processes on a CPU
+    peak_memory_bytes: int | None       # until now: see `Worker.memory_bytes`
     facts: ModelFacts
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -190,8 +190,8 @@ class Worker:
         return found
 
     def memory_bytes(self) -> int | None:
-        """The most that was taken since the preparation: by the allocator on a GPU, resident in all processes on a
-        CPU (where torch itself is part of it). None: not measurable."""
+        """The most that was taken since the preparation: of a GPU's memory, without CUDA's own context (see `device_memory`), and
+        on a CPU resident in all processes (where torch itself is part of it). None: not measurable."""
         return self._meter.peak_bytes() or None if self._on_cpu and self._meter else self._ask("memory")
 
     def store(self, folder: Path, limit_s: float = 1800.0) -> Entry:

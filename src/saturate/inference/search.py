@@ -254,6 +254,8 @@ class Search:
             found.fate, found.reason = "over_limit", over
             return
         found.fate, found.reason = "dominated", f"{found.speedup:.2f}x in a screening"
+        if self.objective == "memory" and found.peak_memory_bytes is None:
+            found.reason += "; how much memory it takes is not known here"
         best = self.best()
         if candidate.lossless:
             if self.objective != "memory" and found.speedup < 1.0:
@@ -345,7 +347,9 @@ def over_limit(timing: Timing | None, memory_bytes: int | None, limits: dict[str
     """Which of the user's limits this passes."""
     for name, most in limits.items():
         if name == "peak_memory_gb":
-            have = (memory_bytes or 0) / 1e9
+            if memory_bytes is None:
+                return f"{name} is not known here, at most {most:g} was asked for"
+            have = memory_bytes / 1e9
         else:                               # p50_ms, p90_ms, p99_ms
             have = getattr(timing, name.removesuffix("_ms")) if timing else math.inf
         if have > most:

@@ -30,6 +30,7 @@ from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
 from saturate.inference import gpu_failures, session, users_code, wire
+from saturate.inference.device_memory import DeviceMemory
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.measure import placement
@@ -134,6 +135,7 @@ class Server:
         self._parts: list[tuple[Any, Any]] = []     # modules of techniques with their options
         self._doing = ""                            # the technique at work, for the reason of a failure
         self._next = 0                              # input of the next timed call
+        self._memory: DeviceMemory | None = None    # None on a CPU
 
     # -- preparation -----------------------------------------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class Server:
             if memory_bytes is not None:
                 total_bytes = cuda.get_device_properties(cuda.current_device()).total_memory
                 cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
+            self._memory = DeviceMemory(self.torch)
         self.inputs = source.inputs(self.torch)
 
     def _apply(self, name: str, path: str, fields: dict[str, Any]) -> str:
@@ -302,8 +305,8 @@ class Server:
         return times, placement.current()
 
     def do_memory(self) -> int | None:
-        """The most that the allocator of the device held, since the preparation; None on a CPU."""
-        return self.torch.cuda.max_memory_reserved() if self.device == "cuda" else None
+        """The most that was taken of the device since the preparation, see `device_memory`; None on a CPU, and where nothing tells."""
+        return None if self._memory is None else self._memory.peak_bytes()
 
     def do_store(self, folder: str) -> Entry:
         """Store the program in an empty folder. NotApplied where it cannot be stored."""

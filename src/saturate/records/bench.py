@@ -16,7 +16,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_ms: Timing | None = None
     throughput_per_s: float | None = None  # samples per second at the median
-    memory_bytes: int | None = None  # peak of the process, or of the allocator on a GPU
+    memory_bytes: int | None = None  # peak of the processes; on a GPU, of its memory
     load_s: float | None = None  # until the first answer
     reason: str = ""  # why there are no numbers
 

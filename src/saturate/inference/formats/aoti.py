@@ -37,19 +37,29 @@ def build(context: Context, program: _program.Program, path: Path, configuration
 
     Raises NotApplied with what the compiler said.
     """
-    _compile(context.torch, program.exported, path, configuration)
+    options = {**(configuration or {}), **weights_in_allocator(context.device)}
+    _compile(context.torch, program.exported, path, options)
     fixed = _program.fixed(context.torch, program)
     if fixed is not None:
-        _compile(context.torch, fixed, _beside(path), configuration)
+        _compile(context.torch, fixed, _beside(path), options)
         program.signature["fixed"] = [list(tensor.shape) for tensor in program.example or ()]
     return path
 
 
-def _compile(torch: Any, exported: Any, path: Path, configuration: dict[str, Any] | None) -> None:
+def weights_in_allocator(device: str) -> dict[str, Any]:
+    """inductor's option for weights on a GPU that lie in torch's allocator, where it gives back and counts what all programs of the
+    process take; by itself the library asks the device for them. Empty on a CPU, and where torch has no such option."""
+    from torch._inductor import config
+
+    name = "weight_use_caching_allocator"
+    return {f"aot_inductor.{name}": True} if device == "cuda" and hasattr(config.aot_inductor, name) else {}
+
+
+def _compile(torch: Any, exported: Any, path: Path, configuration: dict[str, Any]) -> None:
     try:
         with torch.no_grad():
             torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(path), inductor_configs=dict(configuration or {}))
+                exported, package_path=str(path), inductor_configs=dict(configuration))
         _vetting.compiled(torch, path)
     except _vetting.Unsafe as error:
         raise NotApplied(f"torch {torch.__version__} packages programs in another way: {error}") from error
