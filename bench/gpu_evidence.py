@@ -1,13 +1,15 @@
-"""Evidence from a real GPU, in one call of less than ten minutes: `evidence/DEVICE.json`.
+"""Evidence from a real GPU, in calls of less than ten minutes: `evidence/DEVICE.json`.
 
     python bench/gpu_evidence.py                            # in an environment with torch, saturate and pytest
-    python bench/gpu_evidence.py --wheels .whl --out "$OUT" # where msgspec, tomlkit, rich, nvidia-ml-py are carried as wheels
+    python bench/gpu_evidence.py --wheels .whl --out "$OUT" # what is missing there is carried as wheels
+    python bench/gpu_evidence.py --rest                     # goes on where the last call ended: three cover everything
     python bench/gpu_evidence.py --only tune_char_gpt,tests # some parts; others in the file stay while their sources do
     python bench/gpu_evidence.py --rehearse --minutes 3     # without a GPU, small: does every part come to its end?
 
 Nothing is fetched from a network, nothing is installed but the wheels, and those into a folder that is removed again.
 saturate itself is used from src/. Parts run in the order below, each in a process group of its own that is killed at
-its limit; what a part found is on disk before the next one begins, so whoever ends the call early keeps the rest.
+its limit; what a part found is on disk before the next one begins, so whoever ends the call early keeps the rest. A part
+that would have much less time than its limit is left to the next call, and a shorter one has its turn.
 Each part ends as `done`, `failed` (with the end of its output), `timed out` or `not run`. The exit code is 0 when all
 are done, 1 when one is not, 3 where nothing could be run.
 
@@ -34,9 +36,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "evidence"
 OUTPUT_KEPT = 6000                  # characters of the end of a part that failed, and of pytest's summary
 SATURATE = ("-m", "saturate")
-NEEDED = ("msgspec", "tomlkit", "rich", "pynvml", "torch", "pytest")
+NEEDED = ("msgspec", "tomlkit", "rich", "pynvml", "numpy", "cloudpickle", "torch", "pytest")
 
 TRAINING = ("src/saturate/agent", "src/saturate/measure", "src/saturate/study", "src/saturate/techniques",
             "src/saturate/trial", "src/saturate/verify")
@@ -66,8 +69,10 @@ def _object(stdout: str, code: int) -> Any:
 
 
 def _tests(stdout: str, code: int) -> Any:
-    """Each test's outcome, of those that ended. pytest that collects nothing, or breaks, is no answer."""
+    """Each test's outcome, of those that ended, and an error for each file that could not be read. pytest that collects nothing, or
+    breaks, is no answer."""
     outcomes = dict(re.findall(r"^(?:\S*/)?(test_\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b", stdout, re.MULTILINE))
+    outcomes |= dict.fromkeys(re.findall(r"^ERROR (?:\S*/)?(test_[^\s:]+\.py)(?= - |$)", stdout, re.MULTILINE), "ERROR")
     if code not in (0, 1, 2) or not outcomes:       # 2: interrupted
         raise ValueError(f"pytest ended with {code} after {len(outcomes)} tests")
     counts = {word: list(outcomes.values()).count(word) for word in sorted(set(outcomes.values()))}
@@ -84,35 +89,49 @@ def _tune(script: str, *arguments: str) -> Callable[[float, Path], Sequence[str]
     return command
 
 
-def _optimize(seconds: float, folder: Path) -> Sequence[str]:
+def _optimize(*only: str) -> Callable[[float, Path], Sequence[str]]:
+    """With these techniques alone. A check without a budget for the drop would refuse each format that rounds more than float32."""
     workload = ROOT / "bench" / "workloads" / "gpu_inference.py"
-    return [*SATURATE, "optimize", f"{workload}:model", "--inputs", f"{workload}:inputs", "--json",
-            "--budget", f"{max(20, int(seconds * 0.75))}s", "--workdir", str(folder / "work")]
+
+    def command(seconds: float, folder: Path) -> Sequence[str]:
+        # Half of the limit: the best is stored, loaded, scored and raced behind the end of a short budget.
+        return [*SATURATE, "optimize", f"{workload}:model", "--inputs", f"{workload}:inputs", "--check", f"{workload}:check",
+                "--max-drop", "0.4", "--only", ",".join(only), "--json", "--budget", f"{max(20, int(seconds / 2))}s",
+                "--workdir", str(folder / "work")]
+
+    return command
 
 
 def _pytest(*files: str) -> Callable[[float, Path], Sequence[str]]:
-    return lambda seconds, folder: ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rf",
-                                    "--tb=short", "--color=no", f"--basetemp={folder / 'tests'}",
+    return lambda seconds, folder: ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfE",
+                                    "--continue-on-collection-errors", "--tb=short", "--color=no", f"--basetemp={folder / 'tests'}",
                                     *(str(ROOT / "tests" / "gpu" / file) for file in files)]
 
+
+INFERENCE = ("src/saturate/inference", "src/saturate/measure", "bench/workloads/gpu_inference.py", "bench/_inference_models.py")
+TESTS = ("src/saturate", "tests/gpu")
 
 #: The most valuable first: an answer to the product's question, what breaks, and then the rest.
 PARTS = (
     Part("device", 60, ("src/saturate/machine", "src/saturate/agent/ceilings.py"),
          lambda seconds, folder: [*SATURATE, "doctor", "--json", "--paste", "--measure", "--python", sys.executable, "--dir", str(folder)], _object),
     Part("tune_char_gpt", 160, (*TRAINING, "examples/char_gpt.py"), _tune("examples/char_gpt.py", *GPT), _object),
-    Part("tests", 150, ("src/saturate", "tests/gpu"),
-         _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
-                 "test_cuda_memory.py", "test_cuda_memory_techniques.py"), _tests),
-    Part("optimize_resnet50", 90, ("src/saturate/inference", "src/saturate/measure", "bench/workloads/gpu_inference.py"),
-         _optimize, _object),
-    Part("more_tests", 100, ("src/saturate", "tests/gpu"),
-         _pytest("test_cuda_chunks.py", "test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_roofline.py",
-                 "test_cuda_generation.py"), _tests),
-    Part("tune_photo_resnet", 150, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
+    Part("tests", 300, TESTS, _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
+                                      "test_cuda_memory.py", "test_cuda_memory_techniques.py"), _tests),
+    Part("optimize_resnet50", 150, INFERENCE, _optimize("cuda-graphs", "nhwc-layout", "compile-inference"), _object),
+    Part("optimize_resnet50_formats", 120, INFERENCE, _optimize("tf32-products", "fp16", "bf16", "cuda-graphs"), _object),
+    Part("inference_tests", 150, TESTS, _pytest("test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_inference_techniques.py"),
+         _tests),
+    Part("more_tests", 90, TESTS, _pytest("test_cuda_chunks.py", "test_cuda_roofline.py"), _tests),
+    Part("objective_tests", 180, TESTS, _pytest("test_cuda_objectives.py"), _tests),
+    Part("generation_tests", 130, TESTS, _pytest("test_cuda_generation.py"), _tests),
+    Part("tune_photo_resnet", 140, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
          _tune("examples/photo_resnet.py", "--epochs", "1000", "--batch", "64"), _object),
 )
-LEAST_S = 20.0                      # a part is not begun with less
+CALL_S = 9.3 * 60                   # of ten minutes that a call may take
+ENDING_S = 16.0                     # what ending a part can take
+BEGUN_WITH = 0.7                    # of its limit: with less, a part is left to the next call
+LEAST_S = 20.0                      # what a rehearsal begins a part with
 
 
 def source_hash(speaks_of: Sequence[str], root: Path = ROOT) -> str:
@@ -129,8 +148,23 @@ def source_hash(speaks_of: Sequence[str], root: Path = ROOT) -> str:
 
 def stale(evidence: Mapping[str, Any], root: Path = ROOT) -> list[str]:
     """Names of the parts that found something, and whose sources are others by now."""
-    return [name for name, part in evidence["parts"].items()
-            if part["status"] == "done" and source_hash(part["speaks_of"], root) != part["sources"]]
+    return [name for name, part in evidence["parts"].items() if part["status"] == "done" and not _current(part, root)]
+
+
+def _current(part: Mapping[str, Any], root: Path = ROOT) -> bool:
+    """Whether a part was run, on the sources as they are."""
+    return "sources" in part and source_hash(part["speaks_of"], root) == part["sources"]
+
+
+def only_skipped(part: Mapping[str, Any]) -> bool:
+    """Whether all that it found are tests that did not run."""
+    found = part.get("found")
+    return isinstance(found, dict) and set(found.get("counts", ())) == {"SKIPPED"}
+
+
+def enough(part: Part, left: float, rehearsed: bool) -> bool:
+    """Whether a part may begin with the seconds that are left."""
+    return left >= min(part.seconds, LEAST_S if rehearsed else BEGUN_WITH * part.seconds)
 
 
 def run(part: Part, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -209,10 +243,11 @@ def write(path: Path, evidence: Mapping[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "evidence", help="the folder to write to")
-    parser.add_argument("--minutes", type=float, default=9.3, help="for everything (default: 9.3)")
+    parser.add_argument("--out", type=Path, default=KEPT, help="the folder to write to")
+    parser.add_argument("--minutes", type=float, default=CALL_S / 60, help="for everything (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to use, where there is no network")
     parser.add_argument("--only", default="", help="names of parts, comma-separated")
+    parser.add_argument("--rest", action="store_true", help="only what no earlier call ran; its file is looked for in --out and in evidence/")
     parser.add_argument("--rehearse", action="store_true", help="also without a GPU; the file is called rehearsal.json")
     given = parser.parse_args(arguments)
     wanted = {name for name in given.only.split(",") if name} or {part.name for part in parts}
@@ -236,15 +271,19 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         given.out.mkdir(parents=True, exist_ok=True)
         path = given.out / f"{name}.json"
         evidence = _begun(path, machine, parts)
+        if given.rest:
+            wanted = {name for name in wanted if evidence["parts"][name]["status"] == "not run"}
         for part in parts:
             if part.name not in wanted:
                 continue
-            left = ends - time.monotonic() - 16.0       # what ending a part can take
-            if left < min(LEAST_S, part.seconds):
+            left = ends - time.monotonic() - ENDING_S
+            if not enough(part, left, given.rehearse):
                 evidence["parts"][part.name] = {"status": "not run", "reason": "the time was over"}
             else:
                 print(f"{part.name}: at most {min(part.seconds, left):.0f} s", file=sys.stderr, flush=True)
                 evidence["parts"][part.name] = run(part, min(part.seconds, left), environment)
+            if only_skipped(evidence["parts"][part.name]) and not given.rehearse:
+                evidence["parts"][part.name] |= {"status": "failed", "reason": "every test was skipped"}
             write(path, evidence)
             print(f"{part.name}: {evidence['parts'][part.name]['status']}", file=sys.stderr, flush=True)
     print(path)
@@ -252,15 +291,13 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
 
 
 def _begun(path: Path, machine: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
-    """Evidence of nothing yet. What a file from the same device and versions holds, and is still true, stays in it."""
+    """Evidence of nothing yet. What an earlier call found on the same device and versions, and is still true, stays in it, failures
+    too. Its file is at `path`, or the one that is kept."""
     evidence: dict[str, Any] = {"schema": 1, "machine": {**machine, "cores": os.cpu_count(), "architecture": platform.machine()},
                                 "parts": {part.name: {"status": "not run", "reason": "it was not asked for"} for part in parts}}
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if before.get("machine") == evidence["machine"]:
-            kept = {name: part for name, part in before["parts"].items()
-                    if part["status"] == "done" and name in evidence["parts"] and name not in stale(before)}
-            evidence["parts"] |= kept
+    before = next((json.loads(file.read_text(encoding="utf-8")) for file in (path, KEPT / path.name) if file.is_file()), {})
+    if before.get("machine") == evidence["machine"]:
+        evidence["parts"] |= {name: part for name, part in before["parts"].items() if name in evidence["parts"] and _current(part)}
     return evidence
 
 

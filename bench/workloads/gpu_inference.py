@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from _inference_models import build as subject  # bench/ is on PYTHONPATH: a candidate's process imports it as well
+from _inference_models import Subject, build  # bench/ is on PYTHONPATH: a candidate's process imports it as well
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = DEVICE == "cpu"         # a rehearsal
 
 
 def model() -> torch.nn.Module:
-    return subject("resnet50", SMALL, held_out=0).model.to(DEVICE)
+    return subject(held_out=0).model.to(DEVICE)
 
 
 def inputs() -> list[tuple[torch.Tensor, ...]]:
-    return [tuple(tensor.to(DEVICE) for tensor in batch) for batch in subject("resnet50", SMALL, held_out=0).inputs]
+    return [_moved(batch) for batch in subject(held_out=0).inputs]
+
+
+def check(run: Callable[..., Any]) -> list[float]:
+    """For each held-out image whether the class is the one that the model itself gives: the weights are random, and so it is agreement
+    and no accuracy."""
+    return [float(int(run(*batch).argmax(1)) == wanted) for batch, wanted in _wanted()]
+
+
+def subject(held_out: int) -> Subject:
+    return build("resnet50", SMALL, held_out=held_out)
+
+
+@functools.cache
+def _wanted() -> list[tuple[tuple[torch.Tensor, ...], int]]:
+    """Held-out images with the classes that the model itself gives; their number changes the model that comes with them."""
+    images, own = subject(held_out=40 if SMALL else 192).held_out, model()
+    with torch.no_grad():
+        return [(batch, int(own(*batch).argmax(1))) for batch in map(_moved, images)]
+
+
+def _moved(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(DEVICE) for tensor in batch)

@@ -1,0 +1,56 @@
+"""Searches on a GPU by throughput and by memory. Each takes about a minute."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cloudpickle", reason="the extra inference")
+
+import saturate  # noqa: E402 - after the check for torch
+from saturate.inference.device_memory import DeviceMemory  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+WIDTH, LAYERS = 2048, 8
+WEIGHTS = 4 * LAYERS * WIDTH * WIDTH            # 128 MiB
+
+
+def searched(folder: Path, objective: str, technique: str) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))).cuda().eval()
+    inputs = [(torch.rand(8, WIDTH, device="cuda"),) for _ in range(3)]
+    return saturate.optimize(model, inputs, objective=objective, time="60s", only=(technique,), workdir=folder, threads=2).record
+
+
+def test_what_is_taken_beside_the_allocator_counts() -> None:
+    """By a library that asks the driver itself."""
+    driver, pointer, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), 256 * 2**20
+    torch.zeros(1, device="cuda")       # the allocator has its first block, and this thread its context
+    memory = DeviceMemory(torch)
+    before = memory.peak_bytes()
+    assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
+    try:
+        grown = memory.peak_bytes() - before
+    finally:
+        driver.cuMemFree_v2(pointer)
+    assert 0.9 * size < grown < 1.5 * size
+
+
+def test_the_weights_of_a_compiled_program_count(tmp_path: Path) -> None:
+    record = searched(tmp_path / "study", "memory", "aot-inductor")
+    row = next(row for row in record.candidates if row.id == "aot-inductor")
+    if row.fate == "not_applied":
+        pytest.skip(row.reason)
+    assert row.peak_memory_bytes is not None and row.peak_memory_bytes >= WEIGHTS, row
+
+
+def test_samples_per_second_are_counted(tmp_path: Path) -> None:
+    record = searched(tmp_path / "study", "throughput", "cuda-graphs")
+    if record.verdict != "faster":
+        pytest.skip(f"{record.verdict}: only a winner is served in several ways")
+    assert record.throughput and all(row.samples_per_s > 0 for row in record.throughput), record
