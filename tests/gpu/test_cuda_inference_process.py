@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
 from saturate.inference import examples  # noqa: E402 - after the check for torch
-from saturate.inference.candidates import Candidate  # noqa: E402
+from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
+from saturate.inference.techniques import aot_inductor  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -58,6 +59,22 @@ def test_memory_is_that_of_the_weights_and_of_libraries(worker: Worker) -> None:
     assert worker.ready.peak_memory_bytes >= weights
     worker.freeze()
     assert worker.memory_bytes() >= weights and worker.frozen
+
+
+def test_the_weights_of_a_compiled_library_count(tmp_path: Path) -> None:
+    """Beside those of the model that it was made from."""
+    width = 8192
+    source = Source.write(tmp_path / "source", torch.nn.Linear(width, width).cuda(), [torch.rand(8, width, device="cuda")] * 2)
+    candidate = Candidate.of([Part(aot_inductor, aot_inductor.Options(freezing=False))])
+    try:
+        worker = Worker(source, candidate, folder=tmp_path, threads=2, prepare_s=300.0)
+    except WorkerFailed as error:
+        if error.kind != "not_applied":
+            raise
+        pytest.skip(error.reason)
+    with worker:
+        worker.outputs()
+        assert worker.memory_bytes() >= 2 * 4 * width * width
 
 
 def test_a_limit_of_memory_is_the_allocator_s(source: Source, tmp_path: Path) -> None:
