@@ -122,3 +122,51 @@ def test_a_full_dev_shm_is_not_a_full_disk(said: str) -> None:
     """The remedy is another one."""
     ended = outcome.classify({"ended": "exit", "code": 1}, f"Traceback (most recent call last):\n{said}\n", 0, False, None)
     assert ended.kind == "shared_memory_full" and "/dev/shm" in ended.remedy
+
+
+@pytest.mark.parametrize("said", [
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.",
+    "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 2.00 GiB.",
+    "RuntimeError: CUDA driver error: out of memory",
+    "RuntimeError: CUDA error: out of memory",
+    "RuntimeError: HIP error: out of memory",
+    "RuntimeError: Triton Error [CUDA]: out of memory",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "RuntimeError: cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED",
+])
+def test_a_full_device_is_named_whichever_library_met_it(said: str) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}{said}\n", 0, False, None)
+    assert (ended.kind, ended.reason) == ("out_of_memory_device", said) and "batch size" in ended.remedy
+
+
+UNINITIALIZED = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+NO_ENGINE = "RuntimeError: GET was unable to find an engine to execute this computation"
+ASSERTED = "../aten/src/ATen/native/cuda/Loss.cu:245: nll_loss: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"
+
+
+@pytest.mark.parametrize("said", [UNINITIALIZED, NO_ENGINE])
+def test_what_mostly_means_a_full_device_says_that_it_may_mean_something_else(said: str) -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}{said}\n", 0, False, None)
+    assert ended.kind == "out_of_memory_device" and ended.reason.startswith(said) and "as well" in ended.reason
+    # A label out of range: the next library that is asked for anything fails, and no batch is small enough.
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{ASSERTED}{_RAISED}{said}\n", 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", said)
+
+
+def test_a_kernel_that_needs_too_much_shared_memory_is_not_a_batch_that_is_too_large() -> None:
+    said = "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448."
+    ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}{said}\n", 0, False, None)
+    assert (ended.kind, ended.reason) == ("crashed", said)
+
+
+@pytest.mark.parametrize("kind, reason, memory", [
+    ("out_of_memory_host", "killed with SIGKILL", True),
+    ("failed_to_apply", "compile: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
+    ("agent_failed", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
+    ("failed_to_apply", "compile: RuntimeError: no compiler", False),
+    ("too_short", "the script ended after 3 training steps", False),
+])
+def test_memory_may_run_out_in_our_own_code(kind: str, reason: str, memory: bool) -> None:
+    assert outcome.ran_out_of_memory(outcome.Outcome(kind, reason)) is memory

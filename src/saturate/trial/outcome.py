@@ -78,12 +78,20 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("shared_memory_full", r"killed by signal: Bus error"
                            r"|unable to (?:mmap|write to file|resize file|(?:open|allocate) shared memory)[^\n]*(?:/dev/shm|torch_)"
                            r"|No space left on device[^\n]*/dev/shm|insufficient shared memory"),
-    ("out_of_memory_device", r"torch\.OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-                             r"|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|triton\S*OutOfResources|NCCL[^\n]*out of memory"),
+    # Not triton's OutOfResources: that is a kernel that needs more shared memory than a multiprocessor has, whatever the batch.
+    ("out_of_memory_device", r"torch\.OutOfMemoryError|(?:CUDA|HIP|XPU) out of memory|(?:CUDA|HIP)(?: driver)? error: out of memory"
+                             r"|Triton Error \[\w+\]: out of memory|NCCL[^\n]*out of memory"
+                             r"|CU(?:BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"),
     ("out_of_memory_host", r"DefaultCPUAllocator: (?:can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"),
     # torch's writer of archives keeps to itself what the system said.
     ("disk_full", r"No space left on device|Disk quota exceeded|File too large|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"),
 )
+
+#: What libraries say that could not set themselves up, mostly because the device is full. It has other causes, too.
+_NO_ROOM_TO_WORK = re.compile(r"CUBLAS_STATUS_NOT_INITIALIZED|unable to find an engine to execute", re.IGNORECASE)
+_DOUBT = "mostly this means a full device; a library of another version, or an operation that it does not support, shows so as well"
+#: What a kernel leaves that failed before: then no library works on that device any more, and it is not for want of memory.
+_KERNEL_FAILED = re.compile(r"device-side assert|Assertion `[^\n]*` failed|illegal memory access|misaligned address")
 
 #: What else may help a command that asks and gets no answer.
 _NO_INPUT = "if it reads its standard input: trials get that from a file only, as in `saturate tune -- COMMAND < FILE`"
@@ -147,6 +155,9 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         match = re.search(pattern, told, re.MULTILINE)
         if match:
             return Outcome(kind, _line_of(told, match.start()), _REMEDIES.get(kind, ""))
+    match = _NO_ROOM_TO_WORK.search(told)
+    if match and not _KERNEL_FAILED.search(log):
+        return Outcome("out_of_memory_device", f"{_line_of(told, match.start())} ({_DOUBT})", _REMEDIES["out_of_memory_device"])
     if report.get("log_problem"):
         return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
     if code is None:
@@ -167,6 +178,12 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(said))
     said = _last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(said))
+
+
+def ran_out_of_memory(outcome: Outcome) -> bool:
+    """Whether memory did not suffice, be it for what we do in the process: to apply a technique, to look at the gate."""
+    return outcome.kind in OUT_OF_MEMORY or any(
+        kind in OUT_OF_MEMORY and re.search(pattern, outcome.reason, re.MULTILINE) for kind, pattern in _PATTERNS)
 
 
 def stalled(timeout_s: float, greeted: bool, printed: bool, injectable: str | None) -> Outcome:
