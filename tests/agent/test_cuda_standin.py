@@ -66,6 +66,16 @@ def test_memory_is_that_of_the_training_s_devices():
     assert observe.reserved_bytes(plain) is None
 
 
+def test_room_is_what_is_free_and_what_is_held_here_of_the_fullest_device():
+    free = {FIRST: 30 << 30, SECOND: 3 << 30}
+    cuda = Cuda(mem_get_info=lambda device: (free[device], 80 << 30), memory_reserved={FIRST: 1 << 30, SECOND: 20 << 30}.__getitem__)
+    assert observe.room_bytes(session(cuda, FIRST, SECOND)) == 23 << 30
+    assert observe.room_bytes(session(cuda, FIRST)) == 31 << 30
+    plain = session(cuda)
+    plain.inspection.device = "cpu"
+    assert observe.room_bytes(plain) is None
+
+
 def test_the_profile_asks_the_training_s_device():
     """By name: before torch 2.6 the properties of the current device had to be asked for by its number."""
     stats = {f"{name}_bytes.all.peak": 5 for name in ("allocated", "active", "reserved")} | {"num_alloc_retries": 1}

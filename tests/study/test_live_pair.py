@@ -263,7 +263,8 @@ def test_the_losses_of_a_process_that_races_share_are_known_while_it_lives(bench
 def test_two_verification_runs_at_once_need_memory_for_them_and_the_frozen_baseline(
     mode: str, limit: int | None, host_gb: int | None, device_gb: int | None, holds: bool,
 ) -> None:
-    facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb), device_memory_bytes=device_gb, device_reserved_bytes=1)
+    facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb), device_reserved_bytes=2**30,
+                            device_room_bytes=device_gb and device_gb * 2**30)
     study = SimpleNamespace(facts=facts, baseline={"memory_bytes": 1}, request=SimpleNamespace(limit_bytes=limit))
     assert baseline.side_by_side(study, mode, Pace(0.01, 9.0, crowded=False)) is holds          # type: ignore[arg-type]
     for lost in (None, Pace(0.1, 9.0, crowded=True)):

@@ -215,6 +215,7 @@ def facts(session: Any) -> dict[str, Any]:
         rocm=torch.version.hip is not None,
         device_memory_bytes=torch.cuda.get_device_properties(inspection.devices[0]).total_memory if cuda else None,
         device_reserved_bytes=reserved_bytes(session) or 0,
+        device_room_bytes=room_bytes(session),
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
         cuda_bf16_native=cuda and torch.cuda.get_device_capability(inspection.devices[0]) >= (8, 0),
         tf32_matmul=_tf32(torch),
@@ -255,6 +256,15 @@ def reserved_bytes(session: Any) -> int | None:
     if session.inspection.device != "cuda":
         return None
     return max(session.torch.cuda.max_memory_reserved(device) for device in session.inspection.devices)
+
+
+def room_bytes(session: Any) -> int | None:
+    """What torch's allocator could hold of the fullest of the training's CUDA devices: what it does, and what nobody does. Other
+    programs have the rest, and this process's context. None elsewhere."""
+    if session.inspection.device != "cuda":
+        return None
+    cuda = session.torch.cuda
+    return min(cuda.memory_reserved(device) + cuda.mem_get_info(device)[0] for device in session.inspection.devices)
 
 
 def _tf32(torch: Any) -> bool:

@@ -97,6 +97,7 @@ class Facts:
     rocm: bool = False                  # torch is built for AMD's GPUs, which it calls "cuda"; their capability is no CUDA one
     device_memory_bytes: int | None = None
     device_reserved_bytes: int = 0      # peak that torch's allocator held on the device, so far
+    device_room_bytes: int | None = None  # what it holds of the fullest device now, and what nobody does
     memory_limit_bytes: int | None = None  # what `tune --fit` asked for, set by the study; None: no limit was asked
     cuda_bf16_native: bool = False
     tf32_matmul: bool = False           # already allowed by the script

@@ -27,6 +27,9 @@ from saturate.trial.process import TrialEnded
 #: The study's question whose answer is why two processes of the command cannot live at once.
 ALTERNATES = "two at once"
 
+#: What a process takes of a CUDA device besides what torch's allocator holds: its context, the kernels that it loaded, the libraries' own.
+CONTEXT_BYTES = 600 << 20
+
 #: A baseline whose step took this many times as long as those of the last race (a process may stay slow as long as it lives) is no
 #: picture of where their time goes.
 APART = 1.3
@@ -220,8 +223,9 @@ def _too_small(seen: dict[str, Any], facts: Facts, processes: int) -> str | None
     """Which memory does not hold so many processes of the workload at once; None: all do."""
     if facts.machine.memory_bytes and (processes + 0.5) * seen["memory_bytes"] > facts.machine.memory_bytes:
         return "memory"
-    if facts.device_memory_bytes and 1.1 * processes * facts.device_reserved_bytes > facts.device_memory_bytes:
-        return "the device's memory"
+    room = facts.device_room_bytes          # while one of them ran, with a context of its own
+    if room is not None and 1.1 * processes * facts.device_reserved_bytes + (processes - 1) * CONTEXT_BYTES > room:
+        return "what is free of the device's memory"
     return None
 
 

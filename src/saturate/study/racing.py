@@ -2,7 +2,8 @@
 
 Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
 A B; on a CPU, a block is cut into short turns. `alternate`, for when memory does not hold two: each process runs all its rounds
-alone, A B, B A by pairs; its n-th block is compared with the other's n-th.
+alone, A B, B A by pairs; its n-th block is compared with the other's n-th. A process that runs out of memory beside the other one
+is run again, alone: only what it needs itself counts against it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.study.store import Store
 from saturate.trial import meter
-from saturate.trial.outcome import Outcome
+from saturate.trial.outcome import Outcome, ran_out_of_memory
 from saturate.trial.process import Block, TrialEnded, joined
+
+#: What the user is told when a process that shared the memory is run again.
+ONCE_MORE = "  out of memory beside another process of its kind: once more, alone"
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
@@ -138,6 +142,7 @@ class Racer:
         self.aa_pairs: list[list[float]] = []
         self.even_pairs: list[list[float]] = []     # those of them whose processes did not differ in what the kernel did for them
         self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
+        self.on_crowded: Callable[[str], None] | None = None    # told why two cannot live at once; None: whoever asked wants them to
         self._base: Live | None = None      # a frozen baseline that screening races share
 
     # -- the baseline that screening shares ------------------------------------------------------------------------
@@ -146,6 +151,11 @@ class Racer:
         """The living process of `techniques`, if there is one."""
         base = self._base
         return base if base and key(base.techniques) == key(techniques) and base.trial.ended is None else None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether a frozen process stands beside whatever else runs."""
+        return self._base is not None
 
     def drop_base(self) -> None:
         if self._base is not None:
@@ -156,6 +166,15 @@ class Racer:
         """From now on two processes never live at once."""
         self.drop_base()
         self.mode = "alternate"
+
+    def may_be_crowded(self, ended: TrialEnded) -> bool:
+        """Whether what ended so beside another process may run alone."""
+        return self.mode == "concurrent" and self.on_crowded is not None and ran_out_of_memory(ended.outcome)
+
+    def tell_crowded(self, outcome: Outcome) -> None:
+        """It ended so beside another process, and has run alone since."""
+        assert self.on_crowded is not None
+        self.on_crowded(f"one ran out of memory beside another, and not alone ({outcome.reason})")
 
     # -- racing ----------------------------------------------------------------------------------------------------
 
@@ -239,12 +258,24 @@ class Racer:
         try:
             self._concurrent(a, b, share_base, pair)
         except TrialEnded as ended:
+            if self.may_be_crowded(ended):
+                pair.forget()
+                self._alone(ended, a, b, pair)
+                return
             # The shared process ran out of steps in somebody else's race: start another one.
             if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short"):
                 raise
             pair.forget()
             self.drop_base()
             self._concurrent(a, b, share_base, pair)
+
+    def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: _Pair) -> None:
+        """The pair once more, one process at a time, first the one that ended so. Raises TrialEnded where that one needs too much by
+        itself: then others may still live side by side."""
+        self.bench.say(ONCE_MORE)
+        self.drop_base()
+        self._alternate(a, b, pair, ended.side)
+        self.tell_crowded(ended.outcome)
 
     def _concurrent(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
         first, second = self._both(a, b, share_base)
@@ -308,8 +339,8 @@ class Racer:
         self._base, second = self.bench.live_pair("reference", a, "race B", b)
         return self._base, second
 
-    def _alternate(self, a: Set, b: Set, pair: _Pair) -> None:
-        order = (("a", a), ("b", b)) if pair.number % 2 == 0 else (("b", b), ("a", a))
+    def _alternate(self, a: Set, b: Set, pair: _Pair, first: str = "") -> None:
+        order = (("a", a), ("b", b)) if (first or "ab"[pair.number % 2]) == "a" else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
         if b:
             _believe(blocks)

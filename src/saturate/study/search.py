@@ -21,6 +21,7 @@ from typing import Any
 from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
+from saturate.study import crowding
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.fates import FATES, Fate, in_words, leads
 from saturate.study.guidance import LAST, promise, promised_gain
@@ -421,7 +422,7 @@ class Search:
 
     def verify(self, techniques: Set, candidate: Candidate | None) -> Any:
         try:
-            return self.verifier.verify(techniques)
+            return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
             if candidate is not None:
                 self.settle(candidate, "failed", f"in verification: {ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -195,6 +196,8 @@ def _measure(study: Study, bench: Bench) -> None:
     racer.in_turns = study.facts.device == "cpu"
     racer.waits = study.facts.input_wait_ms >= WAITS * study.facts.step_ms
     verifier = Verifier(bench)
+    if request.race_mode == "auto":
+        racer.on_crowded = partial(_one_at_a_time, study, racer, verifier)
     search = Search(
         study.registry, study.facts, racer, verifier, end - RESERVE * request.budget_s, study.say,
         request.only, request.skip, request.allow_convergence, tuple(study.findings), end, on_kept=lambda search: summary.write_recipe(study),
@@ -237,6 +240,13 @@ def _measure(study: Study, bench: Bench) -> None:
     if search.kept and not (study.starved and search.kept == search.base):
         with _phase(study, "confirm"):
             _confirm(study, racer, end)
+
+
+def _one_at_a_time(study: Study, racer: Racer, verifier: Verifier, why: str) -> None:
+    """From now on two processes of this command never live at once."""
+    baseline.alternate(study, why)
+    racer.alternate()
+    verifier.side_by_side = False
 
 
 def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, end: float) -> bool:
