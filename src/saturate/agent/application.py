@@ -216,8 +216,7 @@ def answer(session: Any, order: dict[str, Any]) -> Any:
     if order["do"] == "ceilings":
         from saturate.agent import ceilings
 
-        with observe.on_its_device(session):
-            return ceilings.measure(session.torch, session.context.device)
+        return ceilings.measure(session.torch, session.context.device, next(iter(session.inspection.devices), None))
     raise ValueError(f"unknown order {order['do']!r}")
 
 

@@ -9,13 +9,17 @@ saturate. So it uses the standard library and torch only, and the syntax of old 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}     # well beyond any cache
+#: A smaller product or array of a CUDA device would tell of launches, or of a cache.
+_LEAST_PRODUCT, _LEAST_COPY_BYTES = 4096, 1 << 28
 _SECONDS = 0.25
 
 #: A survey's products grow until one takes so long: a slow device need not multiply what a fast one must.
@@ -31,19 +35,57 @@ _LAUNCHES = 2000
 MARK = "saturate-ceilings "
 
 
-def measure(torch: Any, device: str) -> dict[str, float]:
+def measure(torch: Any, device: str, where: Any = None) -> dict[str, Any]:
     """"float32" and "bfloat16": floating-point operations per second of a square matrix product (2 n^3 each); "copy":
-    bytes read and written per second. Leaves the random generators and gradients alone."""
-    size = _SIZE.get(device, 1024)
-    rates = {}
-    with torch.no_grad():
-        for name in ("float32", "bfloat16"):
-            a = torch.ones(size, size, device=device, dtype=getattr(torch, name))
-            rates[name] = 2 * size**3 / _seconds(torch, device, lambda a=a: a @ a)
-        source = torch.ones(_COPY_BYTES.get(device, 1 << 28) // 4, device=device, dtype=torch.float32)
-        target = torch.empty_like(source)
-        rates["copy"] = 2 * source.numel() * 4 / _seconds(torch, device, lambda: target.copy_(source))
-    return rates
+    bytes read and written per second; "unknown": why one of them is missing. `where`: of several CUDA devices, the one to
+    measure. Leaves the random generators and gradients alone, and of a CUDA device's memory half of what is free: the
+    training that stands at the gate goes on afterwards."""
+    cuda = device == "cuda"
+    found: dict[str, Any] = {"unknown": {}}
+    with torch.no_grad(), torch.cuda.device(where) if cuda else contextlib.nullcontext():
+        for name in ("float32", "bfloat16", "copy"):
+            try:
+                room = _room(torch) if cuda else None
+                found[name] = _copied(torch, device, room) if name == "copy" else _multiplied(torch, device, name, room)
+            except RuntimeError as error:       # another program took the memory, or cuBLAS does not know the format here
+                found["unknown"][name] = _first_line(error)
+        if cuda:
+            torch.cuda.empty_cache()
+    return found
+
+
+def _room(torch: Any) -> int:
+    """Half of what is free on the current device; what only torch's cache holds is free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] // 2
+
+
+def _multiplied(torch: Any, device: str, name: str, room: int | None) -> float:
+    size = largest(_SIZE.get(device, 1024), _LEAST_PRODUCT, lambda size: 2 * 4 * size * size, room)
+    a = torch.ones(size, size, device=device, dtype=getattr(torch, name))
+    return 2 * size**3 / _seconds(torch, device, lambda: a @ a)
+
+
+def _copied(torch: Any, device: str, room: int | None) -> float:
+    size = largest(_COPY_BYTES.get(device, 1 << 28), _LEAST_COPY_BYTES, lambda size: 2 * size, room)
+    source = torch.ones(size // 4, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _seconds(torch, device, lambda: target.copy_(source))
+
+
+def largest(wanted: int, least: int, needs: Callable[[int], int], room: int | None) -> int:
+    """Of `wanted`, its half, and so on the first that `needs` no more bytes than `room` (None: it does). Raises RuntimeError
+    where that is below `least`.
+
+    >>> largest(8192, 4096, lambda size: 8 * size * size, 300 << 20)
+    4096
+    """
+    size = wanted
+    while room is not None and needs(size) > room:
+        size //= 2
+        if size < least:
+            raise RuntimeError("it needs more memory than the training leaves free")
+    return size
 
 
 def survey(torch: Any, device: str, most_bytes: int = 1 << 30) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import io
@@ -77,12 +76,6 @@ def trained_parameters(session: Any) -> list[Any]:
 def devices(parameters: list[Any], kind: str) -> tuple[Any, ...]:
     """The devices of a kind that parameters are on, in the order of the parameters. A model may be spread over several."""
     return tuple(dict.fromkeys(p.device for p in parameters if p.device.type == kind))
-
-
-def on_its_device(session: Any) -> contextlib.AbstractContextManager[Any]:
-    """Where "cuda" names the device that is trained on, of several the first; the script's current one may be another."""
-    found = session.inspection.devices
-    return session.torch.cuda.device(found[0]) if session.inspection.device == "cuda" else contextlib.nullcontext()
 
 
 class ChangeWatch:

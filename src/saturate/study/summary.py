@@ -295,15 +295,19 @@ def _ceiling(study: Study) -> str:
     facts, rates = study.facts, study.baseline.get("ceilings")
     if facts is None or not facts.flops_per_step or not rates:
         return ""
-    best = max(rates["float32"], rates["bfloat16"])
-    name = "bfloat16" if rates["bfloat16"] > rates["float32"] else "float32"
+    known = {name: rates[name] for name in ("float32", "bfloat16") if name in rates}
+    missing = [f"{name}: {why}" for name, why in rates.get("unknown", {}).items() if name != "copy"]
+    unknown = f"; not measured: {'; '.join(missing)}" if missing else ""
+    if not known:
+        return f"{_flop(facts.flops_per_step)} a step{unknown}"
+    name, best = max(known.items(), key=lambda entry: entry[1])
     reached = []
     for label, step_ms in (("before", study.baseline["step_ms"]), ("after", study.final.b_ms if study.final else None)):
         if step_ms:
             rate = facts.flops_per_step / (step_ms / 1e3)
             reached.append(f"{label} {_flop(rate)}/s ({_share(rate / best)})")
     return (f"{_flop(facts.flops_per_step)} a step; {', '.join(reached)} of {_flop(best)}/s, "
-            f"the fastest matrix product measured here ({name})")
+            f"the fastest matrix product measured here ({name}){unknown}")
 
 
 def _share(part: float) -> str:
