@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
+import subprocess
 import sys
 import types
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import application, ceilings, kinds, observe, randomness  # noqa: E402 - after the check for torch
+from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402 - after the check for torch
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
+from saturate.trial.outcome import REPLAYED  # noqa: E402
+from saturate.trial.process import TrialEnded  # noqa: E402
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 PLAN = {"mode": "trial", "step": {"token": "S0", "count": 1, "tokens": ["B", "S0"]}, "techniques": []}
@@ -93,7 +95,7 @@ def test_devices_are_those_of_the_parameters():
 
 def test_a_loss_that_is_written_over_was_recorded_as_it_was():
     """A replayed CUDA graph writes its outputs where they were; reading them after that raises."""
-    made = session(Cuda())
+    made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=lambda: False))
     made.stepping, made.optimizers.built = 1, [lambda: None]     # neither the step nor what is trained is looked for here
     made.recording, made.watchdog = True, Watchdog("warn")
     loss = torch.tensor(3.0)
@@ -170,12 +172,92 @@ def test_inductor_tells_whether_it_recorded_a_graph(monkeypatch, counted, partit
     assert observe.cuda_graphs({"inductor": counted} if counted else {}) is recorded
 
 
-@pytest.mark.parametrize("devices, entered", [((SECOND,), [("device", SECOND)]), ((), [])])
-def test_ceilings_are_those_of_the_training_s_device(monkeypatch, devices, entered):
+@pytest.mark.parametrize("devices", [(SECOND,), ()])
+def test_ceilings_are_those_of_the_training_s_device(monkeypatch, devices):
     """Named "cuda" they are measured on the current one, and torch takes some memory of each device that it measures on."""
-    cuda = Cuda(device=lambda device: contextlib.nullcontext())
-    made = session(cuda, *devices)
-    made.inspection.device = "cuda" if devices else "cpu"
-    monkeypatch.setattr(ceilings, "measure", lambda torch, device: {"copy": 1.0})
-    assert application.answer(made, {"do": "ceilings"}) == {"copy": 1.0}
-    assert cuda.calls == entered
+    made = session(Cuda(), *devices)
+    monkeypatch.setattr(ceilings, "measure", lambda torch, device, where: {"where": where})
+    assert application.answer(made, {"do": "ceilings"}) == {"where": SECOND if devices else None}
+
+
+def test_nothing_is_asked_of_a_device_without_cuda():
+    cuda = Cuda(is_initialized=lambda: False)
+    assert graphs.capturing(types.SimpleNamespace(cuda=cuda)) is False and cuda.calls == [("is_initialized",)]
+
+
+class Captured(Exception):
+    """What the driver says of a capture in which somebody waits."""
+
+
+@pytest.mark.parametrize("optimizer", [True, False], ids=["optimizer", "by hand"])
+def test_while_the_script_captures_its_step_nothing_waits_for_the_device(optimizer):
+    """The fourth update of torch's own example is captured: the first end of a step after the third one showed what a step is."""
+    def refuse(device: Any) -> None:
+        raise Captured
+
+    made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=lambda: True, synchronize=refuse), FIRST)
+    told: list[Any] = []
+    made.phase, made.recording, made.watchdog = "active", True, Watchdog("warn")
+    made.gate = types.SimpleNamespace(tell=told.append, boundary=lambda evaluated: made.drain(), split=False)
+    loss, stepping = torch.tensor(3.0), types.SimpleNamespace()
+    if optimizer:
+        made.optimizers.built = [lambda: stepping]
+        made.step_begins(stepping)
+    made.backward_ends(loss)
+    if optimizer:
+        assert not told, "a graph may hold the backward pass alone, and the optimizer step after each replay"
+        made.step_ends(stepping)
+    assert [(one["at"], one["replayed"]) for one in told] == [("no_step", True)]
+    assert made.dead and not made.counts and not made.losses and not made.watchdog._fresh and not made.boundaries
+    made.step_ends(stepping)            # what is not captured later is none of ours either
+    assert len(told) == 1 and not made.boundaries
+
+
+def test_who_captures_only_the_backward_pass_goes_on_to_be_followed():
+    now = [True]
+    made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=lambda: now[0]), FIRST)
+    stepping = types.SimpleNamespace()
+    made.optimizers.built = [lambda: stepping]
+    made._stepped = lambda optimizer: made._token("S0")
+    made._boundary = lambda: setattr(made, "boundaries", made.boundaries + 1)
+    made.backward_ends(torch.tensor(3.0))
+    now[0] = False
+    for _ in range(3):
+        made.step_ends(stepping)        # after each replay
+    assert (made.boundaries, made.counts, made.dead) == (3, {"S0": 3}, False)
+
+
+REPLAYING = """
+import time, torch, torch.nn as nn
+capturing = False
+torch.cuda.is_initialized = lambda: True
+torch.cuda.is_current_stream_capturing = lambda: capturing
+model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=1e-3); x = torch.randn(4, 8)
+def step():
+    opt.zero_grad(); model(x).square().mean().backward(); opt.step()
+for _ in range(WARM): step()
+capturing = True; step(); capturing = False
+print("captured", flush=True)
+for _ in range(REPLAYS): time.sleep(0.01)       # call no Python of the training
+"""
+
+
+@pytest.mark.parametrize("warm", [3, 11])
+def test_a_script_that_replays_whole_steps_is_told_why_nothing_is_seen(warm, script, start):
+    """Before and after its first gate."""
+    trial = start(str(script(REPLAYING.replace("WARM", str(warm)).replace("REPLAYS", "6000"))), timeout_s=20.0)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 50)
+    assert ended.value.outcome == REPLAYED and "captured" in trial.output()
+
+
+def test_a_recipe_is_without_effect_there_and_says_so(script, clean_environment, tmp_path):
+    """And the script trains to its end."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('schema = 1\n\n[[technique]]\nid = "channels-last"\n', encoding="utf-8")
+    path = script(REPLAYING.replace("WARM", "3").replace("REPLAYS", "1"))
+    ran = subprocess.run([sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(path)],
+                         capture_output=True, text=True, cwd=tmp_path, env=clean_environment, timeout=120)
+    assert ran.returncode == 0 and "captured" in ran.stdout
+    assert "replays a CUDA graph of whole steps; the recipe's model techniques are not applied" in ran.stderr

@@ -10,6 +10,8 @@ import pytest
 from saturate.study.candidates import Candidate
 from saturate.techniques import _registry
 from saturate.trial.launch import Chosen
+from saturate.trial.outcome import REPLAYED
+from saturate.trial.process import TrialEnded
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +24,24 @@ opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
 while True:
     x = torch.randn(256, 3, 32, 32); y = torch.randint(10, (256,))
     opt.zero_grad(); nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward(); opt.step()
+"""
+
+GRAPHED = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Linear(64, 64).cuda()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+x = torch.randn(32, 64, device="cuda")
+def step():
+    opt.zero_grad(set_to_none=True); model(x).square().mean().backward(); opt.step()
+side = torch.cuda.Stream(); side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    for _ in range(WARM): step()
+torch.cuda.current_stream().wait_stream(side)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): step()
+for _ in range(2000): graph.replay(); torch.cuda.synchronize()
+print("replayed", flush=True)
 """
 
 
@@ -47,8 +67,38 @@ def test_blocks_are_drained_and_facts_know_the_device(script, start):
     facts = trial.ask("facts")
     assert facts["device"] == "cuda" and facts["device_reserved_bytes"] > 0
     assert facts["host_to_device_bytes"] == 256 * 3 * 32 * 32 * 4 + 256 * 8
+    assert 0 < facts["device_reserved_bytes"] < facts["device_room_bytes"] < facts["device_memory_bytes"]
     rates = trial.ask("ceilings")
-    assert rates["bfloat16"] > rates["float32"] > 1e12
+    assert rates["bfloat16"] > rates["float32"] > 1e12 and rates["unknown"] == {}
+
+
+def test_a_nearly_full_device_is_measured_with_what_is_free(script, start):
+    """And the training goes on."""
+    fill = "for n in range(10**9):\n    if n == 3: hold = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device='cuda')"
+    trial = start(str(script(LOOP.replace("while True:", fill))), timeout_s=120.0)
+    trial.wait_ready()
+    rates = trial.ask("ceilings")
+    assert {*rates, *rates["unknown"]} == {"float32", "bfloat16", "copy", "unknown"}
+    assert len(trial.run_block(1, 5).step_ns) == 5
+
+
+@pytest.mark.parametrize("warm", [3, 11])
+def test_a_script_captures_its_own_steps_undisturbed(warm, script, start):
+    """torch's example of a whole step in a graph; our first gate would lie inside the capture."""
+    trial = start(str(script(GRAPHED.replace("WARM", str(warm)))), timeout_s=60.0)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 50)
+    assert ended.value.outcome == REPLAYED, trial.output()
+
+
+def test_a_recipe_leaves_a_script_that_captures_its_own_steps_as_it_is(script, tmp_path, clean_environment):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('schema = 1\n[[technique]]\nid = "channels-last"\n', encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(script(GRAPHED.replace("WARM", "3")))],
+                          capture_output=True, text=True, cwd=tmp_path, env=clean_environment, timeout=200)
+    assert done.returncode == 0 and "replayed" in done.stdout, done.stderr
+    assert "replays a CUDA graph of whole steps" in done.stderr
 
 
 @pytest.mark.parametrize("identity, options", [

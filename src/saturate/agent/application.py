@@ -156,17 +156,19 @@ def _wrong_step(session: Any) -> str:
     return override.complaint(session.step, session.counts) if session.awaited else ""
 
 
-def report_no_step(session: Any) -> None:
-    """No step was found in this process: tell the controller, or the user."""
+def report_no_step(session: Any, replayed: bool = False) -> None:
+    """No step was found in this process, or none will be seen any more (`replayed`: from a CUDA graph): tell the controller, or the user."""
     if session.plan["mode"] == "run":
         if observe.rank() == 0:
-            sys.stderr.write("saturate: no training step was recognised; the recipe's model techniques are not applied\n")
+            why = "the script replays a CUDA graph of whole steps" if replayed else "no training step was recognised"
+            then = "its losses are not watched any more" if session.placed else "the recipe's model techniques are not applied"
+            sys.stderr.write(f"saturate: {why}; {then}\n")
         return
     from saturate.agent.gate import Gate
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
-    gate = Gate(session.plan, hello, session.clock, session.drain, lambda order: None)
-    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)})
+    gate = session.gate or Gate(session.plan, hello, session.clock, session.drain, lambda order: None)
+    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session), "replayed": replayed})
 
 
 def report_failure(session: Any, text: str, how: str = "failed") -> None:

@@ -37,7 +37,7 @@ from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from saturate.agent import observe, ordering, sample
+from saturate.agent import graphs, observe, ordering, sample
 
 #: What stands for all parameters: entries of each of some tensors that are trained.
 TENSORS, ENTRIES = 32, 8
@@ -177,20 +177,23 @@ class Drill:
 
     def _watch_forward(self) -> None:
         """The tensors that outermost modules in training mode are given. Compiled code is left alone: what the compiler
-        traces sees an empty hook."""
+        traces sees an empty hook. So is what is captured in a CUDA graph: its values are not there yet."""
         from torch.nn.modules import module as hooks
 
         compiling = self.torch.compiler.is_compiling
 
+        def unseen() -> bool:
+            return compiling() or graphs.capturing(self.torch)
+
         def before(module: Any, inputs: Any) -> None:
-            if compiling() or not self._mine() or threading.get_ident() != self._thread:
+            if unseen() or not self._mine() or threading.get_ident() != self._thread:
                 return
             if not self._stack and not self._parameters and module.training and self.torch.is_grad_enabled():
                 self.session.guard(self._began, module)
             self._stack.append(id(module))
 
         def after(module: Any, inputs: Any, *keywords_and_output: Any) -> None:
-            if compiling() or not self._mine() or threading.get_ident() != self._thread:
+            if unseen() or not self._mine() or threading.get_ident() != self._thread:
                 return
             if id(module) in self._stack:       # an exception inside a forward leaves entries above ours
                 del self._stack[self._stack.index(id(module)):]

@@ -16,7 +16,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import leaves, motif, observe, override, succession, takeover, threadbound
+from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound
 from saturate.agent.optimizers import Optimizers
 from saturate.techniques._interrupts import from_signal_handler
 
@@ -233,6 +233,10 @@ class Session:
     def backward_ends(self, tensors: Any) -> None:
         if self.asleep:
             return
+        if graphs.capturing(self.torch):
+            if not self.optimizers.built:       # there is nothing else that a step could end with
+                self.guard(graphs.captured_update, self)
+            return
         self.backwards += 1
         if self.batching is not None:
             self.guard(self.batching.fed)
@@ -289,6 +293,9 @@ class Session:
     def step_ends(self, optimizer: Any) -> None:
         self._not_stepping(optimizer)
         if self.asleep:
+            return
+        if graphs.capturing(self.torch):
+            self.guard(graphs.captured_update, self)
             return
         if self.splitting:
             self._add_part("optimizer")

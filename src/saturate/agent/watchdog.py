@@ -43,7 +43,7 @@ class Watchdog:
 
     def saw(self, session: Any, loss: Any) -> None:
         """A backward pass of `loss` has ended."""
-        if self.over or (loss.is_cuda and session.torch.cuda.is_current_stream_capturing()):
+        if self.over:
             return
         moment = session.backwards, len(session.tokens), session.boundaries
         self._fresh.append((moment, _scalar(session, loss)))

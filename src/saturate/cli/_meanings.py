@@ -46,7 +46,8 @@ TRIAL_OUTCOMES = {
     "ok": "The trial saw enough, and saturate stopped it. Nothing is to be done.",
     "too_short": "The command ended normally before enough steps were seen. Give it more steps or epochs for the study.",
     "never_trained": "The command ended normally without one training step. Check that its arguments make it train.",
-    "no_step": "It trains, but what repeats could not be recognised as a step. Say what ends one: --step backward:N or --step optimizer:N.",
+    "no_step": "It trains, but what repeats could not be recognised as a step. Say what ends one: --step backward:N or --step optimizer:N. A "
+               "script that replays a CUDA graph of whole steps must be run without.",
     "not_in_time": "Its first step did not come within the budget. A longer --budget waits for it.",
     "several_trainings": "Several of its processes train independently of each other. Give saturate the command of one of them.",
     "no_agent": "The code that watches never woke up inside the command: another interpreter, or one that was started so that it cannot "

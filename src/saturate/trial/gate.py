@@ -29,12 +29,13 @@ class AgentFailed(Exception):
 
 class NoStep(Exception):
     """The agent saw a lot happen (`events`, the latest), but nothing that repeats and changes parameters, or not the step that the
-    user named (`wrong_step` says why)."""
+    user named (`wrong_step` says why), or a capture of whole steps, of whose replays nothing is seen (`replayed`)."""
 
-    def __init__(self, events: str, wrong_step: str):
+    def __init__(self, events: str, wrong_step: str, replayed: bool):
         super().__init__(wrong_step or events)
         self.events = events
         self.wrong_step = wrong_step
+        self.replayed = replayed
 
 
 class SeveralTrainings(Exception):
@@ -170,7 +171,7 @@ class GateServer:
         elif kind == "agent_failed":
             raise AgentFailed(message["error"].strip().splitlines()[-1])
         elif kind == "no_step":
-            raise NoStep(str(message.get("events", "")), str(message.get("wrong_step", "")))
+            raise NoStep(str(message.get("events", "")), str(message.get("wrong_step", "")), bool(message.get("replayed")))
         elif kind in ("gate", "answer"):
             found.append((rank, message))
         else:

@@ -67,6 +67,11 @@ KINDS = {
 OUT_OF_MEMORY = ("out_of_memory_device", "out_of_memory_host")
 NO_ROOM = ("disk_full", "shared_memory_full")
 
+#: The end of a script that goes on in replays.
+REPLAYED = Outcome("no_step", "the script captures whole steps in a CUDA graph, whose replays call neither backward nor an optimizer: nothing of them "
+                   "can be seen or changed", "switch its own CUDA graphs off for saturate; `compile` with mode reduce-overhead is one of what it tries, "
+                   "and replays graphs as well")
+
 #: Signals that a program brings upon itself; any other one was sent from outside.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS)
 

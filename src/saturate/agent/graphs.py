@@ -1,0 +1,25 @@
+"""CUDA graphs that the script captures itself.
+
+Meanwhile nothing runs that is queued, and whatever waits for the device, or reads from it, ends the capture with an error in the
+script's own code. So of a backward pass or an optimizer's step that is captured nothing is looked at. Where it is the whole update,
+as torch's documentation shows it, the training goes on in replays, which call no Python: no step of it is seen any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def capturing(torch: Any) -> bool:
+    """Whether what is queued now goes into a graph. Asked at each event: without CUDA it costs nothing, and starts no driver."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def captured_update(session: Any) -> None:
+    """The update of the parameters is in a graph: report that no step will be seen, and leave this process alone."""
+    from saturate.agent import application
+
+    if session.phase == "inspect":
+        session.inspection.finish()         # what it watches by is in the way of each step
+    application.report_no_step(session, replayed=True)
+    session.dead = True
