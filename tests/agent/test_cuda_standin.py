@@ -6,6 +6,8 @@ import inspect
 import os
 import subprocess
 import sys
+import textwrap
+import time
 import types
 from typing import Any
 
@@ -261,3 +263,18 @@ def test_a_recipe_is_without_effect_there_and_says_so(script, clean_environment,
                          capture_output=True, text=True, cwd=tmp_path, env=clean_environment, timeout=120)
     assert ran.returncode == 0 and "captured" in ran.stdout
     assert "replays a CUDA graph of whole steps; the recipe's model techniques are not applied" in ran.stderr
+
+
+def test_a_drill_reads_no_tensor_of_a_capture(script, start, tmp_path):
+    """What a module is given and returns is written down in all other forward passes."""
+    watched = """
+        tolist = torch.Tensor.tolist
+        torch.Tensor.tolist = lambda tensor: (print("read in a capture" if capturing else "read", flush=True), tolist(tensor))[1]
+    """
+    (tmp_path / "events").mkdir()
+    source = textwrap.dedent(REPLAYING).replace("def step", textwrap.dedent(watched) + "def step").replace("WARM", "3").replace("REPLAYS", "1")
+    trial = start(str(script(source)), capture={"seed": 1}, plan={"drill": {"folder": str(tmp_path / "events"), "written": [], "hold": None}})
+    deadline = time.monotonic() + 120
+    while trial.finished() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "captured" in trial.output() and "read\n" in trial.output() and "read in a capture" not in trial.output()
