@@ -16,7 +16,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402 - after the check for torch
+from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
+from saturate.agent.modulecosts import elapsed_ms, marks  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
@@ -78,6 +80,99 @@ def test_room_is_what_is_free_and_what_is_held_here_of_the_fullest_device():
     plain = session(cuda)
     plain.inspection.device = "cpu"
     assert observe.room_bytes(plain) is None
+
+
+def allocator_of(**bytes_on: dict[Any, int]) -> Cuda:
+    """The caching allocator of two devices; what is not told is 0."""
+    known = {device: {name: found.get(device, 0) for name, found in bytes_on.items()} for device in (FIRST, SECOND)}
+    return Cuda(
+        synchronize=lambda device: None, empty_cache=lambda: None, reset_peak_memory_stats=lambda device: None,
+        memory_stats=lambda device: {"num_alloc_retries": known[device].get("retries", 0)},
+        mem_get_info=lambda device: (known[device].get("free", 0), 80 << 30), set_per_process_memory_fraction=lambda share, device: None,
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=80 << 30),
+        **{name: lambda device, name=name: known[device].get(name, 0) for name in ("memory_reserved", "max_memory_reserved", "memory_allocated")})
+
+
+def test_what_a_fit_measures_is_of_the_training_s_device():
+    cuda = allocator_of(max_memory_reserved={SECOND: 7}, memory_reserved={SECOND: 5}, memory_allocated={SECOND: 2},
+                        free={FIRST: 79 << 30, SECOND: 1 << 30}, retries={SECOND: 3})
+    memory = DeviceMemory(session(cuda, SECOND))
+    assert memory.seen() == {"reserved_bytes": 7, "idle_bytes": 2, "room_bytes": (1 << 30) + 5, "retries": 3}
+    memory.begin()
+    assert memory.seen()["retries"] == 0, "those before the window are not its own"
+    memory.limit(40 << 30)
+    memory.limit(20 << 30)
+    limits = [call[1:] for call in cuda.calls if call[0] == "set_per_process_memory_fraction"]
+    assert limits == [(0.5, SECOND)], "once, of this device"
+    assert not [call for call in cuda.calls if FIRST in call], "asking the other one would create a context there"
+
+
+def test_of_several_devices_the_neediest_and_the_fullest_count():
+    cuda = allocator_of(max_memory_reserved={FIRST: 9, SECOND: 7}, memory_reserved={FIRST: 9, SECOND: 5}, memory_allocated={FIRST: 1, SECOND: 2},
+                        free={FIRST: 100, SECOND: 10}, retries={FIRST: 1, SECOND: 3})
+    assert DeviceMemory(session(cuda, FIRST, SECOND)).seen() == {"reserved_bytes": 9, "idle_bytes": 2, "room_bytes": 15, "retries": 4}
+    limit_allocator(cuda, (FIRST, SECOND), 160 << 30)
+    assert [call[1:] for call in cuda.calls if call[0] == "set_per_process_memory_fraction"] == [(1.0, FIRST), (1.0, SECOND)]
+
+
+def test_memory_of_a_cpu_is_not_asked_of_a_device():
+    plain = session(Cuda())
+    plain.context.device = "cpu"
+    memory = DeviceMemory(plain)
+    memory.limit(1)
+    memory.begin()
+    assert memory.seen() is None and plain.torch.cuda.calls == []
+
+
+class Queues:
+    """Launches that devices work off one after the other, while the host goes on. Times in ms."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.busy_until = {FIRST: 0.0, SECOND: 0.0}
+        self.cuda = Cuda(Event=lambda enable_timing: Event(), current_stream=lambda device: types.SimpleNamespace(moment=lambda: self.done(device)))
+
+    def done(self, device: Any) -> float:
+        """When what is queued now will have ended."""
+        self.busy_until[device] = max(self.busy_until[device], self.now)
+        return self.busy_until[device]
+
+    def launch(self, device: Any, ms: float) -> None:
+        self.now += 0.01
+        self.busy_until[device] = self.done(device) + ms
+
+
+class Event:
+    captured = False
+
+    def record(self, stream: Any) -> None:
+        self.moment = stream.moment()
+
+    def elapsed_time(self, other: Event) -> float:
+        if self.captured:
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+        return other.moment - self.moment
+
+
+@pytest.mark.parametrize(("devices", "work", "took"), [
+    ((SECOND,), [(SECOND, 5.0)], 5.0), ((FIRST, SECOND), [(FIRST, 3.0)], 3.0), ((FIRST, SECOND), [(FIRST, 3.0), (SECOND, 5.0)], 5.0)])
+def test_a_module_s_time_is_that_of_the_devices_that_run_it(devices, work, took):
+    """The stream of an idle device would tell how long the host takes to launch."""
+    queues = Queues()
+    began = marks(queues.cuda, devices)
+    for device, ms in work:
+        queues.launch(device, ms)
+    assert elapsed_ms(began, marks(queues.cuda, devices)) == pytest.approx(took, abs=0.05)
+    assert {call[1] for call in queues.cuda.calls if call[0] == "current_stream"} == set(devices)
+
+
+def test_an_event_of_a_captured_graph_has_no_time():
+    queues = Queues()
+    began, ended = marks(queues.cuda, (FIRST, SECOND)), marks(queues.cuda, (FIRST, SECOND))
+    began[0].captured = True
+    assert elapsed_ms(began, ended) == 0.0
+    began[1].captured = True
+    assert elapsed_ms(began, ended) is None
 
 
 def test_the_profile_asks_the_training_s_device():
@@ -157,8 +252,7 @@ def test_the_allocator_s_history_is_asked_for_as_torch_takes_it(monkeypatch):
     frames = [{"filename": __file__, "line": 9, "name": "forward"}]
     events = [{"action": "alloc", "addr": 1, "size": 5, "frames": frames}, {"action": "alloc", "addr": 2, "size": 50}]
     monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": [events]})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    lines = CudaLines(torch)
+    lines = CudaLines(torch, (FIRST,))
     lines.start()
     assert [line[-1] for line in lines.largest()] == [5]
     lines.stop()

@@ -40,28 +40,34 @@ def test_what_was_there_before_counts_when_it_goes() -> None:
 class History:
     """Stands in for the allocator of a device."""
 
-    def __init__(self, events: list[dict[str, Any]]):
+    def __init__(self, *traces: list[dict[str, Any]], problem: str = "", recorded: bool = False):
         self.calls: list[Any] = []
-        self.cuda = self.memory = self
+        self.cuda = self.memory = self._C = self
         self.__file__ = torch.__file__
-        self.events = events
+        self.traces, self.problem, self.recorded = traces, problem, recorded
+
+    def _cuda_isHistoryEnabled(self) -> bool:
+        return self.recorded
 
     def _record_memory_history(self, enabled: str | None, **options: Any) -> None:
+        if self.problem:
+            raise RuntimeError(self.problem)
         self.calls.append(enabled)
 
     def _snapshot(self) -> dict[str, Any]:
-        return {"device_traces": [[], self.events]}
+        return {"device_traces": self.traces}
 
-    def current_device(self) -> int:
-        return 1
+
+#: A process that never called set_device has the first as its current one, and may train on others.
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def test_lines_of_a_history() -> None:
     own, wide = ("/home/u/model.py", 8, "forward"), ("/home/u/model.py", 9, "forward")
     events = [alloc(1, 10, (TORCH, 1, "forward"), own), alloc(2, 70, (LIBRARY, 310, "forward"), ("/home/u/train.py", 60, "main")),
               alloc(3, 25, wide), alloc(4, 5, wide), alloc(5, 900), alloc(6, 1, (TORCH, 2, "x"))]
-    history = History(events)
-    lines = CudaLines(history)
+    history = History([alloc(9, 1000, wide)], events)
+    lines = CudaLines(history, (SECOND,))
     lines.start()
     assert lines.largest() == [["/home/u/train.py", 60, "main", LIBRARY, 310, "forward", 70], [*wide, "", 0, "", 30], [*own, "", 0, "", 10]]
     lines.stop()
@@ -71,7 +77,34 @@ def test_lines_of_a_history() -> None:
 
 def test_a_history_whose_beginning_is_lost_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memorylines, "MOST_EVENTS", 2)
-    assert CudaLines(History([alloc(1, 1), alloc(2, 1)])).largest() == []
+    lines = CudaLines(History([alloc(1, 1), alloc(2, 1)]), (FIRST,))
+    lines.start()
+    assert lines.largest() == [] and "2 times or more" in lines.unknown
+
+
+def test_lines_of_a_training_on_several_devices() -> None:
+    one, other = ("/home/u/model.py", 8, "forward"), ("/home/u/model.py", 9, "forward")
+    lines = CudaLines(History([alloc(1, 10, one), free(1, 10), alloc(1, 5, other)], [alloc(1, 7, one), alloc(2, 20, other)]), (FIRST, SECOND))
+    lines.start()
+    assert lines.largest() == [[*other, "", 0, "", 20], [*one, "", 0, "", 17]], "of each device what it held at its own peak"
+
+
+def test_an_allocator_without_a_history_tells_why() -> None:
+    """With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync."""
+    history = History([alloc(1, 1)], problem="cudaMallocAsync does not yet support recordHistory. If you need it, please file an issue.\nmore")
+    lines = CudaLines(history, (FIRST,))
+    lines.start()
+    assert lines.largest() == [] and lines.unknown.endswith("cudaMallocAsync does not yet support recordHistory. If you need it, please file an issue.")
+    lines.stop()
+
+
+def test_a_history_that_the_script_records_goes_on() -> None:
+    history = History([alloc(1, 1)], recorded=True)
+    lines = CudaLines(history, (FIRST,))
+    lines.start()
+    assert lines.largest() == [] and "the script itself" in lines.unknown
+    lines.stop()
+    assert history.calls == []
 
 
 def test_lines_that_keep() -> None:

@@ -175,3 +175,51 @@ def test_the_line_that_allocates_most(start, script) -> None:
     first = seen["memory_lines"][0]
     assert first[1] == 9 and first[2] == "forward" and first[-1] >= 512 * 4096 * 4
     assert seen["saved_bytes"] >= 512 * 4096 * 4
+
+
+#: Without set_device, the first device stays the current one.
+ON = """
+import os
+{before}
+import torch, torch.nn as nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).to("{device}")
+opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+x = torch.randn(8192, 4096, device="{device}")
+while True:
+    opt.zero_grad(); model(x).square().mean().backward(); opt.step()
+"""
+LAYER_BYTES = 8192 * 4096 * 4
+
+
+def test_modules_of_a_training_on_another_device_than_the_current_one(start, script):
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    trial = start(str(script(ON.format(before="", device="cuda:1"))), timeout_s=120.0)
+    trial.wait_ready()
+    seen = trial.look("modules", 1, 3)
+    layers = [row for row in seen["modules"] if row["kind"] == "Linear"]
+    assert len(layers) == 8 and all(row["forward_ms"] > 0.5 and row["memory_bytes"] >= LAYER_BYTES for row in layers)
+    assert seen["memory_lines"] and trial.ask("ceilings")["bfloat16"] > 1e12
+
+
+def test_an_allocator_without_a_history_costs_the_lines_only(start, script):
+    before = 'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = "backend:cudaMallocAsync"'
+    trial = start(str(script(ON.format(before=before, device="cuda"))), timeout_s=120.0)
+    trial.wait_ready()
+    seen = trial.look("modules", 1, 3)
+    assert seen["modules"] and seen["memory_lines"] == [] and "keeps no history" in seen["memory_lines_unknown"]
+    assert trial.run_block(1, 2).step_ns        # it goes on
+
+
+def test_a_history_that_the_script_records_goes_on(start, script):
+    source = ON.format(before="", device="cuda").replace("while True:", """
+torch.cuda.memory._record_memory_history(max_entries=1000)
+while True:
+    assert torch._C._cuda_isHistoryEnabled()""")
+    trial = start(str(script(source)), timeout_s=120.0)
+    trial.wait_ready()
+    assert "the script itself" in trial.look("modules", 1, 3)["memory_lines_unknown"]
+    assert trial.run_block(1, 2).step_ns

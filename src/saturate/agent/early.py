@@ -105,7 +105,7 @@ class FirstForward:
                 json.dump(_facts(session, modules, optimizers, trained, wrapped), file)
         session.context.device = trained[0].device.type
         if session.plan.get("device_limit_bytes"):
-            memory.DeviceMemory(session).limit(session.plan["device_limit_bytes"])
+            memory.limit_allocator(session.torch.cuda, observe.devices(trained, "cuda"), session.plan["device_limit_bytes"])
         if self.apply_stage is not None:
             context = session.context
             context.modules, context.optimizers = modules, optimizers

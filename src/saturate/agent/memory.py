@@ -14,7 +14,7 @@ LEAST_HEAP_BYTES = 1 << 20
 
 
 class DeviceMemory:
-    """The caching allocator's peaks since `begin`. Every method does nothing where the training is not on CUDA."""
+    """The caching allocator's peaks since `begin`, on the training's devices. Every method does nothing where it is not on CUDA."""
 
     def __init__(self, session: Any):
         self.session = session
@@ -22,36 +22,48 @@ class DeviceMemory:
         self._limited = False
 
     @property
-    def _on_cuda(self) -> bool:
-        return self.session.context.device == "cuda"
+    def _devices(self) -> tuple[Any, ...]:
+        """Those of the trained parameters. A rank may never have made its own the current one, and asking another would create
+        a context there."""
+        return self.session.inspection.devices if self.session.context.device == "cuda" else ()
 
     def limit(self, limit_bytes: int) -> None:
         """Let the allocator take no more than this: beyond it, it frees its cache, and then raises out of memory."""
-        if self._on_cuda and not self._limited:
-            cuda = self.session.torch.cuda
-            total = cuda.get_device_properties(cuda.current_device()).total_memory
-            cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+        if self._devices and not self._limited:
+            limit_allocator(self.session.torch.cuda, self._devices, limit_bytes)
             self._limited = True
 
     def begin(self) -> None:
         """A window begins: what another batch size left in the cache is given back, and peaks start anew."""
-        if self._on_cuda:
+        if self._devices:
             cuda = self.session.torch.cuda
-            cuda.synchronize()
+            self.session.drain()
             cuda.empty_cache()
-            cuda.reset_peak_memory_stats()
-            self._retries = cuda.memory_stats().get("num_alloc_retries", 0)
+            for device in self._devices:
+                cuda.reset_peak_memory_stats(device)
+            self._retries = self._retried()
 
     def seen(self) -> dict[str, int] | None:
-        """Bytes, and how often the allocator had to free its cache before it could go on; None on a CPU."""
-        if not self._on_cuda:
+        """Bytes on the device that needs most, what the fullest one can give the allocator in all (`room_bytes`), and how often
+        the allocator had to free its cache before it could go on; None on a CPU."""
+        devices = self._devices
+        if not devices:
             return None
         cuda = self.session.torch.cuda
-        free, total = cuda.mem_get_info()
-        return {"reserved_bytes": cuda.max_memory_reserved(), "allocated_bytes": cuda.max_memory_allocated(),
-                "now_bytes": cuda.memory_reserved(), "idle_bytes": cuda.memory_allocated(),
-                "retries": cuda.memory_stats().get("num_alloc_retries", 0) - self._retries,
-                "free_bytes": free, "total_bytes": total}
+        return {"reserved_bytes": max(cuda.max_memory_reserved(device) for device in devices),
+                "idle_bytes": max(cuda.memory_allocated(device) for device in devices),
+                "room_bytes": min(cuda.memory_reserved(device) + cuda.mem_get_info(device)[0] for device in devices),
+                "retries": self._retried() - self._retries}
+
+    def _retried(self) -> int:
+        return sum(self.session.torch.cuda.memory_stats(device).get("num_alloc_retries", 0) for device in self._devices)
+
+
+def limit_allocator(cuda: Any, devices: tuple[Any, ...], limit_bytes: int) -> None:
+    """Let the caching allocator take no more than this of each of these devices."""
+    for device in devices:
+        total = cuda.get_device_properties(device).total_memory
+        cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
 
 def heap_peak_bytes(session: Any) -> int | None:

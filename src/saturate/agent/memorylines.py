@@ -23,6 +23,8 @@ _NOWHERE = ("", 0, "")
 class KeptLines:
     """Bytes kept for the backward pass by line, added up while a step runs. Each storage counts for the first line."""
 
+    unknown = ""        # why there are no lines: here they are always counted
+
     def __init__(self, torch: Any):
         self._places = Places(torch)
         self._bytes: dict[Line, int] = {}
@@ -38,27 +40,46 @@ class KeptLines:
 
 
 class CudaLines:
-    """Records the CUDA allocator's history from `start` to `stop`."""
+    """Records the CUDA allocator's history from `start` to `stop`, and reads that of some devices. `unknown`: why it cannot."""
 
-    def __init__(self, torch: Any):
+    def __init__(self, torch: Any, devices: tuple[Any, ...]):
         self._torch = torch
+        self._devices = devices
         self._places = Places(torch)
         self._recording = False
+        self.unknown = ""
 
     def start(self) -> None:
-        self._torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        """There is one history per process: one that the script records stays the script's."""
+        try:
+            if recorded(self._torch):
+                self.unknown = "the script itself records the history of the device's allocator"
+                return
+            self._torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        except RuntimeError as error:       # cudaMallocAsync, or an allocator of the script's own
+            self.unknown = f"the device's allocator keeps no history: {str(error).partition(chr(10))[0]}"
+            return
         self._recording = True
 
     def largest(self) -> list[list[Any]]:
-        """While it records. Empty when there were so many allocations that the first ones are forgotten."""
-        events = self._torch.cuda.memory._snapshot()["device_traces"][self._torch.cuda.current_device()]
-        if len(events) >= MOST_EVENTS:
+        """While it records; of several devices, of each at its own peak. Empty where `unknown` says why."""
+        if not self._recording:
+            return []
+        try:
+            traces = self._torch.cuda.memory._snapshot()["device_traces"]
+        except RuntimeError as error:
+            self.unknown = f"the history of the device's allocator could not be read: {str(error).partition(chr(10))[0]}"
             return []
         found: dict[Line, int] = {}
-        for event in at_peak(events):
-            line = self._line(event.get("frames", ()))    # none: an allocation that Python knows nothing of
-            if line is not None:
-                found[line] = found.get(line, 0) + event["size"]
+        for device in self._devices:
+            events = traces[device.index]
+            if len(events) >= MOST_EVENTS:      # the first ones are forgotten
+                self.unknown = f"a step allocates memory {MOST_EVENTS:,} times or more, and the history holds no more"
+                return []
+            for event in at_peak(events):
+                line = self._line(event.get("frames", ()))    # none: an allocation that Python knows nothing of
+                if line is not None:
+                    found[line] = found.get(line, 0) + event["size"]
         return largest(found)
 
     def stop(self) -> None:
@@ -74,6 +95,12 @@ class CudaLines:
         nearest = first(1)
         users = first(2) or nearest
         return None if users is None or nearest is None else (users, nearest if nearest != users else _NOWHERE)
+
+
+def recorded(torch: Any) -> bool:
+    """Whether the allocator's history is being recorded. Raises RuntimeError where the allocator keeps none."""
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)     # older versions do not tell
+    return enabled is not None and bool(enabled())
 
 
 def at_peak(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A window that asks what each module costs: time in all steps but the last, operations and memory in the last one.
 
-Time is the host's on a CPU and the device's (between two events on the current stream) elsewhere. A forward that runs
+Time is the host's on a CPU and the device's (between two events on its current stream) elsewhere. A forward that runs
 inside the backward pass is recomputation: its operations are counted apart, because a model's own need leaves them out.
 A step with an evaluation in it says nothing about a training step: it is not timed where there is another, and where the
 counted one was such a step, the result is `evaluated` and has no operations.
@@ -36,7 +36,10 @@ class ModuleCosts(Window):
         self.elsewhere = False
         self.bytes: dict[int, int] = {}
         self.saved: dict[Any, int] = {}             # storages kept for the backward pass
-        self.lines: Any = memorylines.CudaLines(session.torch) if self.device == "cuda" else memorylines.KeptLines(session.torch)
+        self.devices = session.inspection.devices       # of the trained parameters: the current one may be another
+        self.lines: Any = memorylines.KeptLines(session.torch)
+        if self.device == "cuda":
+            self.lines = memorylines.CudaLines(session.torch, self.devices)
         self.in_backward = running_backward(session.torch)
         self._create_graph: list[bool] = []         # of the backward passes that run, the innermost one last
         self._timed: list[tuple[list[int], Any, Any]] = []      # in this step: chain of open modules, start, end
@@ -87,7 +90,7 @@ class ModuleCosts(Window):
                      for identity, (name, kind) in self.names.items() if identity in self.total],
             flops=self._counter.flops, flops_unknown=unknown, evaluated=evaluated,
             flops_left_out=sorted(self._counter.left_out), recomputed_flops=self._counter.recomputed, parameter_bytes=known,
-            saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(),
+            saved_bytes=sum(self.saved.values()), memory_lines=self.lines.largest(), memory_lines_unknown=self.lines.unknown,
         )
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -151,17 +154,15 @@ class ModuleCosts(Window):
                 return
 
     def _now(self) -> Any:
-        if self.device != "cuda":
-            return self.session.clock()
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return marks(self.torch.cuda, self.devices) if self.device == "cuda" else self.session.clock()
 
     def _add_up(self) -> int:
         """Of how many steps the times are. The device has been drained: every event has its time."""
         plain = [timed for evaluated, timed in self._before if not evaluated] or [timed for _, timed in self._before]
         for chain, began, ended in (one for timed in plain for one in timed):
-            took = began.elapsed_time(ended) if self.device == "cuda" else (ended - began) / 1e6
+            took = elapsed_ms(began, ended) if self.device == "cuda" else (ended - began) / 1e6
+            if took is None:
+                continue
             self.total[chain[-1]] = self.total.get(chain[-1], 0.0) + took
             if len(chain) > 1:
                 self.inside[chain[-2]] = self.inside.get(chain[-2], 0.0) + took
@@ -198,7 +199,9 @@ class ModuleCosts(Window):
 
     def _allocated(self) -> int:
         """Bytes that live tensors take, or on a CPU, whose allocator keeps no count, what is kept for the backward pass."""
-        return self.torch.cuda.memory_allocated() if self.device == "cuda" else sum(self.saved.values())
+        if self.device == "cuda":
+            return sum(self.torch.cuda.memory_allocated(device) for device in self.devices)
+        return sum(self.saved.values())
 
     def _watch_saved(self) -> None:
         """Count what autograd keeps. The hooks hand every tensor on as it is, detached: a node that keeps its own output
@@ -237,3 +240,23 @@ class ModuleCosts(Window):
                     hooks.__enter__()
 
         self.replace(graph, "disable_saved_tensors_hooks", disabled)
+
+
+def marks(cuda: Any, devices: tuple[Any, ...]) -> list[Any]:
+    """An event on the current stream of each device: the stream of another one is idle, and would tell the host's time."""
+    events = [cuda.Event(enable_timing=True) for _ in devices]
+    for device, event in zip(devices, events):
+        event.record(cuda.current_stream(device))
+    return events
+
+
+def elapsed_ms(began: list[Any], ended: list[Any]) -> float | None:
+    """Between two marks, on the device that took longest: a module that is spread over several is done when the last one is.
+    None: not known, because the script captured a graph meanwhile; a captured event has no time."""
+    found = []
+    for before, after in zip(began, ended):
+        try:
+            found.append(before.elapsed_time(after))
+        except RuntimeError:
+            continue
+    return max(found, default=None)

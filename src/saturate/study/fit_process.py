@@ -145,8 +145,7 @@ class Process:
 
     def device_limit_bytes(self) -> int:
         """What the allocator of the fullest device can have: what it holds, and what nobody does."""
-        devices = [gate["fit"]["device"] for gate in self.trial.gates]
-        return min(one["now_bytes"] + one["free_bytes"] for one in devices)
+        return min(gate["fit"]["device"]["room_bytes"] for gate in self.trial.gates)
 
     def at_its_end(self, window: Window | None) -> Window:
         """`window` as it was when the script ended by itself, by what rank 0 said and the meter saw."""
