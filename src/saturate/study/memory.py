@@ -22,7 +22,8 @@ def breakdown(seen: Seen, shorten: Callable[[str], str]) -> Memory:
              for file, line, function, library, number, name, size in seen.modules.get("memory_lines", [])]
     unknown = {}
     if not lines:
-        unknown["lines"] = seen.notes.get("modules", "no allocation of a step could be traced to a line")
+        unseen = seen.notes.get("modules", "no allocation of a step could be traced to a line")
+        unknown["lines"] = seen.modules.get("memory_lines_unknown") or unseen
     if device is None:
         why = "the CPU allocator keeps no peak"
         unknown |= {"peak": why, "reserved": why, "fragmentation": why, "allocator_retries": why, "other": why}

@@ -163,7 +163,7 @@ def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) 
         except TrialEnded as ended:
             baseline.failed(study, ended.outcome)       # raises, unless it merely is too short
             return None
-        if seen.ended is not None:
+        if seen.ended is not None and not _recorded_before_our_failure(seen):
             baseline.failed(study, seen.ended)
         if seen.traces:
             _measure_ceilings(study, seen)      # the device is free again
@@ -183,8 +183,17 @@ def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic:
         _windows(study, live, seen, steps, recorder, synthetic, briefly)
     except TrialEnded as ended:
         seen.ended = ended.outcome
-        seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
+        if _recorded_before_our_failure(seen):
+            seen.notes["modules"] = f"saturate's own code failed behind the recording: {ended.outcome.reason}"
+            study.say(seen.notes["modules"])
+        else:
+            seen.notes["windows"] = f"the workload ended before everything was seen: {ended.outcome.reason}"
     return seen
+
+
+def _recorded_before_our_failure(seen: Seen) -> bool:
+    """Whether our own code failed in a window behind the recording: what was seen until then is no less true for it."""
+    return bool(seen.traces) and seen.ended is not None and seen.ended.kind == "agent_failed"
 
 
 def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:

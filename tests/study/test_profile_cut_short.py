@@ -1,0 +1,67 @@
+"""A profile whose last window fails: what was recorded before it is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tune_kit import TRAINING, Folder
+
+from saturate.records.facts import Facts
+from saturate.study import memory
+from saturate.study import profile as study_profile
+from saturate.study.seen import Seen
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
+
+#: What the window "modules", and no other, makes use of.
+BROKEN = """
+import torch
+class Broken(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self, *hooks):
+        raise RuntimeError("broken on purpose")
+torch.autograd.graph.saved_tensors_hooks = Broken
+"""
+
+
+@pytest.mark.parametrize(("kind", "traces", "kept"), [
+    ("agent_failed", ["trace.json.gz"], True), ("agent_failed", [], False), ("crashed", ["trace.json.gz"], False)])
+def test_only_our_own_failure_behind_the_recording_is_no_end(kind, traces, kept, monkeypatch):
+    """A command that fails by itself is reported before anything else."""
+    def windows(study, live, seen, *rest):
+        seen.traces += map(Path, traces)
+        raise TrialEnded(Outcome(kind, "KeyError: 'x'"))
+
+    monkeypatch.setattr(study_profile.baseline, "observe", lambda study, live: {"facts": {}, "memory_bytes": 1})
+    monkeypatch.setattr(study_profile, "_windows", windows)
+    live = SimpleNamespace(trial=SimpleNamespace(thaw=lambda: None), step_ms=1.0, startup_s=1.0, stationary=True)
+    said: list[str] = []
+    seen = study_profile._look(SimpleNamespace(say=said.append), live, None, "torch", False)       # type: ignore[arg-type]
+    assert study_profile._recorded_before_our_failure(seen) is kept
+    assert list(seen.notes) == ["modules" if kept else "windows"] and "KeyError: 'x'" in str(seen.notes)
+    assert ("own code failed" in said[-1]) is kept
+
+
+def test_lines_that_are_not_known_have_their_reason():
+    def why(**modules):
+        return memory.breakdown(Seen(Facts(), modules=modules, notes={"modules": "it failed"}), str).unknown["lines"]
+
+    assert why(memory_lines=[], memory_lines_unknown="the allocator keeps no history") == "the allocator keeps no history"
+    assert why(memory_lines=[], memory_lines_unknown="") == why() == "it failed"
+
+
+def test_a_profile_without_its_last_window(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("train.py", BROKEN + TRAINING + "\nwhile True: step()\n")
+    done = subprocess.run([sys.executable, "-m", "saturate", "profile", "--json", "--steps", "3", "--", sys.executable, "train.py"],
+                          cwd=tmp_path, env=folder.environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True,
+                          timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["recorded_steps"] == 3 and found["step_ms"] > 0 and found["modules"] == []
+    assert found["unknown"]["modules"] == "saturate's own code failed behind the recording: RuntimeError: broken on purpose"
+    assert found["memory"]["unknown"]["lines"] == found["unknown"]["modules"] and Path(found["report"]).is_file()
