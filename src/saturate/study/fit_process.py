@@ -93,6 +93,25 @@ class Process:
     def world_size(self) -> int:
         return len(self.trial.gates)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the allocator of a device serves the batches, within a limit. As of the latest gate."""
+        return any(gate["fit"]["device"] is not None for gate in self.trial.gates)
+
+    @property
+    def turn_steps(self) -> int:
+        """Steps of `turn` before those that are timed."""
+        return self.skip + (1 + SAME_SKIP if self.on_device else 0)
+
+    def turn(self, size: int, steps: int) -> Window:
+        """Time `steps` steps of `size` behind steps of another size. The allocator of a device keeps blocks of those, and frees them
+        where it reaches its limit, for which the device has to wait: so its cache is emptied first, and once more when the
+        batches that loader workers had prepared are used up."""
+        if not self.on_device:
+            return self.run(size, steps, fresh=False, settle=True)
+        self.run(size, 1, settle=True)
+        return self.run(size, steps, settle=True, same=True)
+
     def run(self, size: int | None, steps: int, *, first: bool = False, end: bool = False, fresh: bool = True,
             settle: bool = False, same: bool = False) -> Window:
         """`steps` steps of `size` samples (None: the script's own), behind those that the loader's workers have prepared

@@ -228,7 +228,8 @@ class Search(State):
         return again
 
     def _lost_measuring(self, ended: TrialEnded, output: str) -> int | None:
-        """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all."""
+        """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all. Not so on
+        a device, where what other sizes leave in the allocator is in the way of a size that fits by itself."""
         size = self.throughput.running
         outcome, reason = verdict_of(ended, self.bench.meter, output)
         if outcome == "out_of_time":        # we ended it ourselves
@@ -236,6 +237,9 @@ class Search(State):
             return None
         if outcome != "out_of_memory" or size is None:
             self.throughput.note = f"the script ended while throughput was measured ({reason})"
+            return None
+        if self.facts.get("device") == "cuda" and ended.outcome.kind == "out_of_memory_device":
+            self.throughput.note = f"the device's memory ran out while batches of several sizes were timed in turns ({reason})"
             return None
         self.throughput = Throughput()
         self._lost(size, "throughput", time.monotonic(), ended, output)

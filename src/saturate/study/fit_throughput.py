@@ -15,6 +15,7 @@ from saturate.study.fit_process import Process, Window
 MOST_SIZES, ROUNDS, LEAST_ROUNDS, BLOCK_S, LEAST_STEPS, MOST_STEPS = 5, 6, 4, 0.3, 2, 50
 
 TOO_SHORT = "the budget was too short to measure throughput"
+CROWDED = "throughput was not measured: the device's allocator had to free memory while batches were timed"
 
 
 @dataclass
@@ -32,24 +33,38 @@ class Throughput:
         steps, round_s = {}, 0.0
         for size in sizes:          # the first visit warms up: other shapes need other kernels
             self.running = size
-            step_s = process.run(size, LEAST_STEPS, fresh=False, settle=True).step_s
+            step_s = process.turn(size, LEAST_STEPS).step_s
             steps[size] = max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / max(step_s, 1e-6))))
-            round_s += (steps[size] + process.skip) * step_s
+            round_s += (steps[size] + process.turn_steps) * step_s
         rounds = min(ROUNDS, int((allowed_s - (time.monotonic() - began)) / max(round_s, 1e-6)))
         if rounds < LEAST_ROUNDS:
             self.note = TOO_SHORT
             return
         say(f"throughput: batches of {', '.join(map(str, sizes))}, {rounds} rounds")
+        crowded = False
         for number in range(rounds):
+            before, retries = {size: len(self.rates.get(size, ())) for size in sizes}, 0
             for size in sizes if number % 2 else sizes[::-1]:
                 self.running = size
-                self.add(size, process.run(size, steps[size], fresh=False, settle=True))
+                window = process.turn(size, steps[size])
+                self.add(size, window)
+                retries += window.retries
+            if retries:
+                crowded = True
+                self._forget_since(before)      # for all sizes, which are compared within rounds
+        if crowded and not self.settled():
+            self.note = CROWDED
 
     def add(self, size: int, window: Window, samples: int | None = None) -> None:
         samples = window.samples if samples is None else samples
         if samples and window.seconds:
             self.rates.setdefault(size, []).append(samples / window.seconds)
             self.shares.setdefault(size, []).append(window.cpu_share)
+
+    def _forget_since(self, before: dict[int, int]) -> None:
+        for size, rounds in before.items():
+            for kept in (self.rates, self.shares):
+                del kept.get(size, [])[rounds:]
 
     def settled(self) -> dict[int, list[float]]:
         """The rates of all sizes that have enough rounds; nothing where a script ended in the midst of them."""
