@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
+
+from saturate.cli import run as run_verb
+from saturate.machine import fingerprint, gpus, nvml, telemetry
+from saturate.records.recipe import MadeFor
 
 SATURATE = [sys.executable, "-m", "saturate", "run"]
 #: Which torch it is is known before anything else of it is used.
@@ -79,3 +84,21 @@ def test_strict_refuses_in_front_of_the_ranks(tmp_path, clean_environment):
     done = subprocess.run([*SATURATE, "--strict", "recipe.toml", "--", *launcher], cwd=tmp_path, env=clean_environment,
                           capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("error[E210]") == 1, done.stderr
+
+
+CUDA = MadeFor(device="cuda", device_name="NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize(("files", "reachable", "name", "now"), [
+    (True, True, "NVIDIA H100 80GB HBM3", ("cuda", "NVIDIA H100 80GB HBM3")), (True, True, "Tesla T4", ("cuda", "Tesla T4")),
+    (True, True, "", ("", "")), (True, False, "", ("", "")), (False, False, "", ("cpu", "")),
+])
+def test_a_device_is_another_one_only_where_that_is_certain(files, reachable, name, now, monkeypatch):
+    """ROCm has no NVML, many containers have none, and it does not always know what torch calls the device."""
+    monkeypatch.setattr(gpus, "possible", lambda: files)
+    monkeypatch.setattr(nvml, "start", lambda: (contextlib.nullcontext(), "") if reachable else (None, "no NVIDIA driver"))
+    monkeypatch.setattr(telemetry, "visible_name", lambda opened, environment: name)
+    assert run_verb._device(CUDA) == now
+    assert run_verb._device(MadeFor(device="cpu")) == ("cpu", "") and run_verb._device(MadeFor()) == ("", "")
+    changed = fingerprint.compare(CUDA, MadeFor(device=now[0], device_name=now[1]), ["compile"])
+    assert len(changed) == (name == "Tesla T4" or not files)

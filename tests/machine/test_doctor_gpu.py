@@ -251,3 +251,9 @@ def test_an_unreadable_torch_version():
 def test_gpus_that_are_alike_are_named_once():
     assert doctor_gpu._ranges([5, 0, 1, 2, 7, 6]) == "0-2,5-7"
     assert Gpu(0, "NVIDIA", "x", "").throttle is None
+
+
+def test_where_no_driver_has_a_file_there_is_no_accelerator(tmp_path):
+    assert not gpus.possible(tmp_path)
+    plant(tmp_path, {"dev/kfd": ""})
+    assert gpus.possible(tmp_path)

@@ -96,6 +96,30 @@ def test_visible_devices(setting, expected):
     assert list(telemetry.visible(opened, setting)) == expected
 
 
+A100 = "NVIDIA A100-SXM4-80GB"
+PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(("names", "environment", "expected"), [
+    ((A100,), {}, A100), ((A100, A100), {"CUDA_VISIBLE_DEVICES": "1"}, A100), ((A100,), {"CUDA_VISIBLE_DEVICES": ""}, ""), ((), {}, ""),
+    (("T4", A100), {}, ""), (("T4", A100), {"CUDA_VISIBLE_DEVICES": "1"}, ""), (("T4", A100), {"CUDA_VISIBLE_DEVICES": "1", **PCI}, A100),
+    (("T4", A100), {"CUDA_VISIBLE_DEVICES": "GPU-1"}, A100), (("T4", A100), {"CUDA_VISIBLE_DEVICES": "0,1", **PCI}, ""), ((None,), {}, ""),
+    (("T4", A100), {"CUDA_VISIBLE_DEVICES": "GPU-1,0"}, ""),
+])
+def test_the_name_of_the_device_that_is_trained_on(names, environment, expected):
+    """By number, CUDA may mean another one than NVML."""
+    opened, _ = nvml.start(FakeNvml(*(h100(Name=name, UUID=f"GPU-{index}") for index, name in enumerate(names))))
+    assert telemetry.visible_name(opened, environment) == expected
+
+
+def test_a_divided_device_has_no_name_here():
+    """torch calls a part of it "NVIDIA A100-SXM4-80GB MIG 1g.10gb"."""
+    opened, _ = nvml.start(FakeNvml(h100(MigMode=[1, 1])))
+    assert telemetry.visible_name(opened, {}) == ""
+    opened, _ = nvml.start(FakeNvml(h100(MigMode=None)))
+    assert telemetry.visible_name(opened, {}) == "NVIDIA H100 80GB HBM3"
+
+
 def test_only_the_workloads_devices_are_asked():
     with Sampler({"CUDA_VISIBLE_DEVICES": "1"}, interval_s=60, module=FakeNvml(h100(Temperature=99), h100(Temperature=44))) as sampler:
         pass

@@ -64,7 +64,7 @@ def test_a_size_that_fails_by_itself_does_not_ask_for_time():
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_a_limit_that_must_be_said_is_asked_for_before_anything_runs(accelerated, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fit, "_accelerated", lambda: accelerated)
+    monkeypatch.setattr(fit.gpus, "possible", lambda: accelerated)
     def begin(directory):
         raise StudyLocked("it begins")
 

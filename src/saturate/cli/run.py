@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from saturate.cli._options import must_exist
 from saturate.errors import InjectionDefeated, RecipeError, UsageError
@@ -114,9 +113,9 @@ def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
     import saturate
     from saturate.machine import facts, fingerprint
 
-    device_name = _gpu_name() if made_for.device == "cuda" else ""
+    device, device_name = _device(made_for)
     return MadeFor(
-        device=made_for.device if made_for.device != "cuda" or device_name else "cpu",
+        device=device,
         device_name=device_name,
         cpu=facts.observe(command[0]).cpu_name,
         saturate=saturate.__version__,
@@ -124,14 +123,18 @@ def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
     )
 
 
-def _gpu_name() -> str:
-    try:
-        import pynvml
-    except ImportError:
-        return ""
-    try:
-        pynvml.nvmlInit()
-        name: Any = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-        return name.decode() if isinstance(name, bytes) else name
-    except pynvml.NVMLError:
-        return ""
+def _device(made_for: MadeFor) -> tuple[str, str]:
+    """Its kind and its name. Where a recipe for a CUDA device is run, each only as far as it is certain: without NVML (ROCm, many
+    containers) there may still be a device, and its name is torch's alone to tell."""
+    from saturate.machine import gpus, nvml, telemetry
+
+    if made_for.device != "cuda":
+        return made_for.device, ""
+    if not gpus.possible():
+        return "cpu", ""
+    opened, _ = nvml.start()
+    if opened is None:
+        return "", ""
+    with opened:
+        name = telemetry.visible_name(opened, os.environ)
+    return made_for.device if name else "", name

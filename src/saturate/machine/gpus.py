@@ -22,6 +22,8 @@ _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 #: GT/s per lane of each PCI Express generation.
 _GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8": 3, "8.0": 3, "16": 4, "16.0": 4, "32": 5, "32.0": 5, "64": 6, "64.0": 6}
 _MOST_NVLINKS = 36
+#: Of the drivers: NVIDIA's, AMD's, those of NVIDIA's integrated devices, and that of Windows under Linux.
+_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/nvhost-gpu", "dev/nvmap", "dev/dxg")
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _ECC_UNCORRECTED, _ECC_SINCE_BOOT = 1, 0
 
@@ -74,6 +76,11 @@ def observe(nvml: Nvml | None, root: Path = _ROOT) -> list[Gpu]:
     found = [_from_nvml(nvml, handle, index, root) for index, handle in nvml.handles().items()]
     others = [gpu for gpu in from_bus if gpu.vendor != "NVIDIA"]
     return found + [replace(gpu, index=len(found) + index) for index, gpu in enumerate(others)]
+
+
+def possible(root: Path = _ROOT) -> bool:
+    """Whether torch may find an accelerator here: the file of a driver is there. Which it finds, only the process can tell."""
+    return any((root / name).exists() for name in _DEVICE_FILES)
 
 
 def driver_version(root: Path = _ROOT) -> str:

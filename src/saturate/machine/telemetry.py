@@ -111,6 +111,26 @@ def visible(nvml: Nvml, setting: str | None) -> dict[int, Any]:
     return chosen
 
 
+def visible_name(nvml: Nvml, environment: Mapping[str, str]) -> str:
+    """What torch calls the device that a command with this environment trains on; "" where that cannot be told from here: none
+    is visible, they have different names, or a device is divided (MIG), whose parts have names of their own.
+
+    A number means the same device to CUDA and to NVML only where CUDA counts by PCI address, or all devices are alike.
+    """
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    handles = visible(nvml, setting)
+    numbered = setting is not None and any(part.strip().isdecimal() for part in setting.split(","))
+    if handles and numbered and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        handles = nvml.handles()
+    names = {"" if _divided(nvml, handle) else nvml.ask("DeviceGetName", handle) or "" for handle in handles.values()}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _divided(nvml: Nvml, handle: Any) -> bool:
+    mode = nvml.ask("DeviceGetMigMode", handle)         # now, and after the next reset; None: it cannot be divided
+    return bool(mode and mode[0])
+
+
 class Sampler:
     """Samples the workload's devices from `__enter__` to `__exit__`. `environment` is the workload's (default: ours),
     `module` a stand-in for nvidia-ml-py."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 import saturate
+from saturate.machine import gpus
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
 from saturate.records import sizes
@@ -32,9 +32,6 @@ from saturate.study.fit_state import Refused, in_proportion, without_limit
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
-
-#: Device files whose presence says that the limit may be one of an accelerator.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-gpu")
 
 COUNTED = {
     "cpu": "the resident memory of all processes of the command: private memory, memory they share once, mapped files once",
@@ -84,7 +81,7 @@ def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
     request = asked.request
     if asked.knob is not None:
         knob_value(request.argv, asked.knob, request.cwd)        # a command that cannot be searched is refused before anything runs
-    if asked.memory_bytes is None and not _accelerated():
+    if asked.memory_bytes is None and not gpus.possible():
         raise without_limit()
     lock = StudyLock(request.directory)
     try:
@@ -138,17 +135,12 @@ def _searcher(asked: Asked, study: Study, bench: MeteredBench, workload: Workloa
     request = asked.request
     common: dict[str, Any] = {
         "bench": bench, "memory_bytes": asked.memory_bytes, "target": asked.target, "asked_most": asked.most,
-        "accelerated": _accelerated(), "budget_s": request.budget_s,
+        "accelerated": gpus.possible(), "budget_s": request.budget_s,
         "deadline": study.started + request.budget_s, "say": study.say,
     }
     if asked.knob is None:
         return Search(**common)
     return KnobSearch(**common, knob=asked.knob, workload=workload)
-
-
-def _accelerated() -> bool:
-    """Whether the limit may be one of an accelerator: which it is, only the process can tell."""
-    return any(os.path.exists(path) for path in _ACCELERATORS)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
