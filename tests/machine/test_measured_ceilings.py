@@ -65,8 +65,9 @@ def test_the_survey_itself(monkeypatch):
 class PretendCuda:
     """torch as a program on a GPU sees it, with the CPU in the GPU's place: the same calls in the same order."""
 
-    def __init__(self, torch, capability):
+    def __init__(self, torch, capability, hip=None):
         self._torch = torch
+        self.version = SimpleNamespace(hip=hip)
         self.waits = 0
         self.cuda = SimpleNamespace(get_device_capability=lambda: capability, synchronize=self._wait,
                                     get_device_name=lambda: "Pretended 9000")
@@ -85,8 +86,8 @@ class PretendCuda:
         return on_the_cpu
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
-def test_the_survey_of_a_gpu_asks_for_what_only_gpus_have(monkeypatch, capability):
+@pytest.mark.parametrize(("capability", "hip"), [((7, 0), None), ((9, 0), None), ((9, 4), "7.0")])
+def test_the_survey_of_a_gpu_asks_for_what_only_gpus_have(monkeypatch, capability, hip):
     torch = pytest.importorskip("torch")
     from saturate.agent import ceilings as survey
 
@@ -96,12 +97,12 @@ def test_the_survey_of_a_gpu_asks_for_what_only_gpus_have(monkeypatch, capabilit
     monkeypatch.setattr(survey, "_LAUNCHES", 10)
     monkeypatch.setattr(survey, "_HOST_BYTES", 1 << 16)
     before = torch.backends.cuda.matmul.allow_tf32
-    pretended = PretendCuda(torch, capability)
+    pretended = PretendCuda(torch, capability, hip)
     found = survey.survey(pretended, "cuda", most_bytes=1 << 22)
     assert torch.backends.cuda.matmul.allow_tf32 == before and pretended.waits > 10
     record = msgspec.convert(found, Ceilings)
     assert (record.device, record.device_name, record.threads) == ("cuda", "Pretended 9000", None)
-    assert ("tfloat32" in record.rates) == (capability >= (8, 0)) and "float32" in record.rates
+    assert ("tfloat32" in record.rates) == (capability >= (8, 0) and not hip) and "float32" in record.rates
     assert set(record.rates) | set(record.unknown) >= {"float8", "int8", "bfloat16", "tfloat32"}
     assert "pageable" in record.host_to_device
     assert "pinned" in record.host_to_device or "host to device, pinned" in record.unknown
@@ -141,6 +142,26 @@ def test_a_kept_record_is_not_measured_again(python, tmp_path):
     ceilings.obtain(asked, "cpu", torch="3.0", threads=1, where=tmp_path / "kept")
     ceilings.obtain(asked, "cpu", torch="2.9", threads=8, where=tmp_path / "kept")
     assert (tmp_path / "count").read_text() == "xxx", "another torch, or other threads, are another record"
+
+
+def of_gpu(name: str) -> str:
+    return answering({**ANSWER, "device": "cuda", "device_name": name, "threads": None})
+
+
+def test_the_device_that_is_trained_on_is_measured_in_the_workload_s_environment(python, tmp_path):
+    seen = "json.dumps([arguments, os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('SATURATE_PLAN')])"
+    asked = python(f"open({str(tmp_path / 'seen')!r}, 'w').write({seen})\n" + of_gpu("Card B"))
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "2,3", "SATURATE_PLAN": "a plan"}
+    ceilings.obtain(asked, "cuda", device_name="Card B", torch="2.9", environment=environment, index=1, where=tmp_path / "kept")
+    arguments, visible, plan = json.loads((tmp_path / "seen").read_text())
+    assert (arguments[1], arguments[4:], visible, plan) == ("cuda", ["1", "Card B"], "2,3", None)
+
+
+def test_the_ceilings_of_another_device_are_refused_by_name(python, tmp_path):
+    with pytest.raises(EnvironmentProblem, match="the ceilings of Card B could not be measured") as caught:
+        ceilings.obtain(python(of_gpu("Card A")), "cuda", device_name="Card B", torch="2.9", where=tmp_path / "kept")
+    assert caught.value.cause == "Card A was found in its place"
+    assert [record.device_name for record in ceilings.kept(where=tmp_path / "kept").records] == ["Card A"]
 
 
 @pytest.mark.parametrize(("body", "says"), [

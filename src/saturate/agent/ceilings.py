@@ -3,8 +3,8 @@
 A share of a measured rate says how much is left to gain; a share of a data sheet says little.
 
 `measure` is short and runs at the gate of a trial. `survey` measures everything a roofline needs; this file is then
-run as a script by the workload's Python (`python ceilings.py DEVICE THREADS MOST_BYTES`), which need not have
-saturate. So it uses the standard library and torch only, and the syntax of old Pythons.
+run as a script by the workload's Python (`python ceilings.py DEVICE THREADS MOST_BYTES INDEX NAME`; of several devices
+the one with this index and name), which need not have saturate. So it uses the standard library and torch only, and the syntax of old Pythons.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _products(torch: Any, device: str, unknown: dict[str, str]) -> dict[str, flo
     """Operations per second of square matrix products, by format; the best of all sizes."""
     rates = {}
     formats = ["float32", "bfloat16", "float16"] + (["tfloat32", "float8", "int8"] if device == "cuda" else [])
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    if device == "cuda" and (missing := _no_tf32(torch)):
         formats.remove("tfloat32")      # the setting would be ignored, and fp32 measured again
-        unknown["tfloat32"] = "the device has no TF32"
+        unknown["tfloat32"] = missing
     for name in formats:
         try:
             rates[name] = _product(torch, device, name)
@@ -120,6 +120,13 @@ def _products(torch: Any, device: str, unknown: dict[str, str]) -> dict[str, flo
             # Neither every device nor every torch multiplies every format, and they say so in all these ways.
             unknown[name] = _first_line(error)
     return rates
+
+
+def _no_tf32(torch: Any) -> str:
+    """Why the current device does not multiply in TF32 when it is told to; "" where it does. AMD's capabilities are other numbers."""
+    if torch.version.hip:
+        return "ROCm multiplies in fp32, whatever torch is told"
+    return "the device has no TF32" if torch.cuda.get_device_capability() < (8, 0) else ""
 
 
 def _product(torch: Any, device: str, name: str) -> float:
@@ -247,14 +254,28 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def which(names: list[str], index: int, name: str) -> int:
+    """The device to measure: the one with this index, or the first with this name where that one has another. A script may
+    have chosen among the devices itself, and counts them differently then.
+
+    >>> which(["A", "B", "B"], 2, "B"), which(["A", "B", "B"], 0, "B"), which(["A", "B"], 1, "")
+    (2, 1, 1)
+    """
+    wrong = name in names and names[index:index + 1] != [name]
+    return names.index(name) if wrong else index
+
+
 def _main(arguments: list[str]) -> None:
     # The folder of this file would come first in the search for modules, and its neighbours have plain names.
     sys.path.pop(0)
     import torch
 
-    device, threads, most_bytes = arguments
+    device, threads, most_bytes, index, name = arguments
     if int(threads):
         torch.set_num_threads(int(threads))
+    if device == "cuda":
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        torch.cuda.set_device(which(names, int(index), name))
     found = survey(torch, device, int(most_bytes))
     sys.__stdout__.write("\n" + MARK + json.dumps(found) + "\n")        # type: ignore[union-attr]
 

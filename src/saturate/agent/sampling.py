@@ -111,7 +111,7 @@ class Sampling(Window):
         if self.device == "cuda":
             memory = kinds.device_memory(self.torch, self.session.inspection.devices[0])
             memory["retries"] -= self._retries
-            self.result["device_memory"] = memory
+            self.result.update(device_memory=memory, device_index=self.session.inspection.devices[0].index)
 
     def _watch_loader(self) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter

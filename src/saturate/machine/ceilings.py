@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +71,27 @@ def kept(device_name: str | None = None, *, device: str | None = None, torch: st
 
 
 def obtain(python: str | None, device: str, *, device_name: str | None = None, torch: str | None = None,
-           threads: int | None = None, timeout_s: float = _TIMEOUT_S, where: Path | None = None,
-           say: Callable[[str], None] = lambda line: None) -> Ceilings:
+           threads: int | None = None, environment: Mapping[str, str] | None = None, index: int = 0,
+           timeout_s: float = _TIMEOUT_S, where: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Ceilings:
     """The kept record of this device, driver, torch and number of threads, or else a new one, which takes a while: `say` is
-    told. Raises as `measure`."""
+    told. Raises as `measure`, and where another device was measured than the one that is called `device_name`."""
     name = cpu_name() if device == "cpu" else device_name
     found = kept(name, device=device, torch=torch, driver=driver(device), threads=threads, where=where) \
         if name and torch else Kept([], [])
     if found.records:
         return found.records[0]
     say("measuring what this device reaches (kept for the next time)")
-    return measure(python, device, threads=threads, timeout_s=timeout_s, where=where)
+    record = measure(python, device, threads=threads, environment=environment, index=index, name=name or "", timeout_s=timeout_s,
+                     where=where)
+    if name and record.device_name != name:
+        raise EnvironmentProblem(f"the ceilings of {name} could not be measured", cause=f"{record.device_name} was found in its place")
+    return record
 
 
-def measure(python: str | None, device: str, *, threads: int | None = None, timeout_s: float = _TIMEOUT_S,
-            where: Path | None = None) -> Ceilings:
-    """Measure now, some seconds, and keep the result. `python` is the workload's (None: the one on PATH).
+def measure(python: str | None, device: str, *, threads: int | None = None, environment: Mapping[str, str] | None = None,
+            index: int = 0, name: str = "", timeout_s: float = _TIMEOUT_S, where: Path | None = None) -> Ceilings:
+    """Measure now, some seconds, and keep the result. `python` and `environment` are the workload's (None: the one on PATH,
+    and ours). `index` and `name`: of the device, among several (see `agent.ceilings.which`).
 
     Raises `EnvironmentProblem` where torch or the device does not work there, or does not answer in time.
     """
@@ -96,7 +101,8 @@ def measure(python: str | None, device: str, *, threads: int | None = None, time
     interpreter = python or shutil.which("python") or shutil.which("python3") or sys.executable
     memory = facts.memory_bytes() or 1 << 33
     most = memory // _MEMORY_PART if device == "cpu" else 1 << 30
-    found = _asked([interpreter, str(_SCRIPT), device, str(threads or 0), str(most)], device, timeout_s)
+    command = [interpreter, str(_SCRIPT), device, str(threads or 0), str(most), str(index), name]
+    found = _asked(command, os.environ if environment is None else environment, device, timeout_s)
     now = datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
     found |= {"schema": SCHEMA, "driver": driver(device), "measured_at": now}
     if device == "cpu":
@@ -130,9 +136,9 @@ def driver(device: str, root: Path = Path("/")) -> str:
     return ""
 
 
-def _asked(command: list[str], device: str, timeout_s: float) -> dict[str, Any]:
+def _asked(command: list[str], given: Mapping[str, str], device: str, timeout_s: float) -> dict[str, Any]:
     """Run the survey and read its one line. A process that does not end is killed, with all that it started."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SATURATE")}
+    environment = {key: value for key, value in given.items() if not key.startswith("SATURATE")}
     problem = f"the ceilings of {device} could not be measured"
     remedy = "saturate doctor looks for the cause; analyses then compare with the data sheet, where there is one"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -307,6 +307,7 @@ def _measure_ceilings(study: Study, seen: Seen) -> None:
     try:
         seen.ceilings = ceilings.obtain(seen.sample["python"], facts.device, device_name=facts.device_name or None,
                                         torch=facts.torch, threads=facts.threads if facts.device == "cpu" else None,
+                                        environment=study.request.environment, index=seen.sample.get("device_index", 0),
                                         say=study.say)
     except EnvironmentProblem as problem:
         seen.notes["mfu_achievable"] = f"{problem.message}: {problem.cause or problem.remedy}"
