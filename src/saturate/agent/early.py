@@ -103,7 +103,7 @@ class FirstForward:
         if session.plan.get("early_facts") and observe.rank() == 0:
             with open(session.plan["early_facts"], "w", encoding="utf-8") as file:
                 json.dump(_facts(session, modules, optimizers, trained, wrapped), file)
-        session.context.device = trained[0].device.type
+        session.context.device = observe.device_kind(trained)
         if session.plan.get("device_limit_bytes"):
             memory.limit_allocator(session.torch.cuda, observe.devices(trained, "cuda"), session.plan["device_limit_bytes"])
         if self.apply_stage is not None:
@@ -138,7 +138,7 @@ class _NothingSeen:
     """What an inspection would know, before any step was inspected: the modules, and None for the rest."""
 
     def __init__(self, torch: Any, modules: tuple[Any, ...], trained: list[Any], distributed: bool):
-        self.device, self.modules, self.distributed = trained[0].device.type, modules, distributed
+        self.device, self.modules, self.distributed = observe.device_kind(trained), modules, distributed
         self.devices = observe.devices(trained, self.device)
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         self.compiled, self.shapes = usercompiled.anything(modules), ()

@@ -13,7 +13,7 @@ from typing import Any
 from saturate.agent import flopcount, motif, threadbound, usercompiled
 from saturate.agent.attributes import replace
 from saturate.agent.context import own_forward
-from saturate.agent.observe import all_modules, devices, trained_parameters
+from saturate.agent.observe import all_modules, device_kind, devices, trained_parameters
 from saturate.records.facts import BY_HAND
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
@@ -53,7 +53,7 @@ class Inspection:
         self._outermost: Any = None
         self._undo: list[Any] = []
         parameters = trained_parameters(session)
-        self.device = parameters[0].device.type if parameters else "cpu"
+        self.device = device_kind(parameters)
         self.devices = devices(parameters, self.device)
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
         wanted = {id(p) for p in parameters}

@@ -73,6 +73,13 @@ def trained_parameters(session: Any) -> list[Any]:
     return list(found.values()) or [leaf for reference in session.leaves if (leaf := reference()) is not None]
 
 
+def device_kind(parameters: list[Any]) -> str:
+    """The accelerator that any of the parameters is on: some stay in the host's memory beside it, like large embeddings. "cpu" where
+    there is none."""
+    kinds = [p.device.type for p in parameters] or ["cpu"]
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), kinds[0])
+
+
 def devices(parameters: list[Any], kind: str) -> tuple[Any, ...]:
     """The devices of a kind that parameters are on, in the order of the parameters. A model may be spread over several."""
     return tuple(dict.fromkeys(p.device for p in parameters if p.device.type == kind))
