@@ -8,6 +8,7 @@ import socket
 import threading
 
 from saturate.agent import gate
+from saturate.agent.timeline import Timeline
 
 
 def test_each_rank_begins_on_the_cpu_that_it_is_told(monkeypatch):
@@ -30,7 +31,8 @@ def test_each_rank_begins_on_the_cpu_that_it_is_told(monkeypatch):
         listener.listen()
         thread = threading.Thread(target=controller, args=(listener,), daemon=True)
         thread.start()
-        mine = gate.Gate({"socket": name, "token": ""}, {"rank": 1}, lambda: 0, lambda: None, lambda order: None)
+        timeline = Timeline(None, lambda: 0, lambda: None, tuple)
+        mine = gate.Gate({"socket": name, "token": ""}, {"rank": 1}, timeline, lambda: 0, lambda: None, lambda order: None)
         mine.boundary(False)            # nothing is left to run: it waits, and is told to begin on CPU 5
         mine.boundary(False)            # the one step: it waits again
         thread.join(10)

@@ -15,7 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402 - after the check for torch
+from launch_queue import Machine  # noqa: E402 - after the check for torch
+
+from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402
 from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.modulecosts import elapsed_ms, marks  # noqa: E402
@@ -188,6 +190,46 @@ def test_devices_are_those_of_the_parameters():
     with torch.device("meta"):
         parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     assert observe.devices([*parameters, torch.nn.Parameter(torch.zeros(1))], "meta") == (torch.device("meta"),)
+
+
+def test_the_device_is_the_accelerator_of_any_parameter():
+    """Seen: an embedding that stays in the host's memory comes first, and a training on a device was timed as one on a CPU."""
+    def on(*kinds):
+        return [types.SimpleNamespace(device=types.SimpleNamespace(type=kind)) for kind in kinds]
+
+    assert [observe.device_kind(on(*kinds)) for kinds in (("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "xpu"), ("cpu", "cpu"), ("meta",), ())] \
+        == ["cuda", "cuda", "xpu", "cpu", "meta", "cpu"]
+
+
+def test_the_split_of_a_step_is_the_device_s():
+    """The host queues a backward pass in a millisecond, and an optimizer's step as well."""
+    machine, parts = Machine(), []
+    made = Session(types.SimpleNamespace(cuda=machine.torch.cuda, Tensor=torch.Tensor), PLAN)
+    made.inspection, made.context.device = types.SimpleNamespace(devices=machine.devices), "cuda"
+    made.optimizers.built = [lambda: None]
+    optimizer = types.SimpleNamespace()
+
+    def add_part(part, began):
+        ended = made.timeline.mark()
+        machine.wait()
+        parts.append((part, began[0].elapsed_time(ended[0])))
+
+    made.gate = types.SimpleNamespace(add_part=add_part, timeline=made.timeline)
+    made.timeline.begin()
+    made.guard = lambda function, *args: function(*args) if function in (made.timeline.mark, add_part) else None
+    for splitting in (False, True):
+        made.splitting = splitting
+        machine.launch(100)
+        made.backward_begins()
+        machine.launch(180)
+        made.backward_ends(())
+        made.step_begins(optimizer)
+        machine.launch(20)
+        made.step_ends(optimizer)
+        began = made.mark()
+        machine.host(5)
+        made.loader_waited(None, (), began)
+    assert parts == [("backward", 180), ("optimizer", 20), ("input", 5)]
 
 
 def test_a_loss_that_is_written_over_was_recorded_as_it_was():

@@ -101,6 +101,34 @@ def test_a_recipe_leaves_a_script_that_captures_its_own_steps_as_it_is(script, t
     assert "replays a CUDA graph of whole steps" in done.stderr
 
 
+def test_what_the_device_hides_is_no_part_of_a_step(script, start):
+    """Each batch takes 20 ms on the host, and the device's work several times that. The host queues the work in no time, and a
+    short block says what a long one says."""
+    trial = start(str(script("""
+        import time, torch, torch.nn as nn
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self): return 1 << 20
+            def __getitem__(self, i):
+                time.sleep(0.02)
+                return torch.zeros(1)
+        model = nn.Linear(8192, 8192, bias=False).cuda()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-9)
+        x = torch.randn(8192, 8192, device="cuda")
+        for _ in torch.utils.data.DataLoader(Slow(), batch_size=1):
+            y = x
+            for _ in range(8):
+                y = model(y) / 8192
+            opt.zero_grad(); y.sum().backward(); opt.step()
+    """)), timeout_s=120.0)
+    trial.wait_ready()
+    trial.run_block(5, 5)
+    short, long = trial.run_block(1, 2), trial.run_block(3, 20)
+    assert short.mean_ns == pytest.approx(long.mean_ns, rel=0.05) and long.mean_ns > 60e6
+    assert max(long.timed_ns) < 1.2 * min(long.timed_ns), "and each step says it"
+    parts = trial.run_block(3, 10, split=True).parts
+    assert parts["input"] < 0.01 * 10 * long.mean_ns and parts["backward"] > 0.5 * 10 * long.mean_ns
+
+
 @pytest.mark.parametrize("identity, options", [
     ("bf16-autocast", {}), ("tf32", {}), ("compile", {}), ("compile", {"mode": "reduce-overhead"}), ("channels-last", {}),
     ("fused-optimizer", {}), ("cudnn-benchmark", {}), ("allocator", {}),

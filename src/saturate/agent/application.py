@@ -105,6 +105,7 @@ def hello_of(session: Any) -> dict[str, Any]:
         "step": {"token": session.step.token, "count": session.step.count, "tokens": list(session.step.tokens)},
         "motif": session.inspection.describe(),
         "steps_so_far": session.steps_seen,
+        "device": session.context.device,
         "applied": [{"id": entry["id"], "problem": problem} for entry, problem in session.applied],
         "changes": session.context.changes,
     }
@@ -115,7 +116,7 @@ def _connect(session: Any) -> None:
 
     hello = hello_of(session)
     if session.gate is None:        # a motif that changed keeps its connection
-        session.gate = Gate(session.plan, hello, session.clock, session.drain,
+        session.gate = Gate(session.plan, hello, session.timeline, session.clock, session.drain,
                             lambda order: answer(session, order), lambda: standing(session))
         atexit.register(_farewell, session)
     else:
@@ -167,7 +168,7 @@ def report_no_step(session: Any, replayed: bool = False) -> None:
     from saturate.agent.gate import Gate
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
-    gate = session.gate or Gate(session.plan, hello, session.clock, session.drain, lambda order: None)
+    gate = session.gate or Gate(session.plan, hello, session.timeline, session.clock, session.drain, lambda order: None)
     gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session), "replayed": replayed})
 
 
@@ -179,7 +180,7 @@ def report_failure(session: Any, text: str, how: str = "failed") -> None:
     from saturate.agent.gate import Gate
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
-    Gate(session.plan, hello, session.clock, session.drain, lambda order: None).tell({"at": "agent_failed", "error": text})
+    Gate(session.plan, hello, session.timeline, session.clock, session.drain, lambda order: None).tell({"at": "agent_failed", "error": text})
 
 
 def standing(session: Any) -> dict[str, Any]:

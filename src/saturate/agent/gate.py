@@ -1,7 +1,9 @@
 """The agent's end of the gate: one line of JSON out, one line of JSON back, over an abstract Unix socket.
 
 At the gate a rank has drained its device and waits; the controller may freeze the whole process tree then, and only
-then. Between gates a step costs one clock reading and two integer operations.
+then. Between gates a step costs one mark on the timeline (a clock reading, or an event in the queue of each device that trains)
+and two integer operations. Nothing is drained between two gates where devices can be asked when they came to a mark: a device that
+waits for the host at the beginning of what is timed would take longer for it than it usually does.
 
     agent -> {"at": "hello", ...}         of each rank; again when what it says has changed
     agent -> {"at": "gate", "stamps": [...], ...}      and waits for one of
@@ -18,14 +20,16 @@ import os
 import socket
 from typing import Any
 
+from saturate.agent.timeline import Mark, Timeline
 from saturate.measure import placement
 
 
 class Gate:
-    """`stamps` are nanoseconds of the agent's clock: the start of the block, then the end of each step."""
+    """`stamps` are nanoseconds of the agent's clock, as the timeline tells them: the start of the block, then the end of each step."""
 
-    def __init__(self, plan: dict[str, Any], hello: dict[str, Any], clock: Any, drain: Any, answer: Any, standing: Any = dict):
-        self._clock = clock
+    def __init__(self, plan: dict[str, Any], hello: dict[str, Any], timeline: Timeline, clock: Any, drain: Any, answer: Any,
+                 standing: Any = dict):
+        self._timeline = timeline
         self._drain = drain
         self._answer = answer
         self._standing = standing
@@ -38,7 +42,8 @@ class Gate:
         self.split = False
         self.watch: dict[str, Any] | None = None    # a window to be opened, until the session takes it
         self.order: dict[str, Any] = {}         # the latest "go"
-        self.stamps: list[int] = []
+        self._marks: list[Mark] = []
+        self._spans: list[tuple[str, Mark, Mark]] = []      # parts of steps, not read yet
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
         self._name = {"at": "hello", "token": plan["token"], "pid": os.getpid(), "t_ns": clock()}
@@ -55,12 +60,25 @@ class Gate:
             return
         self.remaining -= 1
         if evaluated:
-            self.evaluations.append(len(self.stamps) - 1)
-        if not self.remaining or self.remaining == self._timed:
-            self._drain()
-        self.stamps.append(self._clock())
+            self.evaluations.append(len(self._marks) - 1)
+        self._marks.append(self._timeline.mark())
         if not self.remaining:
-            self._wait({"stamps": self.stamps, "evaluations": self.evaluations, "parts": self.parts})
+            spans, self._spans = self._spans, []    # before it is drained: another thread may still add some
+            self._drain()
+            self._read(spans)
+            self._wait({"stamps": self._timeline.read(self._marks), "evaluations": self.evaluations, "parts": self.parts})
+
+    def add_part(self, part: str, began: Mark) -> None:
+        """What has run since the mark `began` belongs to `part`."""
+        if self._timeline.queued and self.remaining > self._timed:
+            return          # a step that is skipped: the devices may still be waiting for the host there
+        self._spans.append((part, began, self._timeline.mark()))
+
+    def _read(self, spans: list[tuple[str, Mark, Mark]]) -> None:
+        for part, *marks in spans:
+            if None not in marks:
+                began, ended = self._timeline.read(marks)
+                self.parts[part] = self.parts.get(part, 0) + ended - began
 
     def _wait(self, message: dict[str, Any]) -> None:
         self._drain()
@@ -83,7 +101,8 @@ class Gate:
         self.watch = order.get("watch")
         self.evaluations = []
         self.parts = {}
-        self.stamps = [self._clock()]
+        self._spans = []
+        self._marks = [self._timeline.begin()]
 
     def tell(self, message: dict[str, Any]) -> None:
         """Report something without waiting."""

@@ -129,9 +129,9 @@ def _loaders(session: Any, torch: Any) -> None:
             session.iterators.add(self)
         if not session.splitting and session.loaders_known:
             return original_next(self)
-        began = session.clock()
+        began = session.mark()
         batch = original_next(self)
-        session.loader_waited(self, batch, session.clock() - began)
+        session.loader_waited(self, batch, began)
         return batch
 
     replace(session, DataLoader, "__init__", init)

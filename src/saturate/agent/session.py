@@ -16,7 +16,7 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound
+from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
 from saturate.agent.optimizers import Optimizers
 from saturate.techniques._interrupts import from_signal_handler
 
@@ -50,6 +50,7 @@ class Session:
         self.plan = plan
         self.pid = os.getpid()
         self.context = Context(torch)
+        self.timeline = timeline.Timeline(torch, _CLOCK, self.drain, lambda: self.accelerators)
         self.undo: list[Any] = []
         self.phase = "asleep"
         self.dead = False
@@ -102,7 +103,7 @@ class Session:
         self.applied: list[tuple[dict[str, Any], str]] = []
         self.told: set[str] = set()             # what the user of a `run` was told
         self._woke = 0
-        self._began = 0
+        self._began: timeline.Mark = None       # of the part of the step that is under way
         self._collecting = 0
 
     # -- a guest fails open --------------------------------------------------------------------------------------
@@ -199,10 +200,11 @@ class Session:
         rewritten = self.guard(application.rewrite_loader, self, loader, init, args, kwargs)
         return rewritten or (args, kwargs)
 
-    def loader_waited(self, iterator: Any, batch: Any, waited_ns: int) -> None:
-        """One batch was fetched. Remembers the loader for the facts, and the wait while a split is measured."""
-        if self.splitting and self.gate is not None:
-            self.gate.parts["input"] = self.gate.parts.get("input", 0) + waited_ns
+    def loader_waited(self, iterator: Any, batch: Any, began: timeline.Mark) -> None:
+        """One batch was fetched, since this mark. Remembers the loader for the facts, and the wait while a split is measured: of a
+        device, only what it waited itself lies between the two marks."""
+        if self.splitting:
+            self._add_part("input", began)
         if self.asleep:
             return
         if self.batching is not None:
@@ -227,8 +229,7 @@ class Session:
             self.signs_of_training()
         elif self.phase == "discover" and self.asleep:
             self.guard(self._take_over)
-        if self.splitting:
-            self._began = _CLOCK()
+        self._began = self.mark()
 
     def backward_ends(self, tensors: Any) -> None:
         if self.asleep:
@@ -241,8 +242,8 @@ class Session:
         if self.batching is not None:
             self.guard(self.batching.fed)
         if self.splitting:
-            self._add_part("backward")
-            self._began = _CLOCK()      # within step(closure), what follows is the optimizer's own work
+            self._add_part("backward", self._began)
+            self._began = self.mark()   # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or self.watchdog is not None:
             self.guard(self._saw_loss, tensors)
         if self.capture is not None:
@@ -287,8 +288,7 @@ class Session:
         self.stepping.append(id(optimizer))
         if self.step is None or self.step.token == motif.CLOSURE:
             self._stepper, self._evaluations, self._stepping_since = weakref.ref(optimizer), 0, _CLOCK()
-        if self.splitting:
-            self._began = _CLOCK()
+        self._began = self.mark()
 
     def step_ends(self, optimizer: Any) -> None:
         self._not_stepping(optimizer)
@@ -298,7 +298,7 @@ class Session:
             self.guard(graphs.captured_update, self)
             return
         if self.splitting:
-            self._add_part("optimizer")
+            self._add_part("optimizer", self._began)
         self.optimizers.count(optimizer)
         self.guard(self._stepped, optimizer)
 
@@ -309,9 +309,13 @@ class Session:
     def _stepped(self, optimizer: Any) -> None:
         self._token(self._name(optimizer))
 
-    def _add_part(self, part: str) -> None:
-        if self.gate is not None:
-            self.gate.parts[part] = self.gate.parts.get(part, 0) + _CLOCK() - self._began
+    def mark(self) -> timeline.Mark:
+        """Where the training is now, while it is measured where the time of a step goes; None at other times."""
+        return self.guard(self.timeline.mark) if self.splitting else None
+
+    def _add_part(self, part: str, began: timeline.Mark) -> None:
+        if self.gate is not None and began is not None:
+            self.guard(self.gate.add_part, part, began)
 
     def constructs(self, optimizer: Any) -> None:
         """An optimizer is being built: a step is not known before it has stepped as well."""
@@ -442,7 +446,7 @@ class Session:
             profiling.open_window(self, order)
 
     def split(self, on: bool) -> None:
-        """Start or stop measuring where a step's host time goes. Never on in a timed block that decides anything."""
+        """Start or stop measuring where a step's time goes. Never on in a timed block that decides anything."""
         if on and not self.splitting:
             gc.callbacks.append(self._collector)
         elif not on and self.splitting:
@@ -458,6 +462,10 @@ class Session:
     def drain(self) -> None:
         """Wait until the devices have finished everything that was queued. Those of the trained parameters: a rank may
         never have made its own the current one, and asking another would create a context there."""
-        if self.context.device == "cuda":
-            for device in self.inspection.devices:
-                self.torch.cuda.synchronize(device)
+        for device in self.accelerators:
+            timeline.wait_for(self.torch, device)
+
+    @property
+    def accelerators(self) -> tuple[Any, ...]:
+        """Devices of the trained parameters, where those queue what they are given."""
+        return self.inspection.devices if self.context.device not in ("", "cpu", "meta") else ()

@@ -85,30 +85,52 @@ def surely_longer(step_ns: Sequence[int], limit_ns: float) -> bool:
     return len(step_ns) >= 2 and min(step_ns) > limit_ns and max(step_ns) <= ALIKE * min(step_ns)
 
 
+#: How long a host that queues its work runs until it is as far ahead of its device as it usually is. It gets ahead by what its
+#: part of a step is shorter than the device's, and the first such step hides a wait that comes in every step; this is for waits
+#: that come in every n-th one.
+LEAD_MS = 150.0
+
+
+def lead_steps(step_ms: float, queued: bool) -> int:
+    """How many steps to discard after a gate, at least 1. `queued`: the host queues them for an accelerator, which stands idle at
+    the gate; what it then waits for the host is no part of a step that it otherwise works through meanwhile."""
+    return max(1, ceil(LEAD_MS / step_ms)) if queued else 1
+
+
+def with_lead(step_ns: Sequence[int]) -> list[int]:
+    """The step times of a block that began behind a drained device, as if it had not been drained: the first step takes no longer
+    than the second. One that is longer by far is an event, and stays."""
+    times = list(step_ns)
+    if len(times) > 1 and times[1] < times[0] <= EVENT * times[1]:
+        times[0] = times[1]
+    return times
+
+
 def block_steps(
     step_ms: float,
     workers: int = 0,
     prefetch: int = 2,
     *,
     loader_bound: bool = True,
+    queued: bool = False,
     min_block_ms: float = 300.0,
 ) -> tuple[int, int]:
     """How many steps to discard after a thaw, and how many to time then: `(skip, steps)`.
 
-    A frozen process continues with a cold cache, so its first step is 4-9 % slow and never counts. When the loop
-    waits for loader workers, batches that were finished before the freeze are free afterwards: those (workers x
-    prefetch) are discarded, and the block spans at least twice that queue and whole turns of the workers, because
-    their steps alternate. Otherwise the block is as long as `min_block_ms`, at least two steps.
+    A frozen process continues with a cold cache, so its first step is 4-9 % slow and never counts; a device begins with an empty
+    queue (`queued`, see `lead_steps`). When the loop waits for loader workers, batches that were finished before the freeze
+    are free afterwards: those (workers x prefetch) are discarded, and the block spans at least twice that queue and whole
+    turns of the workers, because their steps alternate. Otherwise the block is as long as `min_block_ms`, at least two steps.
     Raises ValueError for a step time that is not positive.
     """
     if not step_ms > 0:
         raise ValueError(f"a step takes a positive time, not {step_ms} ms")
     steps = max(2, ceil(min_block_ms / step_ms))
     if workers <= 0 or not loader_bound:
-        return 1, steps
+        return lead_steps(step_ms, queued), steps
     queue = workers * max(1, prefetch)
     steps = max(steps, 2 * queue)
-    return queue, ceil(steps / workers) * workers
+    return max(queue, lead_steps(step_ms, queued)), ceil(steps / workers) * workers
 
 
 #: A turn of a block lasts this long, or one step; where one lasts longer than the other, turns are of no use: the machine has

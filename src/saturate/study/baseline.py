@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from saturate.machine import facts as machine_facts
+from saturate.measure import stationary
 from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
 from saturate.study import ending, sources
-from saturate.study.bench import Bench, Live, Pace
+from saturate.study.bench import Bench, Live, Pace, queues
 from saturate.study.candidates import Set
 from saturate.study.state import Study
 from saturate.study.verification import UPDATES
@@ -112,7 +113,8 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     least = 1 if live.too_long else 4
     steps = max(least, min(50, int(1000 / max(live.step_ms, 1e-3))))
     faults, kernel_s = meter.kernel_work(live.hello["pid"])
-    block = live.trial.run_block(1, steps, split=True)
+    skip = stationary.lead_steps(live.step_ms, queues(live.hello))
+    block = live.trial.run_block(skip, steps, split=True)
     faults_after, kernel_after_s = meter.kernel_work(live.hello["pid"])
     facts = live.trial.ask("facts")
     live.trial.freeze()
@@ -121,7 +123,7 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
                  gc_ms_per_step=split.get("garbage collector", 0.0),
-                 page_faults=(faults_after - faults) / (1 + steps), kernel_ms=1e3 * (kernel_after_s - kernel_s) / (1 + steps))
+                 page_faults=(faults_after - faults) / (skip + steps), kernel_ms=1e3 * (kernel_after_s - kernel_s) / (skip + steps))
     return {"facts": facts, "step": live.hello["step"], "step_ms": live.step_ms, "split": split,
             "startup_s": live.startup_s, "warmup_s": live.warmup_s, "stationary": live.stationary, "events": live.events,
             "memory_bytes": live.trial.resident_bytes(), "ports": live.trial.ports()}

@@ -98,6 +98,11 @@ def on_side(side: str, action: Callable[[], T]) -> T:
         raise
 
 
+def queues(hello: Mapping[str, Any]) -> bool:
+    """Whether the process of this greeting trains on an accelerator, for which its host queues the work."""
+    return hello.get("device", "cpu") != "cpu"
+
+
 def timed_losses(techniques: Set) -> str:
     """The study's question whose answer is the losses of the first updates in the latest timed trial of a set."""
     return f"timed losses {key(techniques)}"
@@ -308,7 +313,7 @@ class Bench:
         settled: int | None = None
         while settled is None:
             block = trial.run_block(0, size)
-            steps += block.step_ns
+            steps += stationary.with_lead(block.step_ns) if queues(hello) else block.step_ns
             ran += size
             events = {token: events.get(token, 0) + count for token, count in block.events.items()}
             settled = stationary.warmed_up(steps)

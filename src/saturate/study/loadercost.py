@@ -24,7 +24,7 @@ def measure(trial: Trial, facts: Facts, step_ms: float) -> LoaderCost | str:
     if not facts.loaders:
         return "the training does not read from a DataLoader"
     loader = max(facts.loaders, key=lambda one: one.num_workers)
-    skip, steps = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2)
+    skip, steps = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2, queued=facts.device != "cpu")
     pair_s = 2 * (skip + steps + 1) * step_ms / 1e3
     rounds = max(LEAST_ROUNDS, min(ROUNDS, int(MOST_S / pair_s)))
     found: list[tuple[float, float]] = []

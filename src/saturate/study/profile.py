@@ -314,11 +314,13 @@ def _measure_ceilings(study: Study, seen: Seen) -> None:
 
 
 def _queue(facts: Facts, step_ms: float) -> tuple[int, int]:
-    """Steps to let pass before a window, because loader workers got ahead at the gate; and the period of the steps."""
+    """Steps to let pass before a window, because loader workers got ahead at the gate, and an accelerator has nothing in its queue
+    there; and the period of the steps."""
     loader = max(facts.loaders, key=lambda one: one.num_workers, default=None)
+    queued = facts.device != "cpu"
     if loader is None or not loader.num_workers:
-        return 1, 1
-    skip, _ = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2)
+        return stationary.lead_steps(step_ms, queued), 1
+    skip, _ = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2, queued=queued)
     return skip, loader.num_workers
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
-from saturate.study.bench import Bench, Live, on_side
+from saturate.study.bench import Bench, Live, on_side, queues
 from saturate.study.candidates import Set, key
 from saturate.study.store import Store
 from saturate.trial import meter
@@ -462,7 +462,7 @@ def block_size(first: Live, second: Live, loader_bound: bool = True) -> tuple[in
     prefetch = max((loader.prefetch_factor or 2 for loader in loaders), default=2)
     behind = second.step_ms > FAR * first.step_ms
     step_ms = second.step_ms if behind else max(min(first.step_ms, second.step_ms), first.step_ms / FAR)
-    return stationary.block_steps(step_ms, workers, prefetch, loader_bound=loader_bound)
+    return stationary.block_steps(step_ms, workers, prefetch, loader_bound=loader_bound, queued=any(queues(live.hello) for live in (first, second)))
 
 
 def _median(values: list[float]) -> float:

@@ -32,8 +32,12 @@ class Seen:
 
     @property
     def step_ms(self) -> float | None:
-        """A typical step: the median, or the mean of the clocked steps where a few of them wait for all the others' input."""
-        if self.sample.get("uneven_input"):
+        """A typical step: the median, or the mean where a few of them wait for all the others' input. On a CPU that of the clocked
+        steps, which the split is of; the clock in them is the host's, and on an accelerator the host is not what a step takes."""
+        uneven = self.sample.get("uneven_input")
+        if uneven and self.facts.device != "cpu" and self.step_ns:
+            return statistics.fmean(self.step_ns) / 1e6
+        if uneven:
             return sum(self.sample["parts"].values()) / self.sample["clocked_steps"] / 1e6
         return statistics.median(self.step_ns) / 1e6 if self.step_ns else None
 

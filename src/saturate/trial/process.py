@@ -70,7 +70,7 @@ class TrialSpec:
 
 @dataclass(frozen=True)
 class Block:
-    """The timed steps of one block, nanoseconds each; host time by part when split.
+    """The timed steps of one block, nanoseconds each; their time by part when split (see `agent.timeline` for whose time).
     `events`: how often each token of the motif occurred in all its `steps`, skipped ones included. `sample`: a few entries of a few
     parameters of rank 0 after the block; `moved`: whether they changed in it. `evaluated`: which of the timed steps held an
     evaluation."""
