@@ -214,7 +214,8 @@ def test_the_split_of_a_step_is_the_device_s():
         machine.wait()
         parts.append((part, began[0].elapsed_time(ended[0])))
 
-    made.gate = types.SimpleNamespace(add_part=add_part, timeline=made.timeline)
+    fetched = []
+    made.gate = types.SimpleNamespace(add_part=add_part, add_time=lambda *told: fetched.append(told))
     made.timeline.begin()
     made.guard = lambda function, *args: function(*args) if function in (made.timeline.mark, add_part) else None
     for splitting in (False, True):
@@ -228,8 +229,8 @@ def test_the_split_of_a_step_is_the_device_s():
         made.step_ends(optimizer)
         began = made.mark()
         machine.host(5)
-        made.loader_waited(None, (), began)
-    assert parts == [("backward", 180), ("optimizer", 20), ("input", 5)]
+        made.loader_waited(None, (), began, 5_000_000)
+    assert parts == [("backward", 180), ("optimizer", 20), ("input", 5)] and fetched == [("fetch", 5_000_000)]
 
 
 def test_a_loss_that_is_written_over_was_recorded_as_it_was():

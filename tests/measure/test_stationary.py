@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from saturate.measure.stationary import block_steps, in_turns, surely_longer, typical_ms, warmed_up
+from saturate.measure.stationary import block_steps, in_turns, surely_longer, typical_ms, warmed_up, with_lead
 
 MS = 1_000_000
 
@@ -93,6 +93,18 @@ def test_very_uneven_steps_are_accepted_in_the_end(seed):
     (7, 3, 1, True, (3, 45))])
 def test_blocks(step_ms, workers, prefetch, bound, expected):
     assert block_steps(step_ms, workers, prefetch, loader_bound=bound) == expected
+
+
+@pytest.mark.parametrize("step_ms, workers, expected", [(20, 0, (8, 15)), (500, 0, (1, 2)), (40, 2, (4, 8)), (10, 2, (15, 30))])
+def test_a_host_is_ahead_of_its_device_before_a_block_is_timed(step_ms, workers, expected):
+    assert block_steps(step_ms, workers, queued=True) == expected
+
+
+@pytest.mark.parametrize("times, as_if", [
+    ([25, 20, 21], [20, 20, 21]), ([4000, 20, 20], [4000, 20, 20]), ([19, 20, 20], [19, 20, 20]), ([25], [25]), ([], [])])
+def test_the_first_step_behind_a_drained_device(times, as_if):
+    """It holds what the host does before it is ahead of the device; a compilation is something else."""
+    assert with_lead(times) == as_if
 
 
 @pytest.mark.parametrize("step_ms, steps, expected", [

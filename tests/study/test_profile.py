@@ -207,6 +207,13 @@ def test_recorded_steps_without_a_long_wait_are_compared_with_others_without_the
     assert diagnose.unprofiled(seen, 200.0, 0.9) == pytest.approx(0.5)
 
 
+def test_the_host_s_clock_is_not_what_a_step_of_a_device_takes():
+    uneven = {**SAMPLE, "parts": {"input": 10_000_000, "rest": 5_000_000}, "uneven_input": True}
+    seen = Seen(facts=facts(device="cuda"), step_ns=[10_000_000] * 8 + [20_000_000], sample=uneven)
+    assert seen.step_ms == pytest.approx(100 / 9)
+    assert _queue(facts(device="cuda"), 10.0) == (15, 1) and _queue(facts(), 10.0) == (1, 1)
+
+
 def test_shares_of_work_are_beside_the_input_of_the_clocked_steps():
     seen = Observations(device="cpu", busy=0.8, overhead=0.2, input_wait=0.0, input_wait_raw=0.0, step_ms=10.0,
                         operators=(OperatorSeen("aten::mm", share=0.6, recoverable=0.1),))

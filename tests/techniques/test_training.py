@@ -29,6 +29,7 @@ from saturate.records.facts import (  # noqa: E402
     OptimizerFacts,
 )
 from saturate.techniques import (  # noqa: E402
+    _common,
     allocator,
     cpu_threads,
     ddp_options,
@@ -725,6 +726,7 @@ def test_worker_counts_follow_need_quota_memory_and_ranks():
 
     assert counts(loading()) == [2, 8, 4, 2]        # 60 ms of loading beside 40 ms of computing, then all cores
     assert counts(loading(input_wait_ms=90.0))[0] == 8
+    assert counts(loading(input_wait_ms=100.0, input_exposed_ms=25.0))[0] == 2, "100 ms of loading beside 75 ms of an accelerator's work"
     assert counts(loading(world_size=4)) == [2, 2], "two cores per rank: both are needed, and the second variant prefetches more"
     assert max(counts(loading(machine=MachineFacts(cpu_count=1.5)))) == 1
     small = MachineFacts(cpu_count=8.0, shm_bytes=14 << 20)
@@ -739,6 +741,13 @@ def test_worker_counts_follow_need_quota_memory_and_ranks():
         assert not loader_workers.eligible(loading(loaders=(LoaderFacts(**bad),)))
     assert not loader_workers.eligible(loading(input_wait_ms=1.0))
     assert loader_workers.bound(loading()) == 0.6
+
+
+def test_input_that_an_accelerator_hides_is_no_reason_against_others():
+    hidden = loading(input_wait_ms=90.0, optimizer_ms=20.0, input_exposed_ms=0.0)
+    assert _common.computing(hidden) == pytest.approx(0.8)
+    assert loader_workers.bound(hidden) == 0.9, "once its work takes less, that shows"
+    assert _common.computing(dataclasses.replace(hidden, input_exposed_ms=None)) == 0.0
 
 
 def test_workers_are_proved_by_living_processes():

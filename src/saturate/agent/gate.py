@@ -70,15 +70,23 @@ class Gate:
 
     def add_part(self, part: str, began: Mark) -> None:
         """What has run since the mark `began` belongs to `part`."""
-        if self._timeline.queued and self.remaining > self._timed:
-            return          # a step that is skipped: the devices may still be waiting for the host there
-        self._spans.append((part, began, self._timeline.mark()))
+        if not self._filling():
+            self._spans.append((part, began, self._timeline.mark()))
+
+    def add_time(self, part: str, ns: int) -> None:
+        """So much of the host's time belongs to `part`."""
+        if not self._filling():
+            self.parts[part] = self.parts.get(part, 0) + ns
+
+    def _filling(self) -> bool:
+        """Whether this is a step that is skipped because devices may still be waiting for the host there."""
+        return self._timeline.queued and self.remaining > self._timed
 
     def _read(self, spans: list[tuple[str, Mark, Mark]]) -> None:
         for part, *marks in spans:
             if None not in marks:
                 began, ended = self._timeline.read(marks)
-                self.parts[part] = self.parts.get(part, 0) + ended - began
+                self.add_time(part, ended - began)
 
     def _wait(self, message: dict[str, Any]) -> None:
         self._drain()

@@ -129,9 +129,9 @@ def _loaders(session: Any, torch: Any) -> None:
             session.iterators.add(self)
         if not session.splitting and session.loaders_known:
             return original_next(self)
-        began = session.mark()
+        began_ns, began = session.clock(), session.mark()
         batch = original_next(self)
-        session.loader_waited(self, batch, began)
+        session.loader_waited(self, batch, began, session.clock() - began_ns)
         return batch
 
     replace(session, DataLoader, "__init__", init)

@@ -200,11 +200,13 @@ class Session:
         rewritten = self.guard(application.rewrite_loader, self, loader, init, args, kwargs)
         return rewritten or (args, kwargs)
 
-    def loader_waited(self, iterator: Any, batch: Any, began: timeline.Mark) -> None:
-        """One batch was fetched, since this mark. Remembers the loader for the facts, and the wait while a split is measured: of a
-        device, only what it waited itself lies between the two marks."""
+    def loader_waited(self, iterator: Any, batch: Any, began: timeline.Mark, waited_ns: int) -> None:
+        """One batch was fetched, since this mark. Remembers the loader for the facts, and the wait while a split is measured: what
+        a device had to do meanwhile does not lie between its two marks, so the host's wait is kept beside it."""
         if self.splitting:
             self._add_part("input", began)
+            if self.timeline.queued and self.gate is not None:
+                self.gate.add_time("fetch", waited_ns)
         if self.asleep:
             return
         if self.batching is not None:

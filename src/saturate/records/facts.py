@@ -121,7 +121,8 @@ class Facts:
     gc_ms_per_step: float = 0.0         # pauses of the collector
     host_to_device_bytes: int = 0       # bytes copied from host to device in one step (0 on a CPU)
     step_ms: float = 0.0                # median over the observed steps, not a measurement to decide by
-    input_wait_ms: float = 0.0          # time in DataLoader.__next__ per step; of it, on CUDA devices, what the device waited
+    input_wait_ms: float = 0.0          # time in DataLoader.__next__ per step
+    input_exposed_ms: float | None = None   # of it, what an accelerator had nothing to do; None: nothing hides it, all of it counts
     page_faults: float = 0.0            # per step, of rank 0: pages that the kernel had to give and clear; the most of several processes
     least_page_faults: float | None = None  # the least of several processes of the same command; None: one was looked at
     kernel_ms: float = 0.0              # processor time of rank 0 in the kernel per step, all threads

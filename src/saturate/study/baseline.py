@@ -120,7 +120,8 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     live.trial.freeze()
     split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
     with_machine(study, facts)
-    facts.update(step_ms=live.step_ms, input_wait_ms=split.get("input wait", 0.0),
+    waited_ms, exposed_ms = _input_ms(block.parts, steps)
+    facts.update(step_ms=live.step_ms, input_wait_ms=waited_ms, input_exposed_ms=exposed_ms,
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
                  gc_ms_per_step=split.get("garbage collector", 0.0),
                  page_faults=(faults_after - faults) / (skip + steps), kernel_ms=1e3 * (kernel_after_s - kernel_s) / (skip + steps))
@@ -173,6 +174,12 @@ def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, floa
     rest = total_ns / steps / 1e6 - sum(split.values())
     collector = parts.get("gc", 0) / steps / 1e6
     return {**split, "garbage collector": collector, "forward and rest": max(0.0, rest - collector)}
+
+
+def _input_ms(parts: Mapping[str, int], steps: int) -> tuple[float, float | None]:
+    """How long the host waits for input in a step, and of that what an accelerator had nothing to do; None: nothing hides it."""
+    exposed = parts.get("input", 0) / steps / 1e6
+    return (parts["fetch"] / steps / 1e6, exposed) if "fetch" in parts else (exposed, None)
 
 
 def failed(study: Study, outcome: Outcome) -> bool:

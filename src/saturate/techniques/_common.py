@@ -21,8 +21,14 @@ def share(part_ms: float, step_ms: float) -> float | None:
 def computing(facts: Facts, most: float = 1.0) -> float | None:
     """Bound of what acts on forward and backward: at `most` this part of the share of a step that neither waits for
     input nor is the optimizer's; None when the step was not timed."""
-    rest = share(facts.input_wait_ms + facts.optimizer_ms, facts.step_ms)
+    rest = share(exposed_input_ms(facts) + facts.optimizer_ms, facts.step_ms)
     return None if rest is None else most * (1.0 - rest)
+
+
+def exposed_input_ms(facts: Facts) -> float:
+    """What a step would be shorter by if a batch took no time. The rest of `input_wait_ms` an accelerator hides, as long as its own
+    part of the step is no shorter: what shortens the wait may show only beside what shortens that."""
+    return facts.input_wait_ms if facts.input_exposed_ms is None else facts.input_exposed_ms
 
 
 def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:

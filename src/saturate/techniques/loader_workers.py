@@ -141,7 +141,7 @@ def variants(facts: Facts) -> list[Options]:
 
 def _needed(facts: Facts, most: int) -> int:
     """As many as it takes to make a batch in the time that the rest of the step takes."""
-    rest = facts.step_ms - facts.input_wait_ms
+    rest = facts.step_ms - _common.exposed_input_ms(facts)
     if not (rest > 0 and facts.input_wait_ms > 0):
         return most
     return max(1, min(most, math.ceil(min(facts.input_wait_ms / rest, most))))

@@ -83,7 +83,7 @@ def sample_facts() -> list[Facts]:
     hopper = dataclasses.replace(cuda, capability=(9, 0), packages=("torchao",))
     found = [Facts(), usual, cuda, old_gpu, *limited, hopper]
     for bad in (math.nan, math.inf, -1.0, 0.0):
-        times = dict.fromkeys(("step_ms", "input_wait_ms", "backward_ms", "optimizer_ms", "gc_ms_per_step"), bad)
+        times = dict.fromkeys(("step_ms", "input_wait_ms", "input_exposed_ms", "backward_ms", "optimizer_ms", "gc_ms_per_step"), bad)
         found += [dataclasses.replace(facts, **times) for facts in (usual, cuda)]
         found.append(dataclasses.replace(usual, input_wait_ms=bad, gc_ms_per_step=bad))
     hostile_loader = LoaderFacts(batch_bytes=1 << 60, iterable=True, holds_device_tensors=True, dataset_length=0)
