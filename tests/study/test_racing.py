@@ -195,15 +195,16 @@ def test_a_pair_that_was_not_counted_to_its_end_is_measured_again(tmp_path, whol
     assert again.store.rounds(question)[:whole] == before[:whole], "a whole pair stays"
 
 
-def live(step_ms, workers=0):
+def live(step_ms, workers=0, device="cpu"):
     loaders = [SimpleNamespace(num_workers=workers, prefetch_factor=2)] if workers else []
-    return SimpleNamespace(step_ms=step_ms, evidence=SimpleNamespace(loaders=loaders))
+    return SimpleNamespace(step_ms=step_ms, evidence=SimpleNamespace(loaders=loaders), hello={"device": device})
 
 
 def test_blocks_are_as_long_as_the_faster_step_needs_unless_the_second_is_far_behind_or_ahead():
     """bf16 made the steps of an adaptive solver thirty times as long, and each of its blocks thirty times as long as ours. And a
     cache made steps 45 times as short: two rounds took half a minute, nearly all of it the baseline's."""
     assert block_size(live(16.0), live(20.0)) == block_size(live(20.0), live(16.0)) == (1, 19)
+    assert block_size(live(20.0, device="cuda"), live(20.0, device="cuda")) == (8, 15)
     assert block_size(live(16.0), live(480.0)) == (1, 2)
     assert block_size(live(41.0), live(0.9)) == (1, 22)         # 0.9 s of the baseline, 20 ms of the other
     assert block_size(live(60.0), live(20.0)) == (1, 15)        # no more than three times as fast: as many as it needs
