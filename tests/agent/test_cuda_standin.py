@@ -231,6 +231,8 @@ def test_the_split_of_a_step_is_the_device_s():
         machine.host(5)
         made.loader_waited(None, (), began, 5_000_000)
     assert parts == [("backward", 180), ("optimizer", 20), ("input", 5)] and fetched == [("fetch", 5_000_000)]
+    made.pid = 0
+    assert made.mark() is None, "a forked child must not ask the device"
 
 
 def test_a_loss_that_is_written_over_was_recorded_as_it_was():

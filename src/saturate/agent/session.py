@@ -312,8 +312,9 @@ class Session:
         self._token(self._name(optimizer))
 
     def mark(self) -> timeline.Mark:
-        """Where the training is now, while it is measured where the time of a step goes; None at other times."""
-        return self.guard(self.timeline.mark) if self.splitting else None
+        """Where the training is now, while it is measured where the time of a step goes; None at other times, and in forked children,
+        where asking a device is an error."""
+        return self.guard(self.timeline.mark) if self.splitting and not self.asleep else None
 
     def _add_part(self, part: str, began: timeline.Mark) -> None:
         if self.gate is not None and began is not None:
