@@ -58,4 +58,4 @@ class Machine:
 
         return SimpleNamespace(cuda=SimpleNamespace(
             Event=Event, current_stream=lambda device: SimpleNamespace(device=device.index), synchronize=self.wait,
-            is_current_stream_capturing=lambda: self.capturing))
+            is_initialized=lambda: True, is_current_stream_capturing=lambda: self.capturing))
