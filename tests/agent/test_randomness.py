@@ -80,3 +80,30 @@ def test_compiled_code_draws_what_eager_code_draws_in_aligned_runs(script):
     """Stochastic depth and noise are no dropout: a model with them was taken for another training once it was compiled."""
     seen = subprocess.run([sys.executable, str(script(DRAWING))], check=True, capture_output=True, text=True, timeout=300).stdout
     assert seen.strip() == "[True, True, True]"
+
+
+FETCHING = """
+import sys, torch
+from saturate.agent import randomness
+randomness.align(torch, 20)
+devices = []
+torch.cuda.manual_seed_all = devices.append     # where noise is drawn on a device, between two batches
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): return index + torch.rand(())
+
+torch.manual_seed(0)
+seeded = len(devices)
+loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, num_workers=int(sys.argv[1]))
+samples = [batch.tolist() for batch in loader]
+print(len(devices) - seeded, samples)
+"""
+
+
+def test_seeding_a_batch_leaves_the_generators_of_devices_alone(script):
+    """Without workers noise on the device was drawn anew from the same seed after each batch, and with workers not."""
+    path = str(script(FETCHING))
+    alone, with_workers = (subprocess.run([sys.executable, path, workers], check=True, capture_output=True, text=True, timeout=120).stdout
+                           for workers in "02")
+    assert alone == with_workers and alone.startswith("0 ")

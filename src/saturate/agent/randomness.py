@@ -127,7 +127,9 @@ def _seed_each_batch(torch: Any, seed: int) -> None:
         numpy_state = numpy.random.get_state() if numpy else None
         first = indices[0] if isinstance(indices, (list, tuple)) and indices else indices
         key = zlib.crc32(f"{seed}:{first!r}".encode())
-        torch.manual_seed(key)
+        # Of the CPU alone, whose state is put back: torch.manual_seed sets the devices' generators, too, in the process that trains
+        # where there are no workers, and not where there are.
+        torch.default_generator.manual_seed(key)
         random.seed(key)
         if numpy:
             numpy.random.seed(key)
