@@ -235,11 +235,13 @@ def test_the_split_of_a_step_is_the_device_s():
     assert made.mark() is None, "a forked child must not ask the device"
 
 
-def test_a_loss_that_is_written_over_was_recorded_as_it_was():
-    """A replayed CUDA graph writes its outputs where they were; reading them after that raises."""
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_loss_that_is_written_over_was_recorded_as_it_was(verifies):
+    """A replayed CUDA graph writes its outputs where they were, also in the next micro-step of an update; reading them after that raises."""
     made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=lambda: False))
     made.stepping, made.optimizers.built = 1, [lambda: None]     # neither the step nor what is trained is looked for here
-    made.recording, made.watchdog = True, Watchdog("warn")
+    made.recording, made.watchdog = not verifies, Watchdog("warn")
+    made.capture = types.SimpleNamespace(saw_backward=lambda torch, tensors: None) if verifies else None
     loss = torch.tensor(3.0)
     made.backward_ends(loss)
     loss.zero_()

@@ -268,8 +268,9 @@ class Session:
         if self.watchdog is not None:
             self.watchdog.saw(self, loss)
         if self.capture is not None or self.recording:
-            # One that is read after the next step began is copied: a replayed graph writes there again, and so may scripts.
-            self.losses.append(loss.detach().clone() if self.recording else loss.detach())
+            # A copy, for it is read later, at the update's end at the earliest: a replayed graph writes there again in the next
+            # micro-step, and so may scripts.
+            self.losses.append(loss.detach().clone())
 
     def _evaluation(self) -> None:
         """A closure was evaluated. Where one step of the optimizer is all of the training, evaluations are the steps."""
