@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from saturate.agent.sample import perturb
 from saturate.verify.series import Series
 
 UPDATES = 52
@@ -32,9 +33,16 @@ class Plan:
     fused: bool = False
     reverse_batch: bool = False         # the same sums in another order
     double: bool = False                # parameters, data and losses in float64
+    autocast: bool = False              # to bf16, by the script itself
+    low: str = ""                       # number format of parameters and activations, shorter than float32
+    wide: bool = False                  # between operators nothing is rounded to a shorter format, as in fused kernels
     bug: str = ""
     data_seed: int | None = None
     from_start: bool = False            # the bug acts from update 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.double else getattr(torch, self.low or "float32")
 
 
 class Block(nn.Module):
@@ -106,15 +114,37 @@ def _sample(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+class WideBetweenProducts(torch.overrides.TorchFunctionMode):
+    """Operands and results of matrix products and convolutions are rounded to a short format, and nothing else is: what compilers
+    make of a forward in that format, where they fuse the operators in between."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function not in (nn.functional.linear, torch.conv2d, nn.functional.scaled_dot_product_attention):
+            return function(*args, **(kwargs or {}))
+        args = [arg.to(self.dtype).float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return function(*args, **(kwargs or {})).to(self.dtype).float()
+
+
+def _in_float32(model, x):
+    x, *values = (v.float() if v.is_floating_point() else v for v in (x, *model.parameters(), *model.buffers()))
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return torch.func.functional_call(model, dict(zip(names, values)), x)
+
+
 def _loss(plan: Plan, model, x, y):
     if plan.reverse_batch:
         x, y = x.flip(0), y.flip(0)
-    if plan.bug == "float32 forward":
-        x, *values = (v.float() if v.is_floating_point() else v for v in (x, *model.parameters(), *model.buffers()))
-        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-        out = torch.func.functional_call(model, dict(zip(names, values)), x)
+    if plan.wide:
+        with WideBetweenProducts(plan.dtype if plan.low else torch.bfloat16):
+            out = _in_float32(model, x)
+    elif plan.bug == "float32 forward":
+        out = _in_float32(model, x)
     else:
-        with torch.autocast("cpu", torch.bfloat16) if plan.bf16 else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16) if plan.bf16 or plan.autocast else nullcontext():
             out = model(x)
     out = out.double() if plan.double else out.float()
     loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
@@ -129,13 +159,13 @@ def train(plan: Plan) -> Series:
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     build, batch = MODELS[plan.model]
-    model = build().to(torch.float64 if plan.double else torch.float32)
+    model = build().to(plan.dtype)
     optimizer = _optimizer(plan, model)
     generator = torch.Generator().manual_seed(plan.seed + 1000)
     losses, norms, samples, stale = [], [], [], None
     for k in range(plan.updates):
         acts = k >= 2 or plan.from_start
-        now = plan if acts else replace(plan, bf16=False, reverse_batch=False, bug="")
+        now = plan if acts else replace(plan, bf16=False, reverse_batch=False, wide=False, bug="")
         bug = plan.bug if acts else ""
         if plan.data_seed is not None and k == (0 if plan.from_start else 2):
             generator = torch.Generator().manual_seed(plan.data_seed)
@@ -148,7 +178,7 @@ def train(plan: Plan) -> Series:
         losses.append([])
         for m in range(plan.micro):
             x, y = batch(generator)
-            x = x.double() if plan.double and x.is_floating_point() else x
+            x = x.to(plan.dtype) if x.is_floating_point() else x
             loss = _loss(now, model, x, y)
             losses[-1].append(float("nan") if bug == "nan" and k == 40 else float(loss.detach()))
             scale = 1 if bug == "gradient sum" else plan.micro
@@ -173,13 +203,17 @@ def train(plan: Plan) -> Series:
             noise = torch.Generator().manual_seed(plan.perturb_seed)
             with torch.no_grad():
                 for p in parameters:
-                    p.mul_(1 + plan.perturb * (2 * torch.rand(p.shape, generator=noise) - 1))
+                    if plan.low:
+                        perturb(torch, p, plan.perturb, torch.randint(0, 2, p.shape, generator=noise, dtype=torch.int8) * 2 - 1)
+                    else:
+                        p.mul_(1 + plan.perturb * (2 * torch.rand(p.shape, generator=noise) - 1))
         parts = _sample(model)
         samples.append(torch.cat(parts).tolist())
     return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts],
-                  precision="float64" if plan.double else "float32")
+                  precision="float64" if plan.double else "float32", formats=[str(plan.dtype).removeprefix("torch.")] * len(parts),
+                  arithmetic=plan.low or "bfloat16" * plan.autocast)
 
 
 def twins(plan: Plan, perturb: float, count: int = 2) -> list[Series]:
-    clean = replace(plan, bug="", bf16=False, fused=False, reverse_batch=False, data_seed=None)
+    clean = replace(plan, bug="", bf16=False, fused=False, reverse_batch=False, wide=False, data_seed=None)
     return [train(replace(clean, perturb=perturb, perturb_seed=7 + i)) for i in range(count)]

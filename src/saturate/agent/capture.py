@@ -12,7 +12,7 @@ import zlib
 from array import array
 from typing import Any
 
-from saturate.agent import leaves, observe, ordering, sample, succession
+from saturate.agent import formats, leaves, observe, ordering, randomness, sample, succession
 from saturate.techniques import _common
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
@@ -28,6 +28,7 @@ class Capture:
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
+        self._arithmetic: set[str] = set()  # formats of 16 bits that the backward passes of this update compute in
         self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
         self._roles = 0
         self._batches: list[str] = []
@@ -50,6 +51,7 @@ class Capture:
             for reference in leaves.reached(torch, tensors):
                 if (leaf := reference()) is not None:
                     self._used.setdefault(id(leaf), reference)
+            self._arithmetic |= {name for name in formats.COARSE if _common.computed_in(tensors, getattr(torch, name), torch)}
 
     def token(self, session: Any, token: str) -> None:
         """A backward pass or an optimizer's step: recorded are whole updates."""
@@ -82,7 +84,8 @@ class Capture:
         self._code = "d" if any(doubles) else "f"
         precise = all(doubles) and all(map(sample.double, session.losses))
         header = {"schema": 2, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
-                  "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32"}
+                  "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32",
+                  **formats.of_training(session.torch, self._parameters, session.losses, observe.all_modules(session.torch), self._arithmetic)}
         self._log.write(json.dumps(header) + "\n")
 
     def _follow(self, session: Any) -> None:
@@ -125,10 +128,10 @@ def _total(torch: Any, norms: list[Any]) -> float | None:
 
 
 def _perturb(torch: Any, parameters: list[Any], relative: float, seed: int) -> None:
-    """Multiply every entry by 1 +- relative: what one rounding to the candidate's number format may do. The signs are drawn on the
-    CPU, whatever device the script has made the default."""
+    """What one rounding to the candidate's number format may do to every entry. The signs are drawn on the CPU, whatever device the
+    script has made the default."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     with torch.no_grad():
         for p in parameters:
             signs = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8, device="cpu").to(p.device) * 2 - 1
-            p.mul_(1 + relative * signs.to(p.dtype))
+            sample.perturb(torch, p, relative, signs)

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import asdict
 from typing import Any
 
+from saturate.agent import formats
 from saturate.agent.context import forward_overridden, is_ours
 from saturate.data import ranks
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
@@ -218,7 +219,7 @@ def facts(session: Any) -> dict[str, Any]:
         device_room_bytes=room_bytes(session),
         # Emulated bf16 exists since sm_53; tensor cores have it since sm_80.
         cuda_bf16_native=cuda and torch.cuda.get_device_capability(inspection.devices[0]) >= (8, 0),
-        tf32_matmul=_tf32(torch),
+        tf32_matmul=formats.matmul_allows_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         world_size=world_size(),
         motif=inspection.describe(),
@@ -265,14 +266,6 @@ def room_bytes(session: Any) -> int | None:
         return None
     cuda = session.torch.cuda
     return min(cuda.memory_reserved(device) + cuda.mem_get_info(device)[0] for device in session.inspection.devices)
-
-
-def _tf32(torch: Any) -> bool:
-    """Whether fp32 matrix products may use TF32, under either of torch's two ways to say so (mixing them raises)."""
-    try:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:
-        return getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
 
 
 def _packages() -> tuple[str, ...]:
@@ -367,7 +360,7 @@ def evidence(session: Any) -> dict[str, Any]:
         live_workers=sum(w.is_alive() for w in workers),
         optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
         threads=torch.get_num_threads(),
-        allow_tf32=_tf32(torch),
+        allow_tf32=formats.matmul_allows_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         grads_none_after_zero=None if not gradients else all(g is None for g in gradients),
         gc_frozen=gc.get_freeze_count(),

@@ -40,3 +40,13 @@ def digest(tensor: Any, entries: int = 4096) -> str:
     flat = tensor.detach().reshape(-1)
     seen = flat[:: max(1, flat.numel() // entries)][:entries].tolist()
     return f"{zlib.crc32(repr((tuple(tensor.shape), seen)).encode()):08x}"
+
+
+def perturb(torch: Any, parameter: Any, relative: float, signs: Any) -> None:
+    """Multiply every entry by 1 + relative * its sign. In a format of 16 bits that is so coarse that 1 + relative would be 1, the
+    magnitude of each entry goes to the next number up or down instead; zero stays zero, as it does in the product."""
+    if not (parameter.is_floating_point() and parameter.element_size() == 2 and relative < torch.finfo(parameter.dtype).eps):
+        parameter.mul_(1 + relative * signs.to(parameter.dtype))
+        return
+    # Read as integers, neighbours of these formats differ by one; the sign is a bit of its own.
+    parameter.view(torch.int16).add_(signs.to(torch.int16) * (parameter != 0))

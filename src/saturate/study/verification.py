@@ -130,7 +130,10 @@ class Verifier:
         return found if otherwise is None else Verified(False, otherwise, found.curves)
 
     def _rounding(self, numerics: str) -> float:
-        return ROUNDING.get(numerics, self.series(Run(self.reference)).rounding)
+        """One rounding to the coarsest format: that the class may bring in, that the script computes in itself, or that what everything
+        is compared with has brought in."""
+        brought = [ROUNDING[one] for one in (numerics, *(member.numerics for member in self.reference)) if one in ROUNDING]
+        return max([self.series(Run(self.reference)).coarsest_rounding, *brought])
 
     def _trains_alike(self, techniques: Set, numerics: str) -> Verified:
         baseline = self.series(Run(self.reference))
@@ -175,7 +178,8 @@ class Verifier:
         timed = [self.bench.store.answer(timed_losses(chosen)) for chosen in (self.reference, techniques)]
         if None in timed:
             return None
-        plain, own = (self.series(Run(chosen)).losses for chosen in (self.reference, techniques))
+        baseline = self.series(Run(self.reference))
+        plain, own = baseline.losses, self.series(Run(techniques)).losses
         if all(ours == theirs for ours, theirs in zip(own[FIRST_ACTING:], timed[1][FIRST_ACTING:])):
             return None
         allowed = self._tolerance(rounding).loss

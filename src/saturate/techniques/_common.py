@@ -202,7 +202,7 @@ def computed_in(output: Any, dtype: Any, torch: Any) -> str:
             continue        # a cast proves nothing about the arithmetic
         results = [metadata.dtype for metadata in getattr(node, "_input_metadata", ())]
         if "CompiledFunction" in node_name(node):
-            results += [saved.dtype for saved in getattr(node, "saved_tensors", ())]
+            results += [saved.dtype for saved in _saved_tensors(node)]
         if dtype in results:
             return node_name(node)
     return ""
@@ -215,6 +215,14 @@ def device_of(context: Any) -> Any:
     stepped = (p for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"])
     found = (p.device for p in itertools.chain(trained, stepped) if p.device.type == context.device)
     return next(found, None) or context.torch.device(context.device or "cpu")
+
+
+def _saved_tensors(node: Any) -> tuple[Any, ...]:
+    """None once a backward pass has used and freed them."""
+    try:
+        return tuple(getattr(node, "saved_tensors", ()))
+    except RuntimeError:
+        return ()
 
 
 def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:

@@ -8,8 +8,8 @@ and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 
 holds, after each update, `dims` numbers of the format `samples`, little-endian: the same strided sample of all trained
 parameters, tensor after tensor; `segments` says how many of them belong to each tensor. `samples` is float64 where any of
 these tensors is, else float32; `precision` is float64 only where all of them, and the losses, are: then nothing in the
-training need round to less. `grad_norm` may be null; `digest`, `samples` and `precision` may be absent. A run may be killed
-at any moment, so a last record that is cut short is dropped.
+training need round to less. `arithmetic`, `formats`, `loss_format` and `device` are those of `Series`. `grad_norm` may be null;
+`digest` and what follows `segments` may be absent. A run may be killed at any moment, so a last record that is cut short is dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ SCHEMA = 2
 CAPTURE = "capture.jsonl"
 SAMPLES = "samples.bin"
 
-#: Half a unit in the last place, relative, of the formats that a training may be computed in. Shorter ones round more, but what
-#: differs between two honest trainings is the order of sums, which are in float32 there.
-ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53}
+#: One rounding, relative, to the formats that a training may be computed in; tfloat32 is that of operands of matrix products and
+#: convolutions only. Two honest trainings differ by roundings to the coarsest of them: compilers drop those between operators that
+#: they fuse, another attention kernel rounds its probabilities elsewhere, a fused optimizer rounds a parameter once per update where
+#: others do so after every operation, and another algorithm of a convolution may use TensorFloat-32 or not.
+ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "bfloat16": 2.0**-9, "tfloat32": 2.0**-11, "float16": 2.0**-12}
+
+#: The formats that are coarser than float32 and can hold parameters and losses.
+COARSE = ("bfloat16", "float16")
 
 #: The type codes of arrays of these formats.
 _CODES = {"float32": "f", "float64": "d"}
@@ -45,7 +50,9 @@ class Series:
     losses: the loss of each micro-step, in order, as the script computed it. grad_norms: 2-norm of all gradients at
     the update; nan where it could not be read. samples: the strided parameter sample *after* the update.
     digests: a hash of the update's input data, or "" where none was seen. precision: that of the parameters and the
-    losses, float32 unless all are float64.
+    losses, float32 unless all are float64. arithmetic: the coarsest format that the training computes in where that is coarser
+    than float32, else "". formats: that of each segment's tensor. loss_format: that of the losses. device: the type of device that
+    the parameters are on. Each of these is empty where it is not known.
     """
 
     losses: list[list[float]]
@@ -55,11 +62,24 @@ class Series:
     digests: list[str] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     precision: str = "float32"
+    arithmetic: str = ""
+    formats: list[str] = field(default_factory=list)
+    loss_format: str = ""
+    device: str = ""
 
     @property
     def rounding(self) -> float:
-        """One rounding of the training's own number format, relative."""
+        """One rounding of the numbers that parameters and losses are recorded in, relative."""
         return ROUNDING[self.precision]
+
+    @property
+    def coarsest_rounding(self) -> float:
+        """One rounding of the coarsest format that the training itself computes in, relative."""
+        return max(self.rounding, ROUNDING.get(self.arithmetic, 0.0))
+
+    def coarse(self, part: int) -> bool:
+        """Whether the tensor of this part is held in a format coarser than float32."""
+        return part < len(self.formats) and self.formats[part] in COARSE
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -89,7 +109,7 @@ def _header(line: bytes, path: Path) -> dict:
     if not isinstance(header.get("dims"), int) or header["dims"] < 0:
         raise CaptureDamaged(f"{path}: the header has no valid dims")
     for key in ("samples", "precision"):
-        if header.setdefault(key, "float32") not in ROUNDING:
+        if header.setdefault(key, "float32") not in _CODES:
             raise CaptureDamaged(f"{path}: the header's {key} is no known number format")
     return header
 
@@ -139,14 +159,17 @@ def read(folder: Path) -> Series:
     n = min(len(updates), len(samples))
     losses, norms, digests = [list(column) for column in zip(*updates[:n])] or ([], [], [])
     segments = list(header.get("segments") or [])
-    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments, header["precision"])
+    told = {key: str(header.get(key) or "") for key in ("arithmetic", "loss_format", "device")}
+    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments, header["precision"],
+                  formats=list(header.get("formats") or []), **told)
 
 
 def write(series: Series, folder: Path) -> None:
     """Write a capture that `read` returns equal (samples in the training's own precision)."""
     dims = len(series.samples[0]) if series.samples else 0
     records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments,
-                            "samples": series.precision, "precision": series.precision}]
+                            "samples": series.precision, "precision": series.precision, "arithmetic": series.arithmetic,
+                            "formats": series.formats, "loss_format": series.loss_format, "device": series.device}]
     for k, (losses, norm) in enumerate(zip(series.losses, series.grad_norms)):
         digest = series.digests[k] if series.digests else ""
         records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest})

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from saturate.verify.deviation import FIRST_ACTING, Deviation, deviation, norm, update_of
-from saturate.verify.series import ROUNDING, Series
+from saturate.verify.series import COARSE, ROUNDING, Series
 
 #: Fewer updates than this prove too little.
 LEAST_UPDATES = 50
@@ -41,6 +41,9 @@ SEPARATED = 1.0
 #: A program that runs twice gives the same numbers but for the order of sums, and for the shortest format (bfloat16: 2^-9). Nothing
 #: has been amplified in the first update: what differs by more is another training.
 REPEATS = 2.0**-5
+
+#: A unit in the last place of a format, relative: at most so many of its roundings.
+UNIT = 4.0
 
 #: To either side of an update, those that its length is compared with.
 AROUND = 5
@@ -103,12 +106,13 @@ def tolerance(
     """What a candidate may deviate from `baseline`, per update.
 
     `aa` are unchanged repetitions; `twins` were perturbed after update 1, by `rounding` (relative; 2^-9 for bf16,
-    2^-12 for fp16, 2^-11 for TF32; for a change of summation order that of the baseline, which it is where none is given: 2^-24,
-    in float64 2^-53). Floors, for the first acting update (they grow with the square root of the updates, as independent errors
+    2^-12 for fp16, 2^-11 for TF32; for a change of summation order that of the coarsest format that the baseline computes in, which
+    it is where none is given: 2^-24 in float32, in float64 2^-53). Floors, for the first acting update (they grow with the square root of the updates, as independent errors
     do); their constants are those of float32, and shrink with the rounding of a baseline in float64, that of the angle with its
     square root (of which it is made: below 1e-8 rad a cosine says nothing):
 
-    loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero)
+    loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero); where the loss itself
+                is in a format of 16 bits, one unit of it
     gradient    four roundings, at least 1e-4: sums of many terms in another order
     turn        5e-3 rad, or the square root of the rounding when more: Adam-like rules divide small gradients by
                 their own size, so entries whose exact gradient is zero (the biases of attention keys) move by noise;
@@ -118,7 +122,7 @@ def tolerance(
     drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
     """
     n = len(baseline)
-    rounding = baseline.rounding if rounding is None else rounding
+    rounding = baseline.coarsest_rounding if rounding is None else rounding
     finer = baseline.rounding / ROUNDING["float32"]
     runs = [*(deviation(baseline, run) for run in aa), *(_of_twin(baseline, twin) for twin in twins)]
     sizes = [baseline.loss(k) for k in range(n)]
@@ -127,7 +131,8 @@ def tolerance(
     # errors of independent updates add up like a random walk
     walk = [math.sqrt(max(1, k - FIRST_ACTING + 1)) for k in range(n)]
     scale = [max(abs(size), 0.1 * typical) if math.isfinite(size) else typical for size in sizes]
-    floors = ([max(1e-5 * finer, rounding) * size * w for size, w in zip(scale, walk)],
+    unit = UNIT * ROUNDING[baseline.loss_format] if baseline.loss_format in COARSE else 0.0
+    floors = ([max(1e-5 * finer, rounding, unit) * size * w for size, w in zip(scale, walk)],
               [max(1e-4 * finer, 4 * rounding) * w for w in walk],
               [max(5e-3 * math.sqrt(finer), math.sqrt(rounding)) * w for w in walk],
               [max(1e-3 * finer, 4 * rounding) * w for w in walk],
