@@ -55,7 +55,7 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
     if capture:
         from saturate.agent import randomness
 
-        randomness.seed_torch(torch, capture["seed"], capture.get("seed_offset", 0))
+        randomness.seed_torch(torch, capture["seed"], capture.get("seed_offset", 0), capture.get("deterministic", True))
         if capture.get("aligned"):
             randomness.align(torch, capture["seed"])
     session = Session(torch, plan)

@@ -18,9 +18,12 @@ from saturate.techniques import _common
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
 
+#: The first update that techniques act in, as in `verify.deviation`.
+FIRST_ACTING = 2
+
 
 class Capture:
-    """`plan` keys: `folder`, `updates`, `seed`, `aligned`, `perturb` ({"relative": 2**-9, "seed": 1} or null)."""
+    """`plan` keys: `folder`, `updates`, `seed`, `aligned`, `deterministic`, `perturb` ({"relative": 2**-9, "seed": 1} or null)."""
 
     def __init__(self, plan: dict[str, Any]):
         self.plan = plan

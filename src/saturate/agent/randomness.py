@@ -32,9 +32,10 @@ def seed_numpy(numpy: Any, seed: int, offset: int = 0) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def seed_torch(torch: Any, seed: int, offset: int = 0) -> None:
+def seed_torch(torch: Any, seed: int, offset: int = 0, deterministic: bool = True) -> None:
     """Seed torch right after its import. A script that seeds itself does so later, and keeps its own seed, plus `offset`
-    (other seeds of the same training, for an envelope)."""
+    (other seeds of the same training, for an envelope). `deterministic`: choose algorithms that give the same bits, which may be
+    slower and need more memory."""
     if offset:
         _shift(torch, "manual_seed", offset)
     torch.manual_seed(seed)
@@ -42,7 +43,15 @@ def seed_torch(torch: Any, seed: int, offset: int = 0) -> None:
     if torch.version.cuda or torch.version.hip:
         # Read by cuBLAS when it is first used; without it the same product need not give the same bits.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def choose_no_algorithm_by_time(torch: Any) -> None:
+    """With `cudnn.benchmark` each process takes the algorithm that was fastest in it: two runs of one script need not give the same
+    bits, in deterministic mode neither."""
+    if (torch.version.cuda or torch.version.hip) and torch.backends.cudnn.benchmark:
+        torch.backends.cudnn.benchmark = False
 
 
 def _shift(owner: Any, name: str, offset: int) -> None:

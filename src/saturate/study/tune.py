@@ -256,6 +256,9 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
         if slow:
             study.needs_budget = budget_needed(study.baseline["step_ms"])
         refusal = slow or (None if base else deadline.too_late(study, end)) or verifier.check_baseline()
+        if verifier.note is not None and verifier.note not in study.notes:
+            study.notes.append(verifier.note)
+            study.say(verifier.note)
         if refusal is not None:
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)

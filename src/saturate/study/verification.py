@@ -23,7 +23,7 @@ from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
 from saturate.verify.series import Series, read
-from saturate.verify.tolerance import Tolerance, informative, tolerance, unrepeatable
+from saturate.verify.tolerance import Tolerance, informative, tolerance, unrepeatable, widened
 
 #: Two updates before techniques act, then fifty.
 UPDATES = 52
@@ -36,9 +36,12 @@ TWINS = 3
 #: Verification runs of a study in which one technique is kept, and as much time again for its races.
 RUNS = 8
 
-#: One rounding to the number format that a class may bring in, relative; the other classes may bring in none but the baseline's own.
-#: No technique can ask for more.
+#: One rounding to the number format that a class may bring in, relative; the other classes may bring in none but the baseline's own
+#: (see `Series.coarsest_rounding`). No technique can ask for more.
 ROUNDING = {"precision": 2.0**-9, "convergence": 2.0**-9}
+
+#: The study's question whether verification runs take the algorithms that timed ones take.
+_ANY_ALGORITHM = "verified with any algorithm"
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -92,6 +95,7 @@ class Verifier:
         self.side_by_side = side_by_side
         self.reference = reference              # what everything is compared with; the baseline, if that runs
         self.refusal: str | None = None         # why nothing can be verified in this workload
+        self.note: str | None = None            # what the user should know of how it was verified
 
     def verify(self, techniques: Set) -> Verified:
         """Raises TrialEnded when the candidate cannot run."""
@@ -105,10 +109,12 @@ class Verifier:
 
     def check_baseline(self) -> str | None:
         """Why this workload cannot be verified, or None. Costs the first baseline runs."""
+        if self.bench.store.answer(_ANY_ALGORITHM):
+            self._allow_any_algorithm()
         stored = self.bench.store.answer("informative")
         if stored is None:
             try:
-                stored = [informative(self.series(Run(self.reference)))]
+                stored = [informative(self._first_series())]
             except TrialEnded as ended:
                 if ended.outcome.kind != "too_short":
                     raise
@@ -116,6 +122,21 @@ class Verifier:
             self.bench.store.set_answer("informative", stored)
         self.refusal = stored[0]
         return self.refusal
+
+    def _first_series(self) -> Series:
+        """That of the baseline, with whatever algorithms it trains if it has no memory for those that repeat themselves bit by bit."""
+        try:
+            return self.series(Run(self.reference))
+        except TrialEnded as ended:
+            if ended.outcome.kind != "out_of_memory_device" or self.note is not None:
+                raise
+        self.bench.store.set_answer(_ANY_ALGORITHM, True)
+        self._allow_any_algorithm()
+        return self.series(Run(self.reference))
+
+    def _allow_any_algorithm(self) -> None:
+        self.note = ("verified without torch's deterministic algorithms, with which the baseline runs out of the device's memory: "
+                     "what it differs from its own repetition is allowed")
 
     def _verify(self, techniques: Set) -> Verified:
         if self.check_baseline() is not None:
@@ -173,7 +194,9 @@ class Verifier:
     def _otherwise_when_timed(self, techniques: Set, rounding: float) -> str | None:
         """What shows that the timed trials of a set did not train as its verification run did; None when nothing does.
 
-        Only a script that seeds itself can tell: its baseline has the same losses whether it is timed or verified.
+        Only a script that seeds itself can tell: its baseline has the same losses whether it is timed or verified. On an accelerator
+        it has not where verification runs have deterministic algorithms and timed ones have others; what that makes of the baseline
+        is allowed then.
         """
         timed = [self.bench.store.answer(timed_losses(chosen)) for chosen in (self.reference, techniques)]
         if None in timed:
@@ -183,6 +206,8 @@ class Verifier:
         if all(ours == theirs for ours, theirs in zip(own[FIRST_ACTING:], timed[1][FIRST_ACTING:])):
             return None
         allowed = self._tolerance(rounding).loss
+        if baseline.device not in ("", "cpu"):
+            allowed = widened(allowed, plain, timed[0])
         if first_difference(plain, timed[0], allowed) is not None:
             return None
         update = first_difference(own, timed[1], allowed)
@@ -224,15 +249,22 @@ class Verifier:
             for first in range(0, len(missing), at_once):
                 self._record(*missing[first:first + at_once])
 
+    def _capture(self, run: Run) -> dict[str, Any]:
+        """What the agent is told to record."""
+        return {
+            "updates": UPDATES, "seed": SEED, "seed_offset": run.seed_offset, "aligned": run.aligned, "deterministic": self.note is None,
+            "perturb": {"relative": run.perturb, "seed": 1 + run.repetition} if run.perturb else None,
+        }
+
     def _record(self, *runs: Run) -> None:
         """In fresh processes, all at once."""
         with contextlib.ExitStack() as otherwise:
             started = []
             for run in runs:
-                started.append(self.bench.start(_purpose(run), run.techniques, _capture(run)))
+                started.append(self.bench.start(_purpose(run), run.techniques, self._capture(run)))
                 otherwise.callback(self.bench.abandon, started[-1], run.techniques)
             for run, begun in zip(runs, started):
-                trial, hello = self.bench.ready(_purpose(run), run.techniques, _capture(run), begun)
+                trial, hello = self.bench.ready(_purpose(run), run.techniques, self._capture(run), begun)
                 try:
                     self.bench.check_applied(trial, run.techniques, hello)
                 finally:
@@ -248,11 +280,3 @@ def _name(run: Run) -> str:
 def _purpose(run: Run) -> str:
     words = [word for word, on in (("aligned", run.aligned), ("twin", run.perturb), ("seed", run.seed_offset)) if on]
     return " ".join(["verify", " + ".join(c.id for c in run.techniques) or "baseline", *words])
-
-
-def _capture(run: Run) -> dict[str, Any]:
-    """What the agent is told to record."""
-    return {
-        "updates": UPDATES, "seed": SEED, "seed_offset": run.seed_offset, "aligned": run.aligned,
-        "perturb": {"relative": run.perturb, "seed": 1 + run.repetition} if run.perturb else None,
-    }

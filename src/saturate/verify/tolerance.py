@@ -71,12 +71,24 @@ class Tolerance:
         return [max(-1.0, 1 - turn * turn / 2) for turn in self.turn]
 
 
+def _horizon(k: int) -> int:
+    """The last update that what is allowed in update k looks at."""
+    return max(k, FIRST_ACTING) * 3 // 2 + 2
+
+
+def widened(allowed: Sequence[float], losses: Sequence[Sequence[float]], otherwise: Sequence[Sequence[float]]) -> list[float]:
+    """What a loss may deviate between two kinds of runs of one training: `allowed`, and what is made of the baseline's losses where
+    it runs `otherwise`."""
+    off = [max((abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(ours, theirs)), default=0.0)
+           for ours, theirs in zip(losses, otherwise)]
+    return [limit + SAFETY * max(off[: _horizon(k) + 1], default=0.0) for k, limit in enumerate(allowed)]
+
+
 def _running(found: Sequence[list[float]], floor: Sequence[float], widest: float, safety: float) -> list[float]:
     """Running maximum over updates (looking ahead) and over runs, times the safety factor, between floor and cap."""
     allowed = []
     for k, least in enumerate(floor):
-        horizon = max(k, FIRST_ACTING) * 3 // 2 + 2
-        seen = [value for run in found for value in run[: horizon + 1] if math.isfinite(value)]
+        seen = [value for run in found for value in run[: _horizon(k) + 1] if math.isfinite(value)]
         allowed.append(min(widest, max(least, safety * max(seen, default=0.0))))
     return allowed
 
