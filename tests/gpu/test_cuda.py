@@ -251,3 +251,48 @@ while True:
     trial.wait_ready()
     assert "the script itself" in trial.look("modules", 1, 3)["memory_lines_unknown"]
     assert trial.run_block(1, 2).step_ns
+
+
+CONVOLUTIONS = """
+    import contextlib, sys, torch, torch.nn as nn
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1, bias=False),
+                          nn.BatchNorm2d(32), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).cuda()
+    around = contextlib.nullcontext()
+    if sys.argv[1] == "autocast": around = torch.autocast("cuda", torch.bfloat16)
+    if sys.argv[1] == "held": model.to(torch.bfloat16)
+    x, y = torch.randn(64, 3, 32, 32, device="cuda").to(model[0].weight.dtype), torch.randint(10, (64,), device="cuda")
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    while True:
+        with around: loss = nn.functional.cross_entropy(model(x), y)
+        opt.zero_grad(); loss.float().backward(); opt.step()
+"""
+
+
+@pytest.mark.parametrize(("how", "arithmetic"), [("plain", "tfloat32"), ("autocast", "bfloat16"), ("held", "bfloat16")])
+@pytest.mark.parametrize(("identity", "options"), [("compile", {}), ("fused-optimizer", {}), ("channels-last", {})])
+def test_what_is_right_is_accepted_in_the_formats_that_devices_compute_in(how, arithmetic, identity, options, script, start, tmp_path):
+    """Fused operators round in other places, other memory layouts have kernels in TensorFloat-32."""
+    from saturate.study.verification import SEED, UPDATES
+    from saturate.verify import compare, series
+    from saturate.verify.tolerance import tolerance
+
+    path, rounding = str(script(CONVOLUTIONS)), series.ROUNDING[arithmetic]
+
+    def recorded(name, techniques=(), perturb=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        capture = {"folder": str(folder), "updates": UPDATES, "seed": SEED, "aligned": False, "perturb": perturb}
+        step = {"token": "S0", "count": 1, "tokens": ["B", "S0"]}
+        trial = start(path, how, capture=capture, step=step, techniques=list(techniques), timeout_s=240.0)
+        trial.wait_capture()
+        trial.stop()
+        return series.read(folder)
+
+    baseline, repetition = recorded("baseline"), recorded("repetition")
+    assert (baseline.arithmetic, baseline.device) == (arithmetic, "cuda")
+    assert compare.bitwise(baseline, repetition), "no algorithm is chosen by a measurement"
+    twins = [recorded(f"twin {seed}", perturb={"relative": rounding, "seed": seed}) for seed in (1, 2, 3)]
+    verdict = compare.compare(baseline, recorded("candidate", [chosen(identity, **options)]), tolerance(baseline, [repetition], twins, rounding))
+    assert verdict.passed, verdict.reason

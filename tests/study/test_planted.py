@@ -11,11 +11,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from parties import WORKLOAD, tune
 
+from saturate.study.bench import timed_losses
 from saturate.study.candidates import Candidate
 from saturate.study.racing import other_work
-from saturate.study.verification import UPDATES, Run, Verifier, first_difference
+from saturate.study.verification import UPDATES, Run, Verified, Verifier, _name, first_difference
 from saturate.trial import clocks
-from saturate.trial.process import Block
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Block, TrialEnded
 from saturate.verify.series import Series
 
 # -- timed blocks must be the same work --------------------------------------------------------------------------------
@@ -171,9 +173,99 @@ def test_of_a_training_in_float64_only_its_own_rounding_is_another_order_of_sums
     assert Double({frozenset({"sums"}): training(2.0**-52)}).verify((candidate("sums", "reordering"),)).passed
 
 
-def test_losses_of_timed_trials_are_compared() -> None:
-    from saturate.study.bench import timed_losses
+class In(Recorded):
+    """Runs of a training with these properties; `repetitions`: what unchanged ones of it did, by number."""
 
+    def __init__(self, found: dict[frozenset[str], Series], repetitions: dict[int, Series] | None = None, **properties: str) -> None:
+        super().__init__(found)
+        self.repetitions, self.properties, self.asked = repetitions or {}, properties, set()
+
+    def series(self, run: Run) -> Series:
+        self.asked.add(run.repetition)
+        found = self.repetitions.get(run.repetition) if not (run.perturb or run.techniques) else None
+        self._series[_name(run)] = replace(found or super().series(run), **self.properties)
+        return self._series[_name(run)]
+
+
+def test_what_a_script_computes_in_16_bits_may_be_rounded_to_16_bits_elsewhere() -> None:
+    """Compiled code drops the roundings between the operators that it fuses: it was rejected."""
+    set_ = (candidate("fused", "reordering"),)
+    for arithmetic, error, passes in (("", 2.0**-9, False), ("bfloat16", 2.0**-9, True), ("tfloat32", 2.0**-11, True), ("float16", 2.0**-12, True),
+                                      ("bfloat16", 0.05, False), ("tfloat32", 0.02, False)):
+        assert In({frozenset({"fused"}): training(error)}, arithmetic=arithmetic).verify(set_).passed is passes, (arithmetic, error)
+
+
+def test_what_the_reference_rounds_to_is_no_other_training() -> None:
+    """What fits in memory only in bf16 is compared with itself in bf16."""
+    rough, fused = candidate("rough", "precision"), candidate("fused", "reordering")
+    found = {frozenset({"rough"}): training(), frozenset({"rough", "fused"}): training(2.0**-9)}
+    verifier = Recorded(found)
+    assert verifier._rounding("reordering") == 2.0**-24
+    verifier.reference = (rough,)
+    assert verifier._rounding("reordering") == 2.0**-9 and verifier.verify((rough, fused)).passed
+
+
+def test_on_an_accelerator_two_runs_that_agree_may_do_so_by_chance() -> None:
+    """The fastest algorithm is found by a measurement in each process: the third repetition is the first to take another."""
+    set_ = (candidate("pinned", "exact"),)
+    found = {frozenset({"pinned"}): training(1e-6)}
+    other = In(found, {3: training(1e-6)}, device="cuda")
+    assert other.verify(set_).passed and {1, 2, 3} <= other.asked
+    same = In(found, device="cuda")
+    assert "declared exact" in same.verify(set_).reason and {1, 2, 3} <= same.asked
+    on_cpu = In(found, {3: training(1e-6)}, device="cpu")
+    assert "declared exact" in on_cpu.verify(set_).reason and on_cpu.asked == {0, 1}
+
+
+def timed(device: str, baseline: float, faced: float) -> Verified:
+    """What is found of a technique whose timed losses are off by `faced`, and the baseline's by `baseline`."""
+    set_ = (candidate("faced", "exact"),)
+    verifier = In({}, device=device)
+    verifier.bench.store.set_answer(timed_losses(()), training(baseline).losses)
+    verifier.bench.store.set_answer(timed_losses(set_), training(faced).losses[:20])
+    return verifier.verify(set_)
+
+
+def test_what_deterministic_algorithms_change_in_the_baseline_does_not_hide_another_training() -> None:
+    """On an accelerator timed runs have other algorithms than verification runs. That of the baseline alone was enough to ask no more."""
+    assert timed("cuda", 1e-3, 1e-3).passed
+    assert timed("cuda", 1e-3, 3e-3).passed, "so far off is the baseline itself, now and then"
+    assert timed("cuda", 1e-5, 2e-5).passed, "at the border"
+    assert "when it is timed" in timed("cuda", 1e-3, 0.05).reason
+    assert timed("cpu", 1e-3, 0.05).passed, "there, only a script that draws its own seed has other losses"
+
+
+class Crowded(Recorded):
+    """A baseline that runs out of this kind of memory where its algorithms must be deterministic, or always."""
+
+    def __init__(self, kind: str, always: bool = False) -> None:
+        super().__init__({})
+        self.kind, self.always, self.tried = kind, always, []
+
+    def series(self, run: Run) -> Series:
+        self.tried.append(self._capture(run)["deterministic"])
+        if self.tried[-1] or self.always:
+            raise TrialEnded(Outcome(self.kind, "no memory"))
+        return super().series(run)
+
+
+def test_a_script_that_has_no_memory_for_deterministic_algorithms_is_verified_without_them() -> None:
+    full = Crowded("out_of_memory_device")
+    assert full.check_baseline() is None and full.tried == [True, False]
+    assert "without torch's deterministic algorithms" in str(full.note)
+    resumed = Crowded("out_of_memory_device")
+    resumed.bench = full.bench
+    assert resumed.check_baseline() is None and resumed.note == full.note and not resumed._capture(Run())["deterministic"]
+    for kind, always, tried in (("out_of_memory_device", True, [True, False]), ("out_of_memory_host", False, [True])):
+        other = Crowded(kind, always)
+        with pytest.raises(TrialEnded):
+            other.check_baseline()
+        assert other.tried == tried
+    plain = Recorded({})
+    assert plain.check_baseline() is None and plain.note is None and plain._capture(Run())["deterministic"]
+
+
+def test_losses_of_timed_trials_are_compared() -> None:
     faced = (candidate("faced", "exact"),)
     plain = training().losses
     verifier = Recorded({})

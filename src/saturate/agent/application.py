@@ -35,6 +35,7 @@ def on_wake(session: Any) -> None:
         from saturate.agent.capture import Capture
 
         session.capture = Capture(capture)
+        session.capture.hold_algorithms(session.torch)
         session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
     if session.plan["mode"] == "run":
         from saturate.agent.watchdog import Watchdog

@@ -39,8 +39,16 @@ class Capture:
         self._samples: Any = None
         self._code = "f"                    # of the samples' number format, as arrays name it
 
+    def hold_algorithms(self, torch: Any) -> None:
+        """Scripts may ask for `cudnn.benchmark` until they train. Once techniques act, it is one of them that does."""
+        if self.updates < FIRST_ACTING:
+            randomness.choose_no_algorithm_by_time(torch)
+
     def saw_batch(self, tensors: Any, iterator: Any) -> None:
         """A batch left a loader: remember a digest of its shapes and of values spread over it."""
+        import torch
+
+        self.hold_algorithms(torch)
         value = 0
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
@@ -50,6 +58,7 @@ class Capture:
 
     def saw_backward(self, torch: Any, tensors: Any) -> None:
         """Before techniques act, and so in the same order in every run."""
+        self.hold_algorithms(torch)
         if self.updates == 0:
             for reference in leaves.reached(torch, tensors):
                 if (leaf := reference()) is not None:
@@ -61,6 +70,7 @@ class Capture:
 
     def record(self, session: Any) -> None:
         """One update has ended; gradients are still those it used."""
+        self.hold_algorithms(session.torch)
         if self.updates == 0:
             self.rank = observe.rank()
             self._begin(session)
