@@ -61,9 +61,9 @@ def test_longer_formats_are_perturbed_as_they_are() -> None:
         assert torch.equal(found, torch.tensor([1 + 2.0**-9, 1 - 2.0**-9] * 2, dtype=dtype))
 
 
-def cuda(capability: tuple[int, int], matmul: Any, cudnn: Any) -> Any:
+def cuda(capability: tuple[int, int], matmul: Any, cudnn: Any, hip: str | None = None) -> Any:
     """torch with these settings, and a device of this capability."""
-    return types.SimpleNamespace(nn=torch.nn, cuda=types.SimpleNamespace(get_device_capability=lambda device: capability),
+    return types.SimpleNamespace(nn=torch.nn, version=types.SimpleNamespace(hip=hip), cuda=types.SimpleNamespace(get_device_capability=lambda device: capability),
                                  backends=types.SimpleNamespace(cuda=types.SimpleNamespace(matmul=matmul), cudnn=cudnn))
 
 
@@ -95,6 +95,7 @@ CONVOLVES, RECURS, MULTIPLIES = [torch.nn.Conv2d(1, 1, 1)], [torch.nn.LSTM(1, 1)
 ])
 def test_whether_float32_may_be_multiplied_in_tensorfloat32(capability, matmul, cudnn, modules, expected) -> None:
     assert formats.may_use_tf32(cuda(capability, matmul, cudnn), "cuda:0", modules) is expected
+    assert not formats.may_use_tf32(cuda(capability, matmul, cudnn, hip="6.4"), "cuda:0", modules), "AMD's numbers say nothing of it"
 
 
 def test_the_installed_torch_tells_of_cudnn_under_either_way() -> None:

@@ -34,7 +34,7 @@ def coarsest(formats: set[str]) -> str:
 def may_use_tf32(torch: Any, device: Any, modules: list[Any]) -> bool:
     """Whether float32 may be multiplied in TensorFloat-32 there: matrices where the script says so, and, unless it says no, what
     cuDNN does. Another algorithm or memory layout may change which kernel it is."""
-    if torch.cuda.get_device_capability(device) < TF32_SINCE:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < TF32_SINCE:      # AMD numbers its devices otherwise
         return False
     kinds = {name for name, kind in (("conv", torch.nn.modules.conv._ConvNd), ("rnn", torch.nn.RNNBase))
              if any(issubclass(type(module), kind) for module in modules)}
