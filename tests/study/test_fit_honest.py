@@ -56,6 +56,13 @@ class Script:
         return Window(peak_bytes=round(self.peak), idle_bytes=round(300 * MIB + self.held), retries=0, steps=steps, timed=steps,
                       seconds=steps * 0.001, samples=steps * size, delivered=size, evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
 
+    @property
+    def turn_steps(self):
+        return self.skip
+
+    def turn(self, size, steps):
+        return self.run(size, steps, fresh=False, settle=True)
+
     def finish(self):
         pass
 
