@@ -123,6 +123,7 @@ PARTS = (
     Part("inference_tests", 200, TESTS, _pytest("test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_inference_techniques.py"),
          _tests),
     Part("more_tests", 90, TESTS, _pytest("test_cuda_chunks.py", "test_cuda_roofline.py"), _tests),
+    Part("loader_tests", 60, TESTS, _pytest("test_cuda_loaders.py", "test_cuda_profile.py"), _tests),
     Part("objective_tests", 180, TESTS, _pytest("test_cuda_objectives.py"), _tests),
     Part("generation_tests", 130, TESTS, _pytest("test_cuda_generation.py"), _tests),
     Part("tune_photo_resnet", 140, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
