@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import types
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader  # noqa: E402 - after the check for torc
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import _cuda_in_workers, loader_workers  # noqa: E402
+from saturate.techniques._given import MOST_HELD, Given  # noqa: E402
 
 HERE = os.getpid()
 
@@ -51,10 +53,15 @@ class OutOfOrder(torch.utils.data.Sampler):
             yield int(torch.randint(12, (), generator=self.generator))
 
 
-def epochs(collate, sampler=None, technique=True, initialized=True, count=2):
+#: CUDA was not initialized by the training process; a fork knows that it must not, as soon as devices were counted.
+BUILT_FOR_CUDA = types.SimpleNamespace(**{**vars(torch), "version": types.SimpleNamespace(cuda="13.0", hip=None),
+                                          "cuda": types.SimpleNamespace(is_initialized=lambda: False)})
+
+
+def epochs(collate, sampler=None, technique=True, dataset=None, count=2):
     torch.manual_seed(0)
-    dataset, changes, drawn = Rows(), {}, []
-    context = Context(types.SimpleNamespace(**{**vars(torch), "cuda": types.SimpleNamespace(is_initialized=lambda: initialized)}))
+    dataset, changes, drawn = Rows() if dataset is None else dataset, {}, []
+    context = Context(BUILT_FOR_CUDA)
     arguments = {"batch_size": 2, "shuffle": sampler is None, "sampler": sampler, "collate_fn": collate,
                  "generator": None if sampler else torch.Generator().manual_seed(1)}
     if technique:
@@ -94,14 +101,39 @@ def test_a_sampler_that_draws_as_it_goes_draws_the_same():
     assert found == plain and all(here)
 
 
-@pytest.mark.parametrize("message, initialized", [("something else", True), (_cuda_in_workers.REFUSAL, False)])
-def test_every_other_failure_is_the_script_s(message, initialized):
-    with pytest.raises(RuntimeError, match=message):
-        epochs(Moving(message=message), initialized=initialized)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_datasets_without_weak_references_go_on_as_well(kind, capfd):
+    plain, _, draws = epochs(Moving(), technique=False, dataset=kind(range(12)))
+    found, here, drawn = epochs(Moving(), dataset=kind(range(12)))
+    assert (found, drawn) == (plain, draws) and all(here)
+    assert f"{kind.__name__} or its collate_fn uses CUDA" in capfd.readouterr().err
+
+
+def test_every_other_failure_is_the_script_s():
+    with pytest.raises(RuntimeError, match="something else"):
+        epochs(Moving(message="something else"))
+
+
+def test_a_loader_of_a_list_is_known_again_and_the_list_is_let_go():
+    given, rows = Given(), list(range(4))
+    references = sys.getrefcount(rows)
+    loaders = [DataLoader(rows) for _ in range(3)]
+    alone = sys.getrefcount(rows)
+    given.add(rows)
+    given.add(rows)
+    assert DataLoader(list(rows)) not in given, "another list that is equal"
+    assert loaders[0] in given and loaders[1] in given and loaders[0] in given
+    assert sys.getrefcount(rows) == alone, "both are known"
+    assert loaders[2] not in given, "whose workers are the script's own"
+    for _ in range(3 * MOST_HELD):
+        given.add([0])              # of loaders that nobody passes over
+    assert len(given._held) == MOST_HELD
+    loaders.clear()
+    assert sys.getrefcount(rows) == references
 
 
 def test_a_pass_goes_on_where_the_technique_is_taken_back():
-    context = Context(types.SimpleNamespace(**{**vars(torch), "cuda": types.SimpleNamespace(is_initialized=lambda: True)}))
+    context = Context(BUILT_FOR_CUDA)
     loader_workers.apply(context, loader_workers.Options(workers=2))
     dataset = Rows()
     changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())

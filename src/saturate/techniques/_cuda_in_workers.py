@@ -1,5 +1,5 @@
-"""A pass over a loader whose workers cannot make its batches: forked from a process that uses CUDA, they must not, and a collate
-function that moves its batch to a device raises there. The training process makes them itself then, as the script wrote it. Used by
+"""A pass over a loader whose workers cannot make its batches: forked from a process that uses CUDA, or has only counted its devices,
+they must not, and a collate function that moves its batch to a device raises there. The training process makes them itself then, as the script wrote it. Used by
 `loader-workers`."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked:
 
 
 class Passes:
-    """Those that may have to go on in the training process: under CUDA only."""
+    """Those that may have to go on in the training process: where torch was built for GPUs."""
 
     def __init__(self, torch: Any):
         self._torch = torch
@@ -48,7 +48,8 @@ class Passes:
     def began(self, iterator: Any, loader: Any) -> None:
         """Workers have not been asked for anything yet."""
         self._asked.pop(iterator, None)
-        if self._torch.cuda.is_initialized() and getattr(iterator, "_in_order", True):
+        # Not whether CUDA is in use: the process may begin to use it while workers live, and `is_available` is enough to refuse it to them.
+        if (self._torch.version.cuda or self._torch.version.hip) and getattr(iterator, "_in_order", True):
             iterator._sampler_iter = asked = Asked(iterator._sampler_iter)
             self._asked[iterator] = asked, weakref.ref(loader)
 

@@ -63,6 +63,7 @@ from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 from saturate.techniques._cuda_in_workers import Passes
 from saturate.techniques._drawn_ahead import DrawnAhead
+from saturate.techniques._given import Given, referable
 
 TECHNIQUE = Technique(
     id="loader-workers",
@@ -154,22 +155,19 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     count = 0
     made_persistent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()     # datasets by id
-    given_workers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    given_workers = Given()
 
     def rewrite(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
         nonlocal count
         changes = _changes(dataset, arguments, options, context.torch)
         if "persistent_workers" in changes:
             made_persistent[id(dataset)] = dataset
-        if "num_workers" in changes and type(dataset).__weakrefoffset__:
-            given_workers[id(dataset)] = dataset
+        if "num_workers" in changes:
+            given_workers.add(dataset)
         if changes:
             count += 1
             context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
         return changes
-
-    def given_to(loader: Any) -> bool:
-        return given_workers.get(id(loader.dataset)) is loader.dataset
 
     def ours(loader: Any) -> bool:
         return loader.persistent_workers and made_persistent.get(id(loader.dataset)) is loader.dataset
@@ -177,8 +175,8 @@ def apply(context: Any, options: Options) -> str:
     context.on_loader(rewrite)
     waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
     _keep_order(context, ours)
-    _begin_late(context, given_to, waiting)
-    _keep_passes(context, ours, given_to, waiting)
+    _begin_late(context, given_workers, waiting)
+    _keep_passes(context, ours, given_workers, waiting)
     return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
@@ -197,7 +195,7 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
-def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> None:
+def _begin_late(context: Any, given: Given, waiting: Any) -> None:
     """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
@@ -212,7 +210,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
 
     @functools.wraps(reset)
     def late_reset(self: Any, loader: Any, first_iter: bool = False) -> None:
-        if not given(loader):
+        if loader not in given:
             return reset(self, loader, first_iter)
         ahead, self._prefetch_factor = self._prefetch_factor, 0
         try:
@@ -257,7 +255,7 @@ def _begin_late(context: Any, given: Callable[[Any], bool], waiting: Any) -> Non
     context.set_attribute(iterator, "_next_data", late_next)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any], bool], waiting: Any) -> None:
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waiting: Any) -> None:
     """Five things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
     was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a
@@ -272,7 +270,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Callable[[Any
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
-                given(self) and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
+                self in given and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return original(self)
@@ -364,8 +362,8 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
         if any(map(_draws_between, (arguments.get("sampler"), arguments.get("batch_sampler")))):
             return {}
         workers = changes["num_workers"] = min(options.workers, _loaders.batches(dataset, arguments))
-    referable = type(dataset).__weakrefoffset__ != 0        # a plain list is not; `_keep_order` must know it again
-    if options.persistent and referable and not arguments.get("persistent_workers"):
+    # `_keep_order` must know a persistent one again.
+    if options.persistent and referable(dataset) and not arguments.get("persistent_workers"):
         changes["persistent_workers"] = True
     if options.prefetch != PREFETCH and arguments.get("prefetch_factor") is None:
         changes["prefetch_factor"] = options.prefetch
