@@ -258,6 +258,29 @@ def test_forwards_with_tangents_run_plainly():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
 
 
+@pytest.mark.parametrize("warm", [0, 3])
+def test_forwards_that_the_script_captures_in_a_graph_run_plainly(warm, monkeypatch):
+    """Before the measurement as after it, and whether the backward pass is captured too or not."""
+    model, now = Stack(Inner).train(), [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    engine = engine_of(Context(torch), model, Options(mode="blocks"))
+
+    def step():
+        model(torch.randn(3, 7, 4)).square().mean().backward()
+
+    for _ in range(warm):
+        step()
+    before, now[0] = (engine.phase, engine.recomputed, engine._forwards), True
+    for _ in range(3):
+        step()
+    assert (engine.phase, engine.recomputed, engine._forwards) == before
+    now[0] = False
+    for _ in range(3):
+        step()
+    assert engine.phase == "following" and engine.recomputed > before[1]
+
+
 def test_evaluation_before_the_backward_pass():
     """A script may switch the model's mode while a graph is waiting."""
     def gradients(options):

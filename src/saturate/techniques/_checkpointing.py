@@ -389,10 +389,12 @@ class Checkpointing:
 
 def _must_run_plainly(torch: Any) -> bool:
     """Whether a forward is of no backward, or nothing can be kept back for it: a compiler traces, `torch.func` differentiates (its
-    transforms allow no hooks on what is saved), or tangents go forward with the values: computed again they would be missing."""
+    transforms allow no hooks on what is saved), or tangents go forward with the values: computed again they would be missing. In
+    a CUDA graph that the script captures no operator can be timed, and no generator's state be read."""
     return (not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
             or _common.in_forward_mode(torch)
-            or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None)
+            or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()))
 
 
 def _cost(block: Block, blocks: Sequence[Block], looking_ns: float | None) -> Cost:

@@ -34,7 +34,8 @@ and `mode="budget"` the cheapest set that keeps the activations of the model and
 modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of keys
 and values in training (through an adapter of PEFT as well), unless the script passes `past_key_values` or `use_cache`, or wants a
 tuple; a script that uses that cache all the same gets an error that says so. (Outputs that are read by number lack its place: read
-them by name.) What the script compiles, differentiates by `torch.func` or in forward mode, or recomputes itself, is left alone.
+them by name.) What the script compiles, captures in a CUDA graph,
+differentiates by `torch.func` or in forward mode, or recomputes itself, is left alone.
 
 References
 ----------
