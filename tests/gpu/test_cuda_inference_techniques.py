@@ -88,6 +88,8 @@ def test_the_attention_kernel_that_was_chosen_runs(backend: str, tmp_path: Path)
     context = context_of(Attention().half(), [(x,)], tmp_path)
     with torch.inference_mode():
         usual, options = context.model(x), sdpa_kernel.Options(backend)
-        apply(sdpa_kernel, context, options)
+        if backend == "cudnn" and not hasattr(torch._C, "_set_sdp_priority_order"):
+            pytest.skip("this torch prefers the plain one to cuDNN's")
+        sdpa_kernel.apply(context, options)
         torch.testing.assert_close(context.model(x), usual, rtol=1e-2, atol=1e-2)
     assert sdpa_kernel.active(context, options).active

@@ -35,8 +35,9 @@ USUAL = {"products": "highest", "cudnn_tf32": "conv rnn", "cudnn_benchmark": "Fa
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """torch's switches hold for the process: they are taken back, as what is frozen for the garbage collector is."""
-    threads = torch.get_num_threads()
+    threads, order = torch.get_num_threads(), torch._C._get_sdp_priority_order()
     yield
+    torch._C._set_sdp_priority_order(order)
     gc.unfreeze()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
@@ -111,6 +112,24 @@ def test_the_printed_line_sets_the_same() -> None:
 def test_what_a_technique_switched_holds_whatever_the_process_began_with() -> None:
     session.restore(torch, {"attention": "flash", "float32_products": "high", **USUAL})
     assert session.of_process(torch) == {**USUAL, "products": "high", "efficient_attention": "False", "cudnn_attention": "False"}
+
+
+@pytest.mark.parametrize("backend", list(session.ATTENTION))
+def test_the_chosen_attention_comes_first(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own order the plain one, which stays allowed, comes before cuDNN's."""
+    kinds = torch.nn.attention.SDPBackend
+    chosen = {"flash": kinds.FLASH_ATTENTION, "efficient": kinds.EFFICIENT_ATTENTION, "cudnn": kinds.CUDNN_ATTENTION, "math": kinds.MATH}[backend]
+    usual = torch._C._get_sdp_priority_order()
+    allowed = {chosen, kinds.MATH}
+    line = session.lines({"attention": backend}, 1)
+    for set_ in (lambda: session.restore(torch, {"attention": backend}), lambda: exec(line, {"torch": torch})):
+        torch._C._set_sdp_priority_order(usual)
+        set_()
+        order = torch._C._get_sdp_priority_order()
+        assert sorted(order) == sorted(usual) and next(one for one in order if one in map(int, allowed)) == int(chosen)
+    monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
+    session.restore(torch, {"attention": backend})      # of before 2.6: without an order
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("found", [{"cudnn_benchmark": "yes"}, {"cudnn_tf32": "conv matmul"}, {"flash_attention": "1"}])

@@ -24,6 +24,9 @@ ATTENTION = {"flash": "enable_flash_sdp", "efficient": "enable_mem_efficient_sdp
 #: What the user's process may have chosen for the attention of a model, by implementation: the getters of `ATTENTION`'s switches.
 _ATTENTION_ENABLED = {"flash": "flash_sdp_enabled", "efficient": "mem_efficient_sdp_enabled", "cudnn": "cudnn_sdp_enabled", "math": "math_sdp_enabled"}
 
+#: Values of torch's enumeration of attention implementations (`SDPBackend`), of which its order of preference is a list.
+_SDP_NUMBERS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
+
 #: Of torch.backends.cudnn: whether it times its convolutions to choose among them, and whether sums keep their order.
 _CUDNN = {"cudnn_benchmark": "benchmark", "cudnn_deterministic": "deterministic"}
 
@@ -120,12 +123,21 @@ def _threads(torch: Any, value: Any) -> None:
 
 
 def _attention(torch: Any, value: Any) -> None:
-    """One implementation, and the plain one for the calls that it does not support."""
+    """One implementation, and the plain one for the calls that it does not support. torch's own order may have the plain one before
+    cuDNN's, which would never run: so the chosen one comes first (torch 2.6 and later)."""
     if value not in ATTENTION:
         raise ValueError(f"there is no attention {value!r}")
     for name, setter in ATTENTION.items():
         if hasattr(torch.backends.cuda, setter):        # cuDNN's came with torch 2.5
             getattr(torch.backends.cuda, setter)(name in (value, "math"))
+    if takes_attention_order(torch):
+        number = _SDP_NUMBERS[str(value)]
+        torch._C._set_sdp_priority_order(sorted(torch._C._get_sdp_priority_order(), key=lambda one: one != number))
+
+
+def takes_attention_order(torch: Any) -> bool:
+    """Whether this torch can be told which attention it is to look for first."""
+    return hasattr(torch._C, "_set_sdp_priority_order")
 
 
 def _products(torch: Any, value: Any) -> None:
@@ -181,6 +193,9 @@ def lines(found: Mapping[str, Any], threads: int) -> str:
         statements += [f"torch.set_float32_matmul_precision({precision!r})", f"torch.backends.cudnn.allow_tf32 = {precision != 'highest'}"]
     if "attention" in found:
         statements += [f"torch.backends.cuda.{setter}({name in (found['attention'], 'math')})" for name, setter in ATTENTION.items()]
+        if found["attention"] == "cudnn":       # only that one may come behind the plain one
+            order = f"sorted(torch._C._get_sdp_priority_order(), key=lambda one: one != {_SDP_NUMBERS['cudnn']})"
+            statements.append(f"torch._C._set_sdp_priority_order({order})")
     return "; ".join(statements)
 
 

@@ -265,7 +265,8 @@ def _switches(torch: Any) -> dict[str, Any]:
     cuda = torch.backends.cuda
     return {"threads": torch.get_num_threads(), "products": torch.get_float32_matmul_precision(),
             "flash": cuda.flash_sdp_enabled(), "efficient": cuda.mem_efficient_sdp_enabled(),
-            "math": cuda.math_sdp_enabled(), "cudnn": cuda.cudnn_sdp_enabled()}
+            "math": cuda.math_sdp_enabled(), "cudnn": cuda.cudnn_sdp_enabled(),
+            "order": torch._C._get_sdp_priority_order() if hasattr(torch._C, "_set_sdp_priority_order") else None}
 
 
 @contextlib.contextmanager
@@ -283,6 +284,8 @@ def undone() -> Iterator[None]:
         torch.backends.cuda.enable_mem_efficient_sdp(before["efficient"])
         torch.backends.cuda.enable_math_sdp(before["math"])
         torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
+        if before["order"] is not None:
+            torch._C._set_sdp_priority_order(before["order"])
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
 

@@ -3,7 +3,8 @@
 What it does
 ------------
 Allows one implementation of `scaled_dot_product_attention` (flash, cuDNN, memory-efficient or the plain one), with the
-plain one for calls that it does not support.
+plain one for calls that it does not support. PyTorch's own order may have the plain one before cuDNN's, so the order is set as
+well (PyTorch 2.6 and later).
 
 When it helps
 -------------
@@ -88,7 +89,10 @@ def apply(context: Context, options: Options) -> str:
     if not used:
         raise NotApplied("the model does not call scaled_dot_product_attention")
     if options.backend not in used:
-        raise NotApplied(f"attention ran by {', '.join(sorted(used))}: {options.backend} does not support these calls")
+        cause = f"{options.backend} does not support these calls"
+        if options.backend == "cudnn" and not session.takes_attention_order(context.torch):
+            cause = "this torch may prefer every other kernel to cudnn, and takes no other order (2.6 does)"
+        raise NotApplied(f"attention ran by {', '.join(sorted(used))}: {cause}")
     context.notes[TECHNIQUE.id] = f"{used[options.backend]} attention call(s) ran by {options.backend}"
     return f"attention by {options.backend}"
 
