@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
@@ -18,14 +19,23 @@ class Runtime:
 
     def __init__(self, *statuses):
         self.statuses, self.last, self.launched = list(statuses), 0, []
-        self.cuda = types.SimpleNamespace(cudart=lambda: self)
+        self.cuda = types.SimpleNamespace(cudart=lambda: self, device=self.made_current)
+        self.current, self.asked = torch.device("cuda", 0), []      # on which devices the runtime was called: each gets a context
         self.frombuffer, self.uint8, self.inference_mode = torch.frombuffer, torch.uint8, torch.inference_mode
 
+    @contextlib.contextmanager
+    def made_current(self, device):
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
     def cudaHostRegister(self, pointer, size, flags):
+        self.asked.append(self.current)
         self.last = self.statuses.pop(0)
         return self.last
 
     def cudaHostUnregister(self, pointer):
+        self.asked.append(self.current)
         self.launched.append("unregistered")
 
     def ones(self, size, *, device):
@@ -42,7 +52,7 @@ def test_a_refusal_is_not_left_for_the_script_s_next_kernel():
     assert runtime.last == 0 and runtime.launched == [DEVICE]       # on the device that is trained on: no context on another one
     arena.pin(DEVICE)                                               # and it is not asked for again
     arena.close()
-    assert runtime.launched == [DEVICE]
+    assert runtime.launched == [DEVICE] == runtime.asked and runtime.current.index == 0
 
 
 def test_what_was_granted_is_given_back_and_launches_nothing():
@@ -52,4 +62,4 @@ def test_what_was_granted_is_given_back_and_launches_nothing():
     arena.pin(DEVICE)
     assert runtime.launched == []
     arena.close()
-    assert runtime.launched == ["unregistered"]
+    assert runtime.launched == ["unregistered"] and runtime.asked == [DEVICE, DEVICE] and runtime.current.index == 0

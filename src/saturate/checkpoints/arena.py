@@ -32,18 +32,23 @@ class Arena:
             self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._torch = torch
         self._pinned: bool | None = None        # None: not tried
+        self._device: Any = None                # whose copies it is pinned for
 
     def pin(self, device: Any) -> None:
-        """Page-lock it, so that copies from the GPU `device` need no staging by the driver and do not block the host."""
+        """Page-lock it, so that copies from the GPU `device` need no staging by the driver and do not block the host. On
+        a current device that is another one the call would make a context, which takes memory there."""
         if self._pinned is None:
-            status = self._torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
-            self._pinned = int(status) == 0     # refused (ulimit -l): copies still work, more slowly
-            if not self._pinned:
-                _take_last_error(self._torch, device)
+            self._device = device
+            with self._torch.cuda.device(device):
+                status = self._torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
+                self._pinned = int(status) == 0     # refused (ulimit -l): copies still work, more slowly
+                if not self._pinned:
+                    _take_last_error(self._torch, device)
 
     def close(self) -> None:
         if self._pinned:
-            self._torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            with self._torch.cuda.device(self._device):
+                self._torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
         del self.tensor             # it exports the mapping, which could not be closed before
         try:
             self.memory.close()
