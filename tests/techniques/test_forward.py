@@ -719,6 +719,34 @@ def test_the_chosen_attention_kernel_comes_first(backend):
     assert {*context.modules[0].allowed} == {chosen, torch.nn.attention.SDPBackend.MATH}
 
 
+def test_an_order_that_torch_sets_with_its_first_attention_stays(monkeypatch):
+    """As torch does on newer GPUs, once in a process: cuDNN's comes first."""
+    usual = torch._C._get_sdp_priority_order()
+    chosen = sorted(usual, key=lambda one: one != 3)
+    chosen_once = []
+
+    def first_attention(*tensors):
+        if not chosen_once:
+            chosen_once.append(tensors)
+            torch._C._set_sdp_priority_order(chosen)
+
+    class Attending(Preferring):
+        def forward(self, x):
+            first_attention(x)
+            return super().forward(x)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", first_attention)
+    monkeypatch.setattr(_common, "device_of", lambda context: torch.device("cpu"))
+    context = context_of(Attending(2, 2).train())
+    context.device = "cuda"
+    try:
+        sdpa_backend.apply(context, sdpa_backend.Options("flash"))
+        context.modules[0](torch.ones(1, 2))
+        assert torch._C._get_sdp_priority_order() == chosen and context.modules[0].order[0] == 1
+    finally:
+        torch._C._set_sdp_priority_order(usual)
+
+
 def test_attention_of_cudnn_is_offered_where_cudnn_is():
     hopper = usual(device="cuda", capability=(9, 0))
     assert [one.backend for one in sdpa_backend.variants(hopper)] == ["cudnn", "flash", "efficient"]

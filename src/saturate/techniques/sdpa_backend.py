@@ -116,6 +116,9 @@ def apply(context: Any, options: Options) -> str:
         with _order_kept(torch), sdpa_kernel(allowed, **first):
             yield
 
+    if context.device == "cuda":
+        _let_torch_choose(torch, _common.device_of(context))
+
     # Called for real while a compiler traces, and never again: the graph keeps only the constant.
     @torch.compiler.assume_constant_result
     def note_traced() -> bool:
@@ -160,6 +163,14 @@ def apply(context: Any, options: Options) -> str:
 
     count = _common.wrap_all(context, wrap_one)
     return f"forward of {count} module(s) with {options.backend} attention"
+
+
+def _let_torch_choose(torch: Any, device: Any) -> None:
+    """Newer versions set the order for the process's device once, inside of its first attention. Were that one of ours, the order from
+    before would be put back behind it, and hold for the script's other attentions from then on."""
+    if hasattr(torch._C, "_set_sdp_priority_order"):
+        query = torch.empty(1, 1, 16, 64, dtype=torch.float16, device=device)
+        torch._fused_sdp_choice(query, query, query)        # chooses, and runs nothing
 
 
 @contextlib.contextmanager
