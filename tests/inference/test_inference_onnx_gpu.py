@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ torch = pytest.importorskip("torch")
 from saturate.errors import EnvironmentProblem  # noqa: E402 - after the check for torch
 from saturate.inference import facts  # noqa: E402
 from saturate.inference.formats import onnx  # noqa: E402
-from saturate.inference.techniques import onnx_runtime  # noqa: E402
+from saturate.inference.techniques import _onnx, onnx_runtime  # noqa: E402
+from saturate.inference.techniques._api import NotApplied  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 AMPERE = ModelFacts(device="cuda", capability=(8, 0), dtypes=("float32",), linears=1, torch="2.13.0")
@@ -50,6 +52,9 @@ def test_onnx_runtime_that_cannot_use_the_gpu_is_not_measured_on_the_cpu(monkeyp
     monkeypatch.setattr(onnx, "require", lambda name: library)
     with pytest.raises(EnvironmentProblem, match="cannot use the GPU"):
         onnx.open_session(tmp_path, threads=1, device="cuda")
+    context: Any = SimpleNamespace(folder=tmp_path, threads=1, device="cuda", torch=SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0)))
+    with pytest.raises(NotApplied, match="cannot use the GPU: its CUDA libraries are missing"):       # for a search that goes on
+        _onnx.serve(context, _onnx.Exported(tmp_path, {}, {}, {}), tmp_path, "key")
 
 
 def test_truth_values_of_onnx_runtime_are_truth_values() -> None:

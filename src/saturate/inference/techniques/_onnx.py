@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
@@ -203,6 +204,8 @@ def serve(context: Context, exported: Exported, path: Path, key: str, spin: bool
     try:
         index = context.torch.cuda.current_device() if context.device == "cuda" else 0
         session = files.open_session(path, threads=context.threads, spin=spin, device=context.device, index=index, executed=executed)
+    except EnvironmentProblem as error:
+        raise NotApplied(f"{error.message}: {error.cause}") from error
     except files.failures() as error:
         raise NotApplied(f"ONNX Runtime: {_cause(error)}") from error
     settings = {**exported.signature, "threads": context.threads, "spin": spin, "device": context.device}
