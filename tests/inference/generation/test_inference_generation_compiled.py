@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import generation_models as toys
 import pytest
 import torch
@@ -15,10 +17,20 @@ from saturate.inference.generation.speculative import COMPILED_COUNTS, ModelDraf
 USUAL = 8
 
 
-def test_more_shapes_than_dynamo_s_own_limit_are_compiled(monkeypatch):
+@pytest.mark.parametrize("takes_limit", [True, False])
+def test_more_shapes_than_dynamo_s_own_limit_are_compiled(takes_limit, monkeypatch):
     """Nothing but dynamo is at work: the backend runs what was captured as it is."""
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode, **options: compiled(function, backend="eager", **options))
+    compiled, given = torch.compile, []
+
+    def compile_it(function, mode, **options):
+        given.append("recompile_limit" in options)
+        return compiled(function, backend="eager", **options)
+
+    known = inspect.signature(compiled)
+    if takes_limit and "recompile_limit" not in known.parameters:
+        pytest.skip("this torch takes no limit for one function")
+    compile_it.__signature__ = known if takes_limit else inspect.signature(compile_it)
+    monkeypatch.setattr(torch, "compile", compile_it)
     decoder = models.decoder(torch, toys.Cached(), compile_mode="default")
     limit = torch._dynamo.config.recompile_limit
     with torch.inference_mode():
@@ -28,6 +40,7 @@ def test_more_shapes_than_dynamo_s_own_limit_are_compiled(monkeypatch):
             decoder.feed(ids, [0, 0], 30)
             for count in range(1, USUAL):
                 assert decoder.feed(ids, [30, 30], count).shape[1] == count
+    assert given and set(given) == {takes_limit}
     assert torch._dynamo.config.recompile_limit == limit, "as it was for everything else"
 
 

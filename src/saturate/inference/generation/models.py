@@ -342,10 +342,13 @@ def _compiled(torch: Any, call: Callable[..., Any], mode: str) -> Callable[..., 
     own = types.FunctionType(
         call.__code__.replace(), call.__globals__, f"decode_{id(call)}", call.__defaults__, call.__closure__
     )
-    compiled = torch.compile(own, mode=mode, fullgraph=True, dynamic=False)
     settings = torch._dynamo.config         # before torch 2.7 the limit had its old name
     limit = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
     allowed = max(_MOST_SHAPES, getattr(settings, limit))
+    compile_it = functools.partial(torch.compile, own, mode=mode, fullgraph=True, dynamic=False)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return compile_it(recompile_limit=allowed)      # costs nothing at a call
+    compiled = compile_it()
     many_shapes = settings.patch({limit: allowed})      # one for all calls: making it takes longer than entering it
 
     def run(*arguments: Any) -> Any:
