@@ -192,7 +192,8 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
 
     Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or
     `Artifact.verify()`, runs it on its stored inputs and compares. Machine code for another processor is tried in another
-    process first. Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the
+    process first. A program for a GPU runs on the one with the number that it was made on, whatever the current device is: a process
+    that is to use another one is started with `CUDA_VISIBLE_DEVICES`. Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the
     processor lacks what the program needs, or where it does not verify.
     """
     folder = Path(folder)

@@ -4,7 +4,8 @@ torch's allocator knows what it holds itself. AOTInductor's weights, TensorRT's 
 the device directly, and a model that is served by one of them would seem to need nothing. So what the process takes beside the
 allocator is counted as well: as much as it has grown since the process took its device, which leaves out the context of
 CUDA itself. The driver tells it by process (NVML), but by numbers of processes that hold outside of containers only; inside of one
-it is the growth of the whole device, to which other programs on it contribute.
+it is the growth of the whole device, to which other programs on it contribute. Among them are other processes of the same search, such
+as the one that a candidate races against: what they take or give back meanwhile is counted as this one's.
 
 Source: NVIDIA NVML API reference guide (nvmlDeviceGetComputeRunningProcesses); CUDA Runtime API (cudaMemGetInfo).
 """
