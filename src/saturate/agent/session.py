@@ -461,7 +461,7 @@ class Session:
         if phase == "start":
             self._collecting = _CLOCK()
         elif self.gate is not None:
-            self.gate.parts["gc"] = self.gate.parts.get("gc", 0) + _CLOCK() - self._collecting
+            self.gate.add_time("gc", _CLOCK() - self._collecting)
 
     def drain(self) -> None:
         """Wait until the devices have finished everything that was queued. Those of the trained parameters: a rank may
