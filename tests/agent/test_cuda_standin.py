@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -18,9 +19,11 @@ torch = pytest.importorskip("torch")
 from launch_queue import Machine  # noqa: E402 - after the check for torch
 
 from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402
+from saturate.agent.gate import Gate  # noqa: E402
 from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.modulecosts import elapsed_ms, marks  # noqa: E402
+from saturate.agent.profiling import Recording  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
@@ -82,6 +85,36 @@ def test_room_is_what_is_free_and_what_is_held_here_of_the_fullest_device():
     plain = session(cuda)
     plain.inspection.device = "cpu"
     assert observe.room_bytes(plain) is None
+
+
+def test_what_the_recorder_waits_for_has_a_label():
+    """Without one it would be taken for a wait of the script's."""
+    cuda, seen = Cuda(synchronize=lambda device: seen.append("wait")), []
+
+    @contextlib.contextmanager
+    def record_function(name):
+        seen.append(name)
+        yield
+        seen.append("end")
+
+    made = session(cuda, FIRST)
+    made.torch.autograd = types.SimpleNamespace(profiler=types.SimpleNamespace(record_function=record_function))
+    made.window = Recording(made, {"kind": "record", "skip": 1, "steps": 1})
+    made.drain()
+    made.window._running = True
+    made.drain()
+    assert seen == ["wait", "saturate.drain", "wait", "end"]
+
+
+def test_pauses_of_the_collector_in_steps_that_are_not_timed_do_not_count():
+    made = session(Cuda(synchronize=lambda device: None), FIRST)
+    made.gate = gate = object.__new__(Gate)
+    gate._timeline, gate._timed, gate.parts = types.SimpleNamespace(queued=True), 2, {}     # type: ignore[assignment]
+    for gate.remaining in (3, 2, 1):
+        made._collector("start", {})
+        made._collecting -= 10**9
+        made._collector("stop", {})
+    assert 2 * 10**9 <= gate.parts["gc"] < 3 * 10**9
 
 
 def allocator_of(**bytes_on: dict[Any, int]) -> Cuda:

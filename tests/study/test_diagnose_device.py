@@ -111,6 +111,15 @@ def test_a_wait_of_another_thread_at_the_time_of_a_label_is_kept(tmp_path: Path)
     assert sorted(places) == ["Tensor.item", "cudaEventSynchronize", "cudaStreamSynchronize"]
 
 
+def test_what_the_recorder_waits_for_is_no_wait_of_the_script(tmp_path: Path) -> None:
+    """It drains the device while the last step is still open."""
+    made, at = launching(), 1000.0 * (STEPS - 1)
+    made.host("user_annotation", "saturate.drain", at + 982, at + 999)
+    made.host("cuda_runtime", "cudaDeviceSynchronize", at + 983, at + 998, correlation=1)
+    found = profiled(tmp_path, made, facts(), record={"steps": STEPS, "syncs": []})
+    assert found.syncs == [] and "host-syncs" not in {one.id for one in found.findings}
+
+
 def launching(kernels: bool = True, node: str = "", kernel: str = "") -> Events:
     """Steps of 1 ms on the host, most of it in two operators; without `kernels`, as where CUPTI delivers nothing. `node`: a function
     of autograd that launches a kernel by itself."""

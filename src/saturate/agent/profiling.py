@@ -186,6 +186,10 @@ class Recording(Window):
             return
         self.result["trace"] = _compressed(_exported(self.profile, self.order["folder"], f"trace-rank{observe.rank()}.json"))
 
+    def draining(self) -> Any:
+        """A label: a wait of the recorder's must not be taken for one of the script's."""
+        return self.torch.autograd.profiler.record_function(f"{LABEL}drain") if self._running else super().draining()
+
     def _stop(self) -> None:
         if self._running:
             self._running = False

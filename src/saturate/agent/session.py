@@ -8,6 +8,7 @@ Loader workers and helpers never get past `asleep`: only a process that trains p
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -466,8 +467,10 @@ class Session:
     def drain(self) -> None:
         """Wait until the devices have finished everything that was queued. Those of the trained parameters: a rank may
         never have made its own the current one, and asking another would create a context there."""
-        for device in self.accelerators:
-            timeline.wait_for(self.torch, device)
+        devices = self.accelerators
+        with self.window.draining() if devices and self.window is not None else contextlib.nullcontext():
+            for device in devices:
+                timeline.wait_for(self.torch, device)
 
     @property
     def accelerators(self) -> tuple[Any, ...]:

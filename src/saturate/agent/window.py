@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 
@@ -29,6 +30,10 @@ class Window:
     def turn(self) -> None: ...
 
     def finish(self) -> None: ...
+
+    def draining(self) -> Any:
+        """A context manager around every wait of ours for the devices while the window is open."""
+        return contextlib.nullcontext()
 
     def replace(self, owner: Any, name: str, wrapper: Any) -> None:
         """Set an attribute for the length of the window."""

@@ -196,7 +196,8 @@ def _syncs(seen: View, labelled: bool) -> tuple[SyncSeen, ...]:
     rows = gaps.waiting_calls(trace, seen.joined.launches)
     rows = rows[(np.isin(trace.calls.tid[rows], threads) | (trace.calls.tid[rows] == seen.window.thread))
                 & contains(seen.window.steps, trace.calls.start[rows])]
-    rows = rows if labelled else rows[~_in_label(trace, rows)]
+    rows = rows[~_in_label(trace, rows, phases.DRAIN)]
+    rows = rows if labelled else rows[~_in_label(trace, rows, phases.LABELLED_SYNC)]
     around = _around(trace, rows)
     uploads = trace.gpu.kind == MEMCPY
     uploads &= named(trace, trace.gpu.name, FROM_HOST) & (seen.joined.launches >= 0)
@@ -204,10 +205,10 @@ def _syncs(seen: View, labelled: bool) -> tuple[SyncSeen, ...]:
     return _grouped(seen, trace.calls, rows, around, np.isin(around, uploading[uploading >= 0]))
 
 
-def _in_label(trace: Trace, calls: Column) -> Column:
-    """Whether each call began in a wait that the recorder labelled, on the label's own thread."""
+def _in_label(trace: Trace, calls: Column, pattern: re.Pattern[str]) -> Column:
+    """Whether each call began within a label that matches the pattern, on the label's own thread."""
     found = np.zeros(len(calls), bool)
-    labels = np.flatnonzero(named(trace, trace.annotations.name, phases.LABELLED_SYNC))
+    labels = np.flatnonzero(named(trace, trace.annotations.name, pattern))
     for thread, own in by_thread(trace.annotations, labels):
         found |= (trace.calls.tid[calls] == thread) & contains(spans(trace.annotations, own), trace.calls.start[calls])
     return found

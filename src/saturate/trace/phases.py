@@ -48,6 +48,8 @@ _BACKWARD = re.compile(r"^saturate\.backward$")
 _ENGINE = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 #: A wait of the host that the recorder labelled.
 LABELLED_SYNC = re.compile(r"^saturate\.sync ")
+#: A wait of the recorder's own.
+DRAIN = re.compile(r"^saturate\.drain$")
 
 #: Python between two operators of one part that is still that part's own.
 BRIDGE_NS = 200_000
