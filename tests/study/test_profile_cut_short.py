@@ -28,11 +28,17 @@ torch.autograd.graph.saved_tensors_hooks = Broken
 """
 
 
-@pytest.mark.parametrize(("kind", "traces", "kept"), [
-    ("agent_failed", ["trace.json.gz"], True), ("agent_failed", [], False), ("crashed", ["trace.json.gz"], False)])
-def test_only_our_own_failure_behind_the_recording_is_no_end(kind, traces, kept, monkeypatch):
+RECORDED = {"steps": 5, "syncs": []}
+
+
+@pytest.mark.parametrize(("kind", "record", "traces", "kept"), [
+    ("agent_failed", RECORDED, ["trace.json.gz"], True), ("agent_failed", RECORDED, [], True),     # nsys has not written its trace yet
+    ("agent_failed", {}, [], False), ("agent_failed", {"problem": "the script profiles itself"}, [], False),
+    ("crashed", RECORDED, ["trace.json.gz"], False)])
+def test_only_our_own_failure_behind_the_recording_is_no_end(kind, record, traces, kept, monkeypatch):
     """A command that fails by itself is reported before anything else."""
     def windows(study, live, seen, *rest):
+        seen.record = record
         seen.traces += map(Path, traces)
         raise TrialEnded(Outcome(kind, "KeyError: 'x'"))
 

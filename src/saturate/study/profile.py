@@ -193,7 +193,8 @@ def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic:
 
 def _recorded_before_our_failure(seen: Seen) -> bool:
     """Whether our own code failed in a window behind the recording: what was seen until then is no less true for it."""
-    return bool(seen.traces) and seen.ended is not None and seen.ended.kind == "agent_failed"
+    recorded = bool(seen.record) and not seen.record.get("problem")        # nsys writes its trace only after the last window
+    return recorded and seen.ended is not None and seen.ended.kind == "agent_failed"
 
 
 def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
