@@ -47,6 +47,7 @@ def test_products_past_the_dispatcher_make_the_count_say_nothing(outside: Operat
     (NORM, []), (APEX, []), (ROI, ["torchvision::roi_align"]), (operator("ChunkScanFunction", 40, "_chunk_scan_fwd_kernel"), []),
     (operator("aten::_fused_adamw_", 100, "multi_tensor_apply_kernel"), []),
     (operator("CompiledFunction", 100, "triton_poi_fused_add_0"), []), (operator("triton_red_fused_sum_1", 100, "triton_red_fused_sum_1"), []),
+    (operator("CompiledFunction", 100, "triton_for_fused_0"), []), (operator("triton_for_fused_1", 100, "triton_for_fused_1"), []),
     (operator("aten::mm", 100, "ampere_sgemm_128x64_tn", reason=NO_SHAPES), []),
     (operator("flash_attn::_flash_attn_forward", 100, "void flash_fwd_kernel<64>", flops=10**6, unknown={}), []),
     (operator("fbgemm::permute_2D_sparse_data", 10, "void fbgemm_gpu::permute_2D_data_kernel<true>"), []),

@@ -17,9 +17,10 @@ from saturate.trace.operators import NO_OPERATOR, REPLAYED
 
 #: Names of kernels that multiply matrices or attend. Not `fbgemm_gpu::permute_2D_data`, nor a layer norm's `GammaBeta`.
 _PRODUCT = re.compile(r"(?<!fb)gemm|matmul|attn|attention|flash|fmha|sdpa|nvjet|cutlass|(?<!ga)mma", re.IGNORECASE)
-#: Names of kernels that pass over their tensors once or twice, in the packages that launch them past torch's operators.
+#: Names of kernels that pass over their tensors once or twice, in the packages that launch them past torch's operators. Those of
+#: Inductor with them: pointwise ones, reductions, and several of these in one (`triton_for_`, of a compiled foreach optimizer).
 _PASS = re.compile(r"norm|gamma_?beta|softmax|cross_?entropy|rope|rotary|swiglu|geglu|silu|gelu|relu|dropout|multi_tensor|elementwise|"
-                   r"embedding|^triton_(poi|red|per)_", re.IGNORECASE)
+                   r"embedding|^triton_(poi|red|per|for)_", re.IGNORECASE)
 #: Share of the kernel time that may be of kernels of which nothing is known: a count says no more than that exactly.
 _UNKNOWN_AT_MOST = 0.05
 
