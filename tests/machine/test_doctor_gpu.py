@@ -257,3 +257,12 @@ def test_where_no_driver_has_a_file_there_is_no_accelerator(tmp_path):
     assert not gpus.possible(tmp_path)
     plant(tmp_path, {"dev/kfd": ""})
     assert gpus.possible(tmp_path)
+
+
+@pytest.mark.parametrize("library", ["usr/lib/wsl/lib/libcuda.so.1", "usr/lib/wsl/drivers/nv_dispi.inf_amd64/libcuda.so.1.1",
+                                     "opt/rocm-6.4.2/lib/libhsa-runtime64.so.1"])
+def test_under_windows_there_may_be_an_accelerator_only_with_a_library_for_it(tmp_path, library):
+    plant(tmp_path, {"dev/dxg": "", "usr/lib/wsl/lib/libd3d12.so": "", "dev/nvmap": ""})
+    assert not gpus.possible(tmp_path)
+    plant(tmp_path, {library: ""})
+    assert gpus.possible(tmp_path)

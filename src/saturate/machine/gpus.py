@@ -22,8 +22,12 @@ _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 #: GT/s per lane of each PCI Express generation.
 _GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8": 3, "8.0": 3, "16": 4, "16.0": 4, "32": 5, "32.0": 5, "64": 6, "64.0": 6}
 _MOST_NVLINKS = 36
-#: Of the drivers: NVIDIA's, AMD's, those of NVIDIA's integrated devices, and that of Windows under Linux.
-_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/nvhost-gpu", "dev/nvmap", "dev/dxg")
+#: Of the drivers: NVIDIA's, AMD's, that of NVIDIA's integrated devices.
+_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/nvhost-gpu")
+#: Windows gives every Linux under it this file. It means an accelerator only where CUDA or ROCm has come with it: for CUDA one of
+#: these in the system itself, or (second) in a container.
+_WINDOWS_FILE = "dev/dxg"
+_UNDER_WINDOWS = ("usr/lib/wsl/lib/libcuda.so*", "usr/lib/wsl/drivers/*/libcuda*", "opt/rocm*")
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _ECC_UNCORRECTED, _ECC_SINCE_BOOT = 1, 0
 
@@ -80,7 +84,8 @@ def observe(nvml: Nvml | None, root: Path = _ROOT) -> list[Gpu]:
 
 def possible(root: Path = _ROOT) -> bool:
     """Whether torch may find an accelerator here: the file of a driver is there. Which it finds, only the process can tell."""
-    return any((root / name).exists() for name in _DEVICE_FILES)
+    under_windows = (root / _WINDOWS_FILE).exists() and any(any(root.glob(pattern)) for pattern in _UNDER_WINDOWS)
+    return under_windows or any((root / name).exists() for name in _DEVICE_FILES)
 
 
 def driver_version(root: Path = _ROOT) -> str:
