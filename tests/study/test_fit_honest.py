@@ -40,10 +40,10 @@ class Script:
                 "fit": {"kinds": {}, "loaders": [{"description": "d", "dataset": "Rows", "collates": True, "batch_size": 16, "length": 20000,
                                                   "queue": self.queue, "sizes": [16]}]}}[question]
 
-    def run(self, size, steps, *, first=False, end=False, fresh=True, settle=False, same=False):
+    def run(self, size, steps, *, first=False, end=False, fresh=True, settle=False, skip=None):
         if fresh:
             self.peak = 0.0
-        for _ in range(steps + (1 if same else self.skip)):
+        for _ in range(steps + (self.skip if skip is None else skip)):
             self.steps += 1
             self.held += self.leak * size
             if self.proof and self.stops_after is not None and self.steps > self.stops_after:

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from saturate.study import fit_throughput
-from saturate.study.fit_process import SAME_SKIP, Asking, Process, Window
+from saturate.study.fit_process import Asking, Process, Window
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof
 from saturate.study.fit_throughput import CROWDED, LEAST_ROUNDS, ROUNDS, Throughput
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
-#: Seconds of a sample, and of freeing the cache, for which the device has to wait.
-SAMPLE_S, FREEING_S = 0.001, 0.1
+#: Seconds of a sample, of freeing the cache, for which the device has to wait, and by how much each of the first two steps behind an
+#: emptied cache is longer: in one the host asks the driver for memory, in the other it is not ahead of the device yet.
+SAMPLE_S, FREEING_S, EMPTIED_S = 0.001, 0.1, 0.05
 SIZES = [16, 32, 64]
 
 
@@ -27,7 +28,7 @@ class Simulated(Process):
     def __init__(self, limit: int, queue: int = 0, on_device: bool = True, crowded: tuple[int, ...] = ()):
         self.asking = Asking(queue=queue)
         self.trial: Any = SimpleNamespace(gates=[{"fit": {"device": {} if on_device else None}}])
-        self.limit, self.crowded, self.turns = limit, crowded, 0
+        self.limit, self.crowded, self.turns, self.behind = limit, crowded, 0, 0
         self.size, self.retries, self.cache = SIZES[-1], 0, {SIZES[-1]}
         self.calls: list[tuple[int, int, dict[str, Any]]] = []
 
@@ -38,18 +39,20 @@ class Simulated(Process):
     def run(self, size: Any, steps: int, **options: Any) -> Window:
         self.calls.append((size, steps, options))
         if options.get("fresh", True):
-            self.retries, self.cache = int(self.turns in self.crowded), set()
-        skip = SAME_SKIP if options.get("same") else self.skip
+            self.retries, self.cache, self.behind = int(self.turns in self.crowded), set(), 2
+        same = "skip" in options
+        skip = options.get("skip", self.skip)
         seconds = 0.0
         for index in range(skip + steps):
-            old = index < self.asking.queue and not options.get("same")
+            old = index < self.asking.queue and not same
             took = self._step(self.size if old else size)
             seconds += took if index >= skip else 0.0
         self.size = size
         return Window(0, 0, self.retries, steps, steps, seconds, steps * size, size, 0, 0, 1.0)
 
     def _step(self, size: int) -> float:
-        took = SAMPLE_S * size
+        took = SAMPLE_S * size + (EMPTIED_S if self.behind else 0.0)
+        self.behind = max(0, self.behind - 1)
         if size not in self.cache and sum(self.cache) + size > self.limit:
             self.cache, took, self.retries = set(), took + FREEING_S, self.retries + 1
         self.cache.add(size)

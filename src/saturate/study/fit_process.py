@@ -18,6 +18,10 @@ _MEMORY = (*OUT_OF_MEMORY, "shared_memory_full")
 #: Of steps that go on with the same size, the first after a gate is not timed.
 SAME_SKIP = 1
 
+#: Of those behind an emptied cache, the first asks the driver for everything again, for which the host waits, and in the second
+#: it gets ahead of the device.
+EMPTIED_SKIP = 2
+
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed")
 
 
@@ -101,7 +105,7 @@ class Process:
     @property
     def turn_steps(self) -> int:
         """Steps of `turn` before those that are timed."""
-        return self.skip + (1 + SAME_SKIP if self.on_device else 0)
+        return self.skip + (1 + EMPTIED_SKIP if self.on_device else 0)
 
     def turn(self, size: int, steps: int) -> Window:
         """Time `steps` steps of `size` behind steps of another size. The allocator of a device keeps blocks of those, and frees them
@@ -110,13 +114,13 @@ class Process:
         if not self.on_device:
             return self.run(size, steps, fresh=False, settle=True)
         self.run(size, 1, settle=True)
-        return self.run(size, steps, settle=True, same=True)
+        return self.run(size, steps, settle=True, skip=EMPTIED_SKIP)
 
     def run(self, size: int | None, steps: int, *, first: bool = False, end: bool = False, fresh: bool = True,
-            settle: bool = False, same: bool = False) -> Window:
+            settle: bool = False, skip: int | None = None) -> Window:
         """`steps` steps of `size` samples (None: the script's own), behind those that the loader's workers have prepared
-        already (`same`: they are of this size, too). `first`: a batch of the largest samples among them. `end`: the epoch ends before they come. `fresh`: the peak
-        begins anew. `settle`: `idle_bytes` is what is in use, not what allocators keep."""
+        already (they are of this size, too: behind `skip`). `first`: a batch of the largest samples among them. `end`: the epoch
+        ends before they come. `fresh`: the peak begins anew. `settle`: `idle_bytes` is what is in use, not what allocators keep."""
         asking, trial = self.asking, self.trial
         order: dict[str, Any] = {"size": size, "hold": True, "first": first and bool(asking.largest), "end": end, "fresh": fresh,
                                  "settle": settle}
@@ -129,7 +133,7 @@ class Process:
         if fresh:
             self._begin_window()
         self._settled = settle
-        skip = SAME_SKIP if same else self.skip
+        skip = self.skip if skip is None else skip
         pid = trial.supervisor.pid
         cpu, wall = meter.cpu_seconds(pid), time.monotonic()
         trial.run_block(skip, steps, fit=order)

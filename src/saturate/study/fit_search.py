@@ -263,7 +263,8 @@ class Search(State):
         try:
             while window is None or steps < PROOF_STEPS:       # a process may have run as many before its first gate
                 block, same = self._block(steps, window), window is not None
-                window = process.run(self._asked_of(size), block, first=not same, fresh=fresh and not same, same=same)
+                window = process.run(self._asked_of(size), block, first=not same, fresh=fresh and not same,
+                                     skip=SAME_SKIP if same else None)
                 self._saw_block(size, window)
                 steps += block + (SAME_SKIP if same else 0)
                 self.trail.append((steps, window.peak_bytes))
