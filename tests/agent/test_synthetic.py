@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # noqa: E402
 
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.synthetic import Kept, Replay  # noqa: E402
+from saturate.agent.window import Window  # noqa: E402
+from saturate.records.facts import Facts, LoaderFacts  # noqa: E402
 from saturate.study import loadercost  # noqa: E402
 
 
@@ -136,6 +139,34 @@ def test_cost_of_a_loader():
     assert cost.step_ms == pytest.approx(40) and 29 < cost.cost_ms < 31 and 0.7 < cost.share_ci[0] < cost.share < cost.share_ci[1] < 0.8
     nothing = loadercost.summed([(10e6, 10.1e6), (10e6, 9.9e6), (10e6, 10e6), (10e6, 10.05e6)])
     assert nothing.share_ci[0] < 0 < nothing.share_ci[1]
+
+
+def test_steps_with_a_replayed_batch_are_timed_behind_the_same_lead_as_others():
+    """On a device both begin when the host has got ahead of it, and every timed step replays."""
+    blocks = []
+
+    def run_block(skip, steps, watch=None):
+        blocks.append((skip, steps, watch))
+        return SimpleNamespace(mean_ns=10e6, step_ns=[10_000_000] * steps)
+
+    trial = SimpleNamespace(run_block=run_block, ask=lambda question: {"replayed": 1})
+    assert loadercost.measure(trial, Facts(device="cuda", loaders=(LoaderFacts(batch_size=8),)), 10.0).cost_ms == 0
+    assert {skip for skip, _, _ in blocks} == {15}
+    for skip, steps, watch in blocks:
+        assert watch is None or (watch["skip"], watch["skip"] + watch["steps"]) == (1, skip + steps - 1)
+
+
+@pytest.mark.parametrize("kind, drains", [(Window, 2), (Replay, 0)])
+def test_nothing_is_drained_where_a_batch_is_replayed(kind, drains):
+    session, drained = Session(torch, {"mode": "trial", "techniques": []}), []
+    session.drain = lambda: drained.append(True)
+    session.window = kind(session, {"kind": "replay", "skip": 1, "steps": 2})
+    session.window.advance()
+    while session.window is not None:
+        session.window.boundary()
+    while session.undo:
+        session.undo.pop()()
+    assert len(drained) == drains and session.seen["steps"] == 2
 
 
 SCRIPT = """

@@ -67,8 +67,8 @@ def test_recorded_steps(wanted, step_ms, steps):
 
 
 def test_batches_that_workers_made_ahead_are_let_pass():
-    assert _queue(facts(), 10.0) == (1, 1)
-    skip, period = _queue(facts(loaders=(LoaderFacts(num_workers=4, prefetch_factor=3),)), 10.0)
+    assert _queue(facts(), 10.0, False) == (1, 1)
+    skip, period = _queue(facts(loaders=(LoaderFacts(num_workers=4, prefetch_factor=3),)), 10.0, False)
     assert skip == 12 and period == 4
 
 
@@ -211,7 +211,26 @@ def test_the_host_s_clock_is_not_what_a_step_of_a_device_takes():
     uneven = {**SAMPLE, "parts": {"input": 10_000_000, "rest": 5_000_000}, "uneven_input": True}
     seen = Seen(facts=facts(device="cuda"), step_ns=[10_000_000] * 8 + [20_000_000], sample=uneven)
     assert seen.step_ms == pytest.approx(100 / 9)
-    assert _queue(facts(device="cuda"), 10.0) == (15, 1) and _queue(facts(), 10.0) == (1, 1)
+    assert _queue(facts(device="cuda"), 10.0, True) == (15, 1) and _queue(facts(), 10.0, False) == (1, 1)
+
+
+@pytest.mark.parametrize(("device", "briefly", "lead"), [("cuda", False, 150), ("cuda", True, 6), ("cpu", False, 1)])
+def test_only_steps_that_begin_without_a_drain_have_a_lead(device, briefly, lead, tmp_path):
+    """Windows drain the device when they begin, and a script that ends soon has no steps to spare."""
+    blocks, looks = [], []
+
+    def look(kind, skip, steps, **options):
+        looks.append(skip)
+        return {"problem": "nothing here", "evaluated": False}
+
+    def run_block(skip, steps):
+        blocks.append(skip)
+        return SimpleNamespace(step_ns=[1_000_000] * steps)
+
+    trial = SimpleNamespace(look=look, run_block=run_block, spec=SimpleNamespace(folder=tmp_path))
+    study = SimpleNamespace(say=lambda line: None, request=SimpleNamespace(environment={}), folder=tmp_path)
+    study_profile._windows(study, SimpleNamespace(trial=trial, step_ms=1.0), Seen(facts=facts(device=device)), None, "torch", False, briefly)
+    assert blocks == [lead] and looks == [1, 1, 1]
 
 
 def test_shares_of_work_are_beside_the_input_of_the_clocked_steps():

@@ -17,7 +17,10 @@ _COUNT = "_saturate_replayed"       # on an iterator: batches that it gave out w
 
 
 class Replay(Window):
-    """Replays from the step before the window on, whose batch is the one that is kept."""
+    """Replays from the step before the window on, whose batch is the one that is kept. The block times it, like one of ordinary steps:
+    a device that is drained would not be what the host has got ahead of there."""
+
+    drained = False
 
     def prepare(self) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter

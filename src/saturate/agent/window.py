@@ -9,6 +9,8 @@ from typing import Any
 class Window:
     """Counts step boundaries. `begin`, `turn` (between two observed steps) and `finish` are for the kinds."""
 
+    drained = True      # whether it begins and ends with devices that have nothing left to do
+
     def __init__(self, session: Any, order: dict[str, Any]):
         self.session = session
         self.torch = session.torch
@@ -60,7 +62,7 @@ class Window:
         if self.left == 1:
             self.prepare()
         elif self.left == 0:
-            self.session.drain()
+            self._drain()
             self.begin()
         elif self.left < 0:
             last = self.left == -self.steps
@@ -84,10 +86,14 @@ class Window:
             self.session.guard(action)
 
     def _close(self) -> None:
-        self.session.drain()        # what the last step queued belongs to it
+        self._drain()               # what the last step queued belongs to it
         self.finish()
         self.withdraw()
         self.session.seen = self.result
+
+    def _drain(self) -> None:
+        if self.drained:
+            self.session.drain()
 
     def withdraw(self) -> None:
         """Take everything back. Called twice where the agent fails in between."""

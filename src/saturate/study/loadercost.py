@@ -26,25 +26,26 @@ def measure(trial: Trial, facts: Facts, step_ms: float) -> LoaderCost | str:
     loader = max(facts.loaders, key=lambda one: one.num_workers)
     skip, steps = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2, queued=facts.device != "cpu")
     pair_s = 2 * (skip + steps + 1) * step_ms / 1e3
+    lead = stationary.lead_steps(step_ms, queued=facts.device != "cpu")
     rounds = max(LEAST_ROUNDS, min(ROUNDS, int(MOST_S / pair_s)))
     found: list[tuple[float, float]] = []
     for number in range(rounds):
         if number % 2:
-            replayed = _replayed(trial, steps)
+            replayed = _replayed(trial, lead, steps)
             ordinary = trial.run_block(skip, steps).mean_ns
         else:
             ordinary = trial.run_block(skip, steps).mean_ns
-            replayed = _replayed(trial, steps)
+            replayed = _replayed(trial, lead, steps)
         if replayed is None:
             return "no batch of a DataLoader was asked for in these steps"
         found.append((ordinary, replayed))
     return summed(found)
 
 
-def _replayed(trial: Trial, steps: int) -> float | None:
-    """Mean nanoseconds of steps with a replayed batch; None when none was replayed. A window ends within the step
-    that follows it, which is an ordinary one."""
-    block = trial.run_block(1, steps + 1, watch={"kind": "replay", "skip": 1, "steps": steps})
+def _replayed(trial: Trial, lead: int, steps: int) -> float | None:
+    """Mean nanoseconds of steps with a replayed batch; None when none was replayed. All but the first of the `lead` steps before them
+    replay it, too. A window ends within the step that follows it, which is an ordinary one."""
+    block = trial.run_block(lead, steps + 1, watch={"kind": "replay", "skip": 1, "steps": lead - 1 + steps})
     seen = trial.ask("seen")
     if not seen or not seen["replayed"]:
         return None

@@ -206,7 +206,7 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
         study.notes.append("the baseline was not diagnosed: reading traces needs numpy (pip install 'saturate[trace]')")
         return []
     seen = Seen(facts, step_ns=[round(live.step_ms * 1e6)])
-    skip, period = _queue(facts, live.step_ms)
+    skip, period = _queue(facts, live.step_ms, queued=False)
     many, few = _whole(_LEAST_TIMED, period), _whole(recorded_steps(None, live.step_ms), period)
     cost_s = (2 * skip + many + PROFILED_IS_SLOWER * few) * live.step_ms / 1e3
     if cost_s > GLANCE_SHARE * study.request.budget_s:
@@ -242,13 +242,15 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
     if recorder == "nsys" and facts.device != "cuda":
         raise EnvironmentProblem(f"this workload trains on {facts.device}, and Nsight Systems records CUDA devices",
                                  remedy="profile without --with nsys")
-    skip, period = _queue(facts, live.step_ms)
+    skip, period = _queue(facts, live.step_ms, queued=False)
+    lead, _ = _queue(facts, live.step_ms, queued=facts.device != "cpu")
+    lead = max(skip, min(lead, _LEAST_TIMED)) if briefly else lead
     usual = _LEAST_TIMED if briefly else min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms)))
     many = _whole(usual, period)
     few = _whole(recorded_steps(steps or (LEAST_RECORDED if briefly else None), live.step_ms), period)
     with telemetry.Sampler(study.request.environment) as sampler:
         study.say(f"timing {many} steps")
-        seen.step_ns = trial.run_block(skip, many).step_ns
+        seen.step_ns = trial.run_block(lead, many).step_ns
         if not briefly and uneven(seen.step_ns):
             many = _whole(2 * usual, period)        # of long waits that are rare, more than one has to be seen
         study.say(f"sampling {many} steps")
@@ -314,11 +316,10 @@ def _measure_ceilings(study: Study, seen: Seen) -> None:
         seen.notes["mfu_achievable"] = f"{problem.message}: {problem.cause or problem.remedy}"
 
 
-def _queue(facts: Facts, step_ms: float) -> tuple[int, int]:
-    """Steps to let pass before a window, because loader workers got ahead at the gate, and an accelerator has nothing in its queue
-    there; and the period of the steps."""
+def _queue(facts: Facts, step_ms: float, queued: bool) -> tuple[int, int]:
+    """Steps to let pass before a block or a window, because loader workers got ahead at the gate; and the period of the steps.
+    `queued`: also until the host is ahead of an accelerator, of no use before a window that begins by draining it."""
     loader = max(facts.loaders, key=lambda one: one.num_workers, default=None)
-    queued = facts.device != "cpu"
     if loader is None or not loader.num_workers:
         return stationary.lead_steps(step_ms, queued), 1
     skip, _ = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2, queued=queued)
