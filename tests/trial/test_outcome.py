@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import types
+
 import pytest
 
-from saturate.trial import outcome
+from saturate.trial import gate, outcome
 
 
 @pytest.mark.parametrize("code, kind", [(255, "exited"), (129, "killed_by_signal"), (143, "killed_by_signal"), (200, "exited"), (128, "exited")])
@@ -161,12 +164,35 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_not_a_batch_that_is_too_l
     assert (ended.kind, ended.reason) == ("crashed", said)
 
 
+#: As torch words it, in what the agent tells of its own failure.
+_CUDA_ERROR = _RAISED + """torch.AcceleratorError: CUDA error: {0}
+Search for `{1}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Device-side assertions were explicitly omitted for this error check; the error probably arose while initializing the DSA handlers.
+
+and while undoing: OSError(9, 'Bad file descriptor')"""
+
+
 @pytest.mark.parametrize("kind, reason, memory", [
     ("out_of_memory_host", "killed with SIGKILL", True),
     ("failed_to_apply", "compile: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
     ("agent_failed", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
+    ("agent_failed", outcome.exception_line(_CUDA_ERROR.format("out of memory", "cudaErrorMemoryAllocation")), True),
+    ("agent_failed", outcome.exception_line(_CUDA_ERROR.format("an illegal memory access was encountered", "cudaErrorIllegalAddress")), False),
     ("failed_to_apply", "compile: RuntimeError: no compiler", False),
     ("too_short", "the script ended after 3 training steps", False),
 ])
 def test_memory_may_run_out_in_our_own_code(kind: str, reason: str, memory: bool) -> None:
     assert outcome.ran_out_of_memory(outcome.Outcome(kind, reason)) is memory
+
+
+def test_an_agent_that_failed_is_told_of_by_the_first_line_of_its_exception() -> None:
+    said = _CUDA_ERROR.format("out of memory", "cudaErrorMemoryAllocation")
+    server = gate.GateServer(f"saturate-test-{os.getpid()}", "token")
+    try:
+        with pytest.raises(gate.AgentFailed) as failed:
+            server._sort(types.SimpleNamespace(hello={"rank": 0}), {"at": "agent_failed", "error": said}, [])
+    finally:
+        server.close()
+    assert str(failed.value) == "torch.AcceleratorError: CUDA error: out of memory"

@@ -12,6 +12,8 @@ import socket
 import time
 from typing import Any
 
+from saturate.trial.outcome import exception_line
+
 _LIMIT_BYTES = 16 * 1024 * 1024
 
 
@@ -169,7 +171,7 @@ class GateServer:
         elif rank.hello is None:
             raise GateClosed("no greeting")
         elif kind == "agent_failed":
-            raise AgentFailed(message["error"].strip().splitlines()[-1])
+            raise AgentFailed(exception_line(message["error"]))
         elif kind == "no_step":
             raise NoStep(str(message.get("events", "")), str(message.get("wrong_step", "")), bool(message.get("replayed")))
         elif kind in ("gate", "answer"):

@@ -179,7 +179,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     if code == _TIMEOUT_CODE:
         return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
     if _TRACEBACK in log:
-        said = _raised(log) or _last_line(log)
+        said = exception_line(log)
         return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(said))
     said = _last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(said))
@@ -301,6 +301,12 @@ def _exceptions(log: str) -> list[tuple[str, str, str]]:
             inside[rank] = False
             found.append((rank, exception.group(1).rpartition(".")[2], text.strip()[:300]))
     return found
+
+
+def exception_line(text: str) -> str:
+    """The first line of the exception that a log, or a traceback alone, ends with: what follows it is advice (a CUDA error has five
+    lines, of which the last says the same of any error) or comes from somewhere else. The last line where there is none."""
+    return _raised(text) or _last_line(text)
 
 
 def _raised(log: str) -> str | None:
