@@ -76,8 +76,10 @@ def _optimizers(session: Any, torch: Any) -> None:
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         session.step_ends(optimizer)
 
-    session.undo.append(register_optimizer_step_pre_hook(before).remove)
-    session.undo.append(register_optimizer_step_post_hook(after).remove)
+    # Without this a compiled `opt.step` traces through the session: its frames break, and what they ask of CUDA is compiled with them.
+    # The first call imports dynamo; building an optimizer has done so.
+    session.undo.append(register_optimizer_step_pre_hook(torch._disable_dynamo(before)).remove)
+    session.undo.append(register_optimizer_step_post_hook(torch._disable_dynamo(after)).remove)
 
 
 def _freezing(session: Any, torch: Any) -> None:
