@@ -20,8 +20,8 @@ BALLAST = 96 << 20
 
 #: What is tested is not the statistics, and must not depend on how quiet the machine is.
 FEWER_ROUNDS = _SATURATE.replace("sys.exit(", """
-from saturate.trial import process
-tune.HOPELESS_NOISE = process.CLOCK_TOLERANCE = 99.0
+from saturate.trial import clocks
+tune.HOPELESS_NOISE = clocks.TOLERANCE = 99.0
 sys.exit(""")
 
 #: Needs 96 MiB more from its first forward on, unless a technique says otherwise in time.
