@@ -259,3 +259,34 @@ def test_devices_are_waited_for_as_their_torch_can():
     assert waited == ["xpu", "mps", "old mps"]
     with pytest.raises(RuntimeError, match="odd devices cannot be timed"):
         wait_for(SimpleNamespace(accelerator=accelerator), odd)
+
+
+def test_a_wait_for_a_batch_begins_after_the_mark():
+    """Devices without events are drained there: what they still had to do is no wait for input."""
+    torch = pytest.importorskip("torch")
+    from saturate.agent import seams
+
+    now, waited = [0], []
+
+    def mark() -> None:
+        now[0] += 100 * MS
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            now[0] += 5 * MS
+            return index
+
+    session = SimpleNamespace(
+        undo=[], gate=None, splitting=True, loaders_known=True, clock=lambda: now[0], mark=mark, signs_of_training=lambda: None,
+        loader_arguments=lambda loader, init, args, kwargs: (args, kwargs),
+        loader_waited=lambda iterator, batch, began, took_ns: waited.append(took_ns))
+    seams._loaders(session, torch)
+    try:
+        next(iter(torch.utils.data.DataLoader(Rows())))
+    finally:
+        for undo in reversed(session.undo):
+            undo()
+    assert waited == [5 * MS]

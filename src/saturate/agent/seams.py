@@ -131,7 +131,7 @@ def _loaders(session: Any, torch: Any) -> None:
             session.iterators.add(self)
         if not session.splitting and session.loaders_known:
             return original_next(self)
-        began_ns, began = session.clock(), session.mark()
+        began, began_ns = session.mark(), session.clock()       # a mark may drain the device: that is no wait for input
         batch = original_next(self)
         session.loader_waited(self, batch, began, session.clock() - began_ns)
         return batch
