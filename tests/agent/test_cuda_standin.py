@@ -23,6 +23,7 @@ from saturate.agent.gate import Gate  # noqa: E402
 from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
 from saturate.agent.modulecosts import elapsed_ms, marks  # noqa: E402
+from saturate.agent.motif import Step  # noqa: E402
 from saturate.agent.profiling import Recording  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
@@ -402,6 +403,40 @@ def test_who_captures_only_the_backward_pass_goes_on_to_be_followed():
     for _ in range(3):
         made.step_ends(stepping)        # after each replay
     assert (made.boundaries, made.counts, made.dead) == (3, {"S0": 3}, False)
+
+
+@pytest.mark.parametrize(("token", "ends"), [("B", False), ("S0", True), (None, False)])
+def test_who_captures_only_the_optimizer_s_step_is_followed_by_backward_passes(token, ends):
+    """Unless steps were what an optimizer ends: then no more of them are seen."""
+    now = [False]
+    made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=lambda: now[0]), FIRST)
+    told: list[Any] = []
+    made.gate = types.SimpleNamespace(tell=told.append)
+    made.step = Step(token, 1, (token,)) if token else None
+    stepping = torch.optim.SGD([torch.zeros(1)])
+    made.optimizers.built = [lambda: stepping]
+    seen: list[Any] = []
+    made.guard = lambda function, *args: function(*args) if function in (graphs.capturing, graphs.captured_update) else seen.append(args)
+    made.backward_ends(torch.tensor(3.0))
+    now[0] = True
+    made.step_begins(stepping)
+    made.step_ends(stepping)
+    now[0] = False
+    made.backward_ends(torch.tensor(3.0))
+    assert (made.dead, len(told), seen.count(("B",))) == (ends, int(ends), 1 if ends else 2)
+
+
+def test_what_the_driver_says_of_an_earlier_launch_is_not_raised_at_our_question():
+    """A kernel of the script that failed is reported by whatever is asked next."""
+    def fails() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    for event in ("backward_ends", "step_ends"):
+        made = session(Cuda(is_initialized=lambda: True, is_current_stream_capturing=fails), FIRST)
+        told: list[Any] = []
+        made.gate = types.SimpleNamespace(tell=told.append)
+        getattr(made, event)(types.SimpleNamespace())
+        assert made.dead and [one["at"] for one in told] == ["agent_failed"]
 
 
 REPLAYING = """

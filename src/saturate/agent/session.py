@@ -79,6 +79,7 @@ class Session:
         self._evaluations = 0                           # of its closure, in this step
         self._stepping_since = 0
         self.evaluated = False
+        self.backward_captured = False                  # the latest one, into a CUDA graph of the script's own
         self.grad_scaler = False
         self.splitting = False
         self.loaders_known = False
@@ -237,7 +238,8 @@ class Session:
     def backward_ends(self, tensors: Any) -> None:
         if self.asleep:
             return
-        if graphs.capturing(self.torch):
+        self.backward_captured = bool(self.guard(graphs.capturing, self.torch))
+        if self.backward_captured:
             if not self.optimizers.built:       # there is nothing else that a step could end with
                 self.guard(graphs.captured_update, self)
             return
@@ -298,8 +300,9 @@ class Session:
         self._not_stepping(optimizer)
         if self.asleep:
             return
-        if graphs.capturing(self.torch):
-            self.guard(graphs.captured_update, self)
+        if self.guard(graphs.capturing, self.torch):
+            if graphs.ends_what_is_seen(self):
+                self.guard(graphs.captured_update, self)
             return
         if self.splitting:
             self._add_part("optimizer", self._began)
