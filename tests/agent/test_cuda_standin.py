@@ -27,6 +27,7 @@ from saturate.agent.motif import Step  # noqa: E402
 from saturate.agent.profiling import Recording  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
+from saturate.study import drilling  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
 from saturate.trial.outcome import REPLAYED  # noqa: E402
 from saturate.trial.process import TrialEnded  # noqa: E402
@@ -475,16 +476,15 @@ def test_a_recipe_is_without_effect_there_and_says_so(script, clean_environment,
     assert "replays a CUDA graph of whole steps; the recipe's model techniques are not applied" in ran.stderr
 
 
-def test_a_drill_reads_no_tensor_of_a_capture(script, start, tmp_path):
-    """What a module is given and returns is written down in all other forward passes."""
+def test_a_drill_reads_no_tensor_of_a_capture_and_says_why_it_ends(script, start, tmp_path):
+    """What a module is given and returns is written down in all other forward passes. No gate is read while a script is drilled."""
     watched = """
         tolist = torch.Tensor.tolist
         torch.Tensor.tolist = lambda tensor: (print("read in a capture" if capturing else "read", flush=True), tolist(tensor))[1]
     """
     (tmp_path / "events").mkdir()
-    source = textwrap.dedent(REPLAYING).replace("def step", textwrap.dedent(watched) + "def step").replace("WARM", "3").replace("REPLAYS", "1")
+    source = textwrap.dedent(REPLAYING).replace("def step", textwrap.dedent(watched) + "def step").replace("WARM", "3").replace("REPLAYS", "6000")
     trial = start(str(script(source)), capture={"seed": 1}, plan={"drill": {"folder": str(tmp_path / "events"), "written": [], "hold": None}})
-    deadline = time.monotonic() + 120
-    while trial.finished() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    ran = drilling._Follower(trial, tmp_path / "events", None).follow(lambda log: False, time.monotonic() + 120, 0.0)
+    assert ran.ended == REPLAYED and not ran.late and len(ran.updates(ran.step)) == 3
     assert "captured" in trial.output() and "read\n" in trial.output() and "read in a capture" not in trial.output()

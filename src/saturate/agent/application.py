@@ -166,11 +166,15 @@ def report_no_step(session: Any, replayed: bool = False) -> None:
             then = "its losses are not watched any more" if session.placed else "the recipe's model techniques are not applied"
             sys.stderr.write(f"saturate: {why}; {then}\n")
         return
+    seen = {"events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session), "replayed": replayed}
+    if session.plan.get("drill"):       # its controller reads what is written down, and no gate
+        session.capture.withdraw(no_step=seen)
+        return
     from saturate.agent.gate import Gate
 
     hello = {"rank": observe.rank(), "world_size": observe.world_size(), "steps_so_far": 0}
     gate = session.gate or Gate(session.plan, hello, session.timeline, session.clock, session.drain, lambda order: None)
-    gate.tell({"at": "no_step", "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session), "replayed": replayed})
+    gate.tell({"at": "no_step", **seen})
 
 
 def report_failure(session: Any, text: str, how: str = "failed") -> None:

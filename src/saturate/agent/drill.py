@@ -15,7 +15,8 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
     {"at": "read", "path": "..."}               a file that an earlier process wrote
     {"at": "moved", "path": "..."}              the new name of such a file: checkpoints are written aside and renamed
     {"at": "held"}                              it stands where the plan said, and waits for its end
-    {"at": "withdrawn"}                         our own code failed
+    {"at": "withdrawn"}                         nothing more will be seen: our own code failed, or, with "no_step", there is no step
+        to see (what the gate is told elsewhere: "events", "wrong_step", "replayed")
 
 Files are seen where Python, torch or safetensors opens them. Not seen: files written by other processes and by other C
 libraries.
@@ -83,7 +84,7 @@ class Drill:
         self._buffered = False                  # torch.save wrote to memory: the next file that is opened gets it
         self._moves: set[str] = set()           # what files that were written are called now
         self._read: set[str] = set()
-        session.undo.append(self._withdrawn)
+        session.undo.append(self.withdraw)
         self._watch_forward()
         self._watch_loaders()
         self._watch_files()
@@ -143,11 +144,11 @@ class Drill:
             lines, self._lines = self._lines, []
             os.write(self._file, b"".join(lines))
 
-    def _withdrawn(self) -> None:
+    def withdraw(self, **why: Any) -> None:
         if self._mine():
             if self._file is None:
                 self._begin()
-            self._write({"at": "withdrawn"})
+            self._write({"at": "withdrawn", **why})
 
     def _mine(self) -> bool:
         """Whether this is the process that was meant: a forked child inherits everything."""

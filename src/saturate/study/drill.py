@@ -213,7 +213,8 @@ class _Work:
         if ended is None or ended.kind in drilling.ENDED_WELL:
             return
         self.we_failed(ran)
-        raise failure(ended, "the command fails by itself; nothing was killed", "make the command work without saturate first", str(ran.log))
+        problem = "no step is seen at which the command could be killed" if ended.kind == "no_step" else "the command fails by itself; nothing was killed"
+        raise failure(ended, problem, "make the command work without saturate first", str(ran.log))
 
     def we_failed(self, ran: Ran) -> None:
         """Raise what is no fault of the command."""
@@ -411,11 +412,13 @@ class _Kills:
             return resume.Continuation("ends_early", "it ended by itself without an update")
         if ran.ended.kind in drilling.NO_ROOM:
             return resume.Continuation("inconclusive", f"there was no room to start it again: {ran.ended.reason}")
+        if ran.ended.kind == "no_step":
+            return resume.Continuation("inconclusive", ran.ended.reason)
         return resume.Continuation("cannot_load", ran.ended.reason)
 
     def _ended(self, found: resume.Continuation, ran: Ran, at: int) -> tuple[str, str]:
         """The outcome, unless how the process ended is worse."""
-        if ran.ended is None or ran.ended.kind in drilling.NO_ROOM or found.outcome in ("cannot_load", "ends_early", "starts_over"):
+        if ran.ended is None or ran.ended.kind in (*drilling.NO_ROOM, "no_step") or found.outcome in ("cannot_load", "ends_early", "starts_over"):
             return found.outcome, found.reason
         if ran.ended.kind not in drilling.ENDED_WELL:
             return "cannot_load", f"it failed after update {at}: {ran.ended.reason}"

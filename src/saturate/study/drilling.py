@@ -11,7 +11,7 @@ from typing import Any
 
 from saturate.trial import planning, tree
 from saturate.trial.layers import discard
-from saturate.trial.outcome import Outcome, stalled
+from saturate.trial.outcome import Outcome, stalled, unseen
 from saturate.trial.process import Trial, TrialSpec, Workload
 from saturate.verify import resume_log
 from saturate.verify.resume_log import Log, Save, Step, Update
@@ -149,8 +149,9 @@ class _Follower:
         quiet_since, seen = time.monotonic(), 0
         while True:
             grown = self._read()
-            if any(log.withdrawn for _, log in self.files.values()):
-                return Outcome("agent_failed", "saturate's own code failed inside the workload"), False
+            for _, log in self.files.values():
+                if log.withdrawn is not None:
+                    return given_up(log.withdrawn), False
             logs = self._ranks()
             if logs and (until(logs[0]) or any(log.held for log in logs)):
                 return None, False
@@ -192,6 +193,13 @@ class _Follower:
             if log.rank is not None and (log.rank not in best or len(log.events) > len(best[log.rank].events)):
                 best[log.rank] = log
         return [best[rank] for rank in sorted(best)]
+
+
+def given_up(event: dict[str, Any]) -> Outcome:
+    """Why nothing more is seen of a process, from what its agent wrote last."""
+    if "no_step" in event:
+        return unseen(**event["no_step"])
+    return Outcome("agent_failed", "saturate's own code failed inside the workload")
 
 
 def last_lines(output: str) -> str:

@@ -217,6 +217,11 @@ def no_step(reason: str, wrong_step: str) -> Outcome:
     return Outcome("no_step", reason, NO_STEP_REMEDY)
 
 
+def unseen(events: str, wrong_step: str, replayed: bool) -> Outcome:
+    """Of a script in which the agent gave up; see `trial.gate.NoStep`."""
+    return REPLAYED if replayed else no_step(f"backward passes run, but no step repeats (the latest events: {events})", wrong_step)
+
+
 def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None, left: int) -> Outcome:
     if last is not None and not last.recognised and last.steps >= A_FEW_STEPS:
         return no_step(f"the script trained to its end, but no step was recognised (the latest events: {last.events})", last.wrong_step)

@@ -22,7 +22,7 @@ from saturate.trial import clocks, launch, meter, ports, refusals, standard_inpu
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import REPLAYED, LastWords, Outcome, classify, no_step, stalled
+from saturate.trial.outcome import LastWords, Outcome, classify, stalled, unseen
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -260,8 +260,7 @@ class Trial:
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
         except NoStep as error:
-            unseen = no_step(f"backward passes run, but no step repeats (the latest events: {error.events})", error.wrong_step)
-            raise self.end(REPLAYED if error.replayed else unseen) from None
+            raise self.end(unseen(error.events, error.wrong_step, error.replayed)) from None
         except SeveralTrainings as error:
             raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
         except GateClosed as error:

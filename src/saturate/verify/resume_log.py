@@ -57,7 +57,7 @@ class Log:
     step: Step | None = None
     rank: int | None = None         # None: this process has not trained
     held: bool = False              # it stands where it was told to
-    withdrawn: bool = False         # the agent failed in it
+    withdrawn: dict[str, Any] | None = None     # what the agent wrote when it gave up
     saves: list[int] = field(default_factory=list)      # numbers of updates after which checkpoints were written
     others: list[int] = field(default_factory=list)     # and after which other binary files were
     _rest: bytes = b""
@@ -79,7 +79,8 @@ class Log:
                 done, places = self.updates(step or self.step), self.saves if what == "save" else self.others
                 places += [done] if done not in places else []
             self.held = self.held or what == "held"
-            self.withdrawn = self.withdrawn or what == "withdrawn"
+            if what == "withdrawn" and self.withdrawn is None:
+                self.withdrawn = event
 
     def updates(self, step: Step | None) -> int:
         """How many updates there were; an unknown step is taken for that of the optimizer that stepped most often."""
