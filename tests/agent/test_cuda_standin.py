@@ -22,10 +22,10 @@ from saturate.agent import application, ceilings, graphs, kinds, observe, random
 from saturate.agent.gate import Gate  # noqa: E402
 from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
-from saturate.agent.modulecosts import elapsed_ms, marks  # noqa: E402
 from saturate.agent.motif import Step  # noqa: E402
 from saturate.agent.profiling import Recording  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
+from saturate.agent.timeline import elapsed_ms, recorded  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
 from saturate.study import drilling  # noqa: E402
 from saturate.techniques import allocator  # noqa: E402
@@ -167,7 +167,9 @@ class Queues:
     def __init__(self) -> None:
         self.now = 0.0
         self.busy_until = {FIRST: 0.0, SECOND: 0.0}
-        self.cuda = Cuda(Event=lambda enable_timing: Event(), current_stream=lambda device: types.SimpleNamespace(moment=lambda: self.done(device)))
+        self.capturing = False
+        self.cuda = Cuda(Event=lambda enable_timing: Event(), is_current_stream_capturing=lambda: self.capturing,
+                         current_stream=lambda device: types.SimpleNamespace(moment=lambda: self.done(device)))
 
     def done(self, device: Any) -> float:
         """When what is queued now will have ended."""
@@ -196,20 +198,22 @@ class Event:
 def test_a_module_s_time_is_that_of_the_devices_that_run_it(devices, work, took):
     """The stream of an idle device would tell how long the host takes to launch."""
     queues = Queues()
-    began = marks(queues.cuda, devices)
+    began = recorded(queues, devices)
     for device, ms in work:
         queues.launch(device, ms)
-    assert elapsed_ms(began, marks(queues.cuda, devices)) == pytest.approx(took, abs=0.05)
+    assert elapsed_ms(began, recorded(queues, devices)) == pytest.approx(took, abs=0.05)
     assert {call[1] for call in queues.cuda.calls if call[0] == "current_stream"} == set(devices)
 
 
 def test_an_event_of_a_captured_graph_has_no_time():
     queues = Queues()
-    began, ended = marks(queues.cuda, (FIRST, SECOND)), marks(queues.cuda, (FIRST, SECOND))
+    began, ended = recorded(queues, (FIRST, SECOND)), recorded(queues, (FIRST, SECOND))
     began[0].captured = True
     assert elapsed_ms(began, ended) == 0.0
     began[1].captured = True
     assert elapsed_ms(began, ended) is None
+    queues.capturing = True
+    assert recorded(queues, (FIRST, SECOND)) is None and elapsed_ms(None, ended) is None and elapsed_ms(began, None) is None
 
 
 def test_the_profile_asks_the_training_s_device():

@@ -16,6 +16,7 @@ from typing import Any
 
 from saturate.agent import flopcount, kinds, memorylines, threadbound
 from saturate.agent.inspection import running_backward
+from saturate.agent.timeline import elapsed_ms, recorded
 from saturate.agent.window import Window
 
 MOST_MODULES = 256
@@ -154,7 +155,7 @@ class ModuleCosts(Window):
                 return
 
     def _now(self) -> Any:
-        return marks(self.torch.cuda, self.devices) if self.device == "cuda" else self.session.clock()
+        return recorded(self.torch, self.devices) if self.device == "cuda" else self.session.clock()
 
     def _add_up(self) -> int:
         """Of how many steps the times are. The device has been drained: every event has its time."""
@@ -240,23 +241,3 @@ class ModuleCosts(Window):
                     hooks.__enter__()
 
         self.replace(graph, "disable_saved_tensors_hooks", disabled)
-
-
-def marks(cuda: Any, devices: tuple[Any, ...]) -> list[Any]:
-    """An event on the current stream of each device: the stream of another one is idle, and would tell the host's time."""
-    events = [cuda.Event(enable_timing=True) for _ in devices]
-    for device, event in zip(devices, events):
-        event.record(cuda.current_stream(device))
-    return events
-
-
-def elapsed_ms(began: list[Any], ended: list[Any]) -> float | None:
-    """Between two marks, on the device that took longest: a module that is spread over several is done when the last one is.
-    None: not known, because the script captured a graph meanwhile; a captured event has no time."""
-    found = []
-    for before, after in zip(began, ended):
-        try:
-            found.append(before.elapsed_time(after))
-        except RuntimeError:
-            continue
-    return max(found, default=None)

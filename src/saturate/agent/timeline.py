@@ -41,12 +41,12 @@ class Timeline:
         self._devices = tuple(self._training())
         self._events = all(device.type == "cuda" for device in self._devices) and self.queued
         self._origin_ns = self._clock()         # before the event: no mark may seem later than it was
-        self._origin = self._recorded() if self._events else self._origin_ns
+        self._origin = recorded(self._torch, self._devices) if self._events else self._origin_ns
         return self._origin
 
     def mark(self) -> Mark:
         if self._events:
-            return self._recorded()
+            return recorded(self._torch, self._devices)
         if self._devices:
             self._drain()
         return self._clock()
@@ -57,25 +57,41 @@ class Timeline:
             return list(marks)
         return in_order([self._reached_ns(mark) for mark in marks], self._origin_ns, self._clock())
 
-    def _recorded(self) -> Mark:
-        cuda = self._torch.cuda
-        if cuda.is_current_stream_capturing():      # an event would become a part of the graph, and tell no time
-            return None
-        events = []
-        for device in self._devices:
-            event = cuda.Event(enable_timing=True)
-            event.record(cuda.current_stream(device))
-            events.append(event)
-        return tuple(events)
-
     def _reached_ns(self, mark: Mark) -> int | None:
         """When the last of the devices came to it."""
-        if mark is None or self._origin is None:
-            return None
-        if mark is self._origin:
+        if mark is not None and mark is self._origin:
             return self._origin_ns
-        elapsed_ms = max(began.elapsed_time(event) for began, event in zip(self._origin, mark))
-        return self._origin_ns + round(1e6 * elapsed_ms)
+        elapsed = elapsed_ms(self._origin, mark)
+        return None if elapsed is None else self._origin_ns + round(1e6 * elapsed)
+
+
+def recorded(torch: Any, devices: Iterable[Any]) -> Mark:
+    """An event in the current stream of each CUDA device: the stream of another one is idle, and would tell the host's time. None
+    while the script captures a graph: an event would become a part of it, and tell no time."""
+    cuda = torch.cuda
+    if cuda.is_current_stream_capturing():
+        return None
+    events = []
+    for device in devices:
+        event = cuda.Event(enable_timing=True)
+        event.record(cuda.current_stream(device))
+        events.append(event)
+    return tuple(events)
+
+
+def elapsed_ms(began: Mark, ended: Mark) -> float | None:
+    """Between two marks of drained devices, on the one that took longest: what is spread over several is done when the last one is.
+    None: not known, because the script captured a graph meanwhile; of a stream that captures and is not the current one, the event
+    is in the graph and has no time."""
+    if began is None or ended is None:
+        return None
+    found = []
+    for before, after in zip(began, ended):
+        try:
+            found.append(before.elapsed_time(after))
+        except RuntimeError:
+            continue
+    return max(found, default=None)
 
 
 def in_order(times: Sequence[int | None], first: int, last: int) -> list[int]:
