@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,29 @@ def test_other_data_is_rejected_in_16_bits() -> None:
 def test_a_learning_rate_that_16_bits_can_tell_is_told() -> None:
     verdict = judge(PLANS["bfloat16 mlp"], {"bug": "learning rate"})
     assert not verdict.passed and "update norm" in verdict.reason
+
+
+@pytest.mark.parametrize("rate", [1e-5, 5e-6, 2e-6, 1e-6])
+def test_another_learning_rate_is_told_where_an_update_moves_only_a_few_entries(rate: float) -> None:
+    """No update of any tensor has a direction then: how many entries move is all there is."""
+    plan = Plan(model="unbiased", optimizer="adamw", lr=rate, low="bfloat16")
+    for change in HONEST:
+        verdict = judge(plan, change)
+        assert verdict.passed, (change, verdict.reason)
+    for bug in ("half the learning rate", "twice the learning rate", "ten times the learning rate"):
+        assert not judge(plan, {"bug": bug}).passed, bug
+
+
+def test_entries_that_move_more_or_less_often_are_counted_where_an_update_has_no_direction() -> None:
+    few, more, many, none = ([UNIT] * count + [0.0] * (64 - count) for count in (3, 6, 64, 0))
+    baseline, often = one_tensor([few] * 20), one_tensor([few, few, *[more] * 18])
+    allowed = replace(tolerance(baseline), turn=[9.0] * 21, stretch=[9.0] * 21, moves=0.6)
+    for expected, found in ((baseline, often), (often, baseline)):
+        assert "times as many entries move" in compare(expected, found, replace(allowed, slowest=9.0)).reason
+    still = one_tensor([few, few, *[none] * 18])
+    assert "0.0526 times as many" in compare(baseline, still, replace(allowed, slowest=math.inf)).reason
+    assert compare(one_tensor([many] * 20), one_tensor([many, many, *[few] * 18]), replace(allowed, slowest=9.0)).passed, "it has a direction"
+    assert compare(one_tensor([few] * 9), one_tensor([few, few, *[more] * 7]), allowed).passed, "too few to tell"
 
 
 def one_tensor(moves: list[list[float]], low: str = "bfloat16") -> Series:

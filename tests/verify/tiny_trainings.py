@@ -71,6 +71,26 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embedding(x)))
 
 
+class Unbiased(nn.Module):
+    """A language model as they are fine-tuned: no biases, normalisations that only scale, weights of 0.02. In 16 bits, a small learning
+    rate moves a few entries of each tensor in an update."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(17, 32), nn.Linear(32, 17, bias=False)
+        self.up = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.RMSNorm(32) for _ in range(5))
+        for matrix in (self.embedding, self.head, *self.up, *self.down):
+            nn.init.normal_(matrix.weight, std=0.02)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for norm, up, down in zip(self.norms, self.up, self.down):
+            x = x + down(nn.functional.silu(up(norm(x))))
+        return self.head(self.norms[-1](x))
+
+
 def _transformer_batch(generator):
     start = torch.randint(0, 17, (8, 1), generator=generator)
     stride = torch.randint(1, 4, (8, 1), generator=generator)
@@ -94,9 +114,11 @@ def _convnet():
         nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
-MODELS = {"transformer": (Transformer, _transformer_batch), "mlp": (_mlp, _image_batch),
+MODELS = {"transformer": (Transformer, _transformer_batch), "unbiased": (Unbiased, _transformer_batch), "mlp": (_mlp, _image_batch),
           "convnet": (_convnet, _image_batch)}
 RATES = {"adamw": 3e-3, "sgd": 0.1}
+#: What they make of the learning rate.
+RATE_BUGS = {"learning rate": 0.9, "half the learning rate": 0.5, "twice the learning rate": 2.0, "ten times the learning rate": 10.0}
 
 
 def _optimizer(plan: Plan, model: nn.Module):
@@ -169,9 +191,9 @@ def train(plan: Plan) -> Series:
         bug = plan.bug if acts else ""
         if plan.data_seed is not None and k == (0 if plan.from_start else 2):
             generator = torch.Generator().manual_seed(plan.data_seed)
-        if bug == "learning rate" and k == 2:
+        if bug in RATE_BUGS and k == 2:
             for group in optimizer.param_groups:
-                group["lr"] *= 0.9
+                group["lr"] *= RATE_BUGS[bug]
         if bug == "no weight decay":
             for group in optimizer.param_groups:
                 group["weight_decay"] = 0.0

@@ -164,6 +164,9 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
             break
     if reason is None and found.slowest > tolerance.slowest:
         reason, times = f"a tensor travels only {math.exp(-found.slowest):.1%} of its way in the baseline", found.slowest / tolerance.slowest
+    if reason is None and abs(found.moves) > tolerance.moves:
+        reason, times = (f"{math.exp(found.moves):.3g} times as many entries move as in the baseline, where an update moves only a few; "
+                         f"{math.exp(tolerance.moves):.3g} times as many or as few allowed"), abs(found.moves) / tolerance.moves
     failed = next((metric for metric in METRICS if reason and reason.startswith(metric)), "")
     curves = _curves(baseline, candidate, found, tolerance, reason or "", failed)
     return Verdict(reason is None, reason or _closest(found, tolerance), curves, reason is not None and times <= NEAR)

@@ -15,7 +15,8 @@ random direction, without any effect on the model. Measured: with them, bf16 aut
 whole update by 0.17 rad, its median tensor by less than 0.02.
 
 Of tensors that are held in 16 bits most entries stand still in most updates, and the others move by whole units: an update has a
-direction where enough entries move. Their drift is left out. A weight decay is less than half a unit there, and whether it acts at
+direction where enough entries move. In updates in which no tensor has one, how many entries move tells how long they are: it is compared
+over the whole run. Their drift is left out. A weight decay is less than half a unit there, and whether it acts at
 all depends on where an optimizer rounds.
 """
 
@@ -48,7 +49,8 @@ METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter d
 class Deviation:
     """The five series, one entry per common update; nan where the baseline itself gives no number to compare with,
     inf where the candidate has none. `slowest` is ln(path of a tensor in the baseline / in the other), the
-    largest."""
+    largest. `moves` is ln(sampled entries in 16 bits that move / baseline's) in the updates in which none of the baseline's tensors has
+    a direction; nan where too few do."""
 
     loss: list[float]
     gradient: list[float]
@@ -56,6 +58,7 @@ class Deviation:
     stretch: list[float]
     drift: list[float]
     slowest: float
+    moves: float = math.nan
 
     def series(self) -> tuple[list[float], ...]:
         """In the order of `METRICS`."""
@@ -169,13 +172,45 @@ def _slowest(base: Series, other: Series, first: int, count: int) -> float:
 
 def _seldom_moving(series: Series, first: int, count: int) -> set[int]:
     """The tensors in 16 bits that move in so few entries and updates that another rounding may keep them where they are."""
-    often = {part: 0 for part in range(len(series.parts())) if series.coarse(part)}
-    for k in range(max(1, first), count if often else 0):
+    return {part for part, times in _times_moved(series, range(max(1, first), count)).items() if times < MOVES * LEAST_MOVED}
+
+
+def _times_moved(series: Series, updates: Sequence[int]) -> dict[int, int]:
+    """How many sampled entries of each tensor in 16 bits move in these updates, all of them together."""
+    times = {part: 0 for part in range(len(series.parts())) if series.coarse(part)}
+    for k in updates if times else ():
         change = update_of(series, k)
         for part, (begin, end) in enumerate(series.parts()):
-            if part in often:
-                often[part] += moved(change[begin:end])
-    return {part for part, times in often.items() if times < MOVES * LEAST_MOVED}
+            if part in times:
+                times[part] += moved(change[begin:end])
+    return times
+
+
+def moves_without_direction(series: Series, acting: int = FIRST_ACTING) -> int:
+    """How many sampled entries move in the updates in which no tensor has a direction, all of them together."""
+    return sum(_times_moved(series, _without_direction(series, acting, len(series))).values())
+
+
+def _without_direction(series: Series, first: int, count: int) -> list[int]:
+    """The updates from `first` to `count` - 1 in which no tensor moves enough to have a direction."""
+    if not any(map(series.coarse, range(len(series.parts())))):
+        return []
+    found = []
+    for k in range(max(1, first), count):
+        change, held = update_of(series, k), series.samples[k]
+        if not any(tells(series, part, change[begin:end], held[begin:end]) for part, (begin, end) in enumerate(series.parts())):
+            found.append(k)
+    return found
+
+
+def _more_moves(base: Series, other: Series, first: int, count: int) -> float:
+    """What a learning rate shows where it moves a few entries of each tensor in an update: these have no direction, and a twin that was
+    perturbed by a unit moves other ones, but as many."""
+    updates = _without_direction(base, first, count)
+    expected, found = (sum(_times_moved(series, updates).values()) for series in (base, other))
+    if expected < MOVES * LEAST_MOVED:
+        return math.nan
+    return math.log(found / expected) if found else -math.inf
 
 
 def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviation:
@@ -196,4 +231,4 @@ def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviat
             angle, length = _direction(base, other, k)
             turn.append(angle)
             stretch.append(length)
-    return Deviation(loss, gradient, turn, stretch, drift, _slowest(base, other, acting, n))
+    return Deviation(loss, gradient, turn, stretch, drift, _slowest(base, other, acting, n), _more_moves(base, other, acting, n))
