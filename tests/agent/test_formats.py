@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from saturate.agent import formats, randomness, sample  # noqa: E402 - after the check for torch
 from saturate.agent.capture import Capture  # noqa: E402
+from saturate.trial.launch import Chosen  # noqa: E402
 
 LOOP = """
 import contextlib, sys, torch, torch.nn as nn
@@ -120,14 +121,38 @@ def settled(built_for: str) -> Any:
         cudnn=types.SimpleNamespace(benchmark=True)))
 
 
-def test_no_algorithm_is_chosen_by_time_until_techniques_act() -> None:
-    """Each process would take the one that was fastest in it, and give other bits."""
+def test_no_algorithm_is_chosen_by_time_unless_a_technique_does() -> None:
+    """Each process would take the one that was fastest in it, and give other bits. A script may ask for it in every epoch."""
     plain, other = settled("13.0"), settled("")
     randomness.choose_no_algorithm_by_time(plain)
     randomness.choose_no_algorithm_by_time(other)
     assert (plain.backends.cudnn.benchmark, other.backends.cudnn.benchmark) == (False, True)
-    capture, torch_ = Capture({"updates": 52}), settled("13.0")
-    for capture.updates, held in ((0, True), (1, True), (2, False)):
-        torch_.backends.cudnn.benchmark = True
-        capture.hold_algorithms(torch_)
-        assert torch_.backends.cudnn.benchmark is not held, "from then on it is a technique that asks for it"
+    for chosen in (False, True):
+        capture, torch_ = Capture({"updates": 52}, times_algorithms=chosen), settled("13.0")
+        for capture.updates in (0, 1, 2, 30):
+            torch_.backends.cudnn.benchmark = True
+            capture.hold_algorithms(torch_)
+            assert torch_.backends.cudnn.benchmark is chosen
+
+
+TELLS = LOOP.replace("while True:", """
+first = []
+while True:
+    first.append(torch.backends.cudnn.benchmark)
+    if len(first) == 3: open(sys.argv[2], "w").write(str(first))""").replace("import contextlib", "import torch; torch.version.cuda = '13.0'; import contextlib")
+
+
+@pytest.mark.parametrize("mode", ["verify", "trial"])
+def test_algorithms_are_timed_from_the_first_forward_on(mode, script, start, tmp_path: Path) -> None:
+    """torch chooses an algorithm at the first convolution of a shape, and keeps it."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    capture = {"folder": str(folder), "updates": 4, "seed": 20, "aligned": False, "perturb": None} if mode == "verify" else None
+    trial = start(str(script(TELLS)), "plain", str(tmp_path / "told"), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]},
+                  techniques=[Chosen(id="cudnn-benchmark", module="saturate.techniques.cudnn_benchmark", path=None, options={})])
+    if capture:
+        trial.wait_capture()
+    else:
+        trial.wait_ready()
+        trial.run_block(1, 1)
+    assert (tmp_path / "told").read_text() == "[True, True, True]"

@@ -34,7 +34,7 @@ def on_wake(session: Any) -> None:
     if capture and session.capture is None:
         from saturate.agent.capture import Capture
 
-        session.capture = Capture(capture)
+        session.capture = Capture(capture, times_algorithms=any(map(_times_algorithms, session.plan["techniques"])))
         session.capture.hold_algorithms(session.torch)
         session.context.gradient_norms = {}     # techniques that free gradients leave their norms here
     if session.plan["mode"] == "run":
@@ -52,6 +52,18 @@ def on_wake(session: Any) -> None:
         batching.install(session)
     apply_stage(session, "environment")
     apply_stage(session, "import")
+
+
+def _times_algorithms(entry: dict[str, Any]) -> bool:
+    """Whether this technique has cuDNN choose its algorithms by a measurement."""
+    from saturate.errors import TechniqueError
+    from saturate.techniques import _registry
+
+    try:
+        technique = _registry.load_one(entry["module"], entry.get("path")).TECHNIQUE
+    except TechniqueError:
+        return False        # reported when its stage comes
+    return any(touch.resource == "cudnn-benchmark" for touch in technique.touches)
 
 
 def advance(session: Any) -> None:

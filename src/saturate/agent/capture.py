@@ -18,15 +18,14 @@ from saturate.techniques import _common
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
 
-#: The first update that techniques act in, as in `verify.deviation`.
-FIRST_ACTING = 2
-
 
 class Capture:
-    """`plan` keys: `folder`, `updates`, `seed`, `aligned`, `deterministic`, `perturb` ({"relative": 2**-9, "seed": 1} or null)."""
+    """`plan` keys: `folder`, `updates`, `seed`, `aligned`, `deterministic`, `perturb` ({"relative": 2**-9, "seed": 1} or null).
+    `times_algorithms`: a technique has cuDNN choose its algorithms by a measurement."""
 
-    def __init__(self, plan: dict[str, Any]):
+    def __init__(self, plan: dict[str, Any], times_algorithms: bool = False):
         self.plan = plan
+        self.times_algorithms = times_algorithms
         self.rank = 0       # known when the first update ends: a process group may be made later than a loader
         self.updates = 0
         self.on_done: Any = None
@@ -40,8 +39,8 @@ class Capture:
         self._code = "f"                    # of the samples' number format, as arrays name it
 
     def hold_algorithms(self, torch: Any) -> None:
-        """Scripts may ask for `cudnn.benchmark` until they train. Once techniques act, it is one of them that does."""
-        if self.updates < FIRST_ACTING:
+        """Scripts may ask for `cudnn.benchmark` at any time, some in every epoch."""
+        if not self.times_algorithms:
             randomness.choose_no_algorithm_by_time(torch)
 
     def saw_batch(self, tensors: Any, iterator: Any) -> None:

@@ -154,6 +154,6 @@ class TechniqueModule(Protocol):
 #: One of stage "model" that must act before memory is taken has `EARLY = True`: outside of verification runs it is applied
 #: before the first training forward. Optimizers have no state then, unless one was loaded; of the modules it is only known
 #: that they own trained parameters, not which of them are called.
-#: One of stage "model" may have `prepare(context, options)`, which is called right after torch was imported, for what must be
-#: done where the script constructs something. It says nothing; `apply` finds what it left.
+#: One of stage "model" may have `prepare(context, options)`, which is called at the first sign of training, for what must be done
+#: where the script constructs something, or before its first forward. It says nothing; `apply` finds what it left.
 FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")

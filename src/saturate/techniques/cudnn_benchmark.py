@@ -18,8 +18,10 @@ Numerics
 
 How it is applied
 -----------------
-The flag is set after the script's own setup ran. A script that asks for deterministic algorithms keeps them: cuDNN then
-chooses among the deterministic ones only.
+The flag is set when the script builds its first loader or optimizer, in verification runs too: torch keeps the algorithm of each shape
+that it has seen, with the flag or without, and so the flag does nothing for shapes whose first convolution is over. It is set once more
+when the step is known, for shapes that come later, in case the script has switched it off. A script that asks for deterministic
+algorithms keeps them: cuDNN then chooses among the deterministic ones only.
 
 References
 ----------
@@ -72,6 +74,11 @@ def variants(facts: Facts) -> list[Options]:
 
 def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
+
+
+def prepare(context: Any, options: Options) -> None:
+    """Before the first convolution: torch looks for a shape's algorithm among those that it has chosen before, and does not ask again."""
+    apply(context, options)
 
 
 def apply(context: Any, options: Options) -> str:
