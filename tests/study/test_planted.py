@@ -178,7 +178,10 @@ class In(Recorded):
 
     def __init__(self, found: dict[frozenset[str], Series], repetitions: dict[int, Series] | None = None, **properties: str) -> None:
         super().__init__(found)
-        self.repetitions, self.properties, self.asked = repetitions or {}, properties, set()
+        self.repetitions, self.properties, self.asked, self.prepared = repetitions or {}, properties, set(), []
+
+    def _prepare(self, *runs: Run) -> None:
+        self.prepared.append(runs)
 
     def series(self, run: Run) -> Series:
         self.asked.add(run.repetition)
@@ -213,6 +216,9 @@ def test_on_an_accelerator_two_runs_that_agree_may_do_so_by_chance() -> None:
     assert other.verify(set_).passed and {1, 2, 3} <= other.asked
     same = In(found, device="cuda")
     assert "declared exact" in same.verify(set_).reason and {1, 2, 3} <= same.asked
+    assert [run.repetition for run in same.prepared[0]] == [2, 3], "these two at once, when the first has agreed"
+    early = In(found, {1: training(1e-6)}, device="cuda")
+    assert early.verify(set_).passed and not {2, 3} & early.asked
     on_cpu = In(found, {3: training(1e-6)}, device="cpu")
     assert "declared exact" in on_cpu.verify(set_).reason and on_cpu.asked == {0, 1}
 
@@ -271,7 +277,7 @@ def test_a_script_that_has_no_memory_for_deterministic_algorithms_is_verified_wi
         other = Crowded(kind, always)
         with pytest.raises(TrialEnded):
             other.check_baseline()
-        assert other.tried == tried
+        assert other.tried == tried and not other.bench.store.known, "a resumed study tries both again"
     plain = Recorded({})
     assert plain.check_baseline() is None and plain.note is None and plain._capture(Run())["deterministic"]
 
