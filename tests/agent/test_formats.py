@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import formats, randomness, sample  # noqa: E402 - after the check for torch
+from saturate.agent import formats, observe, randomness, sample  # noqa: E402 - after the check for torch
 from saturate.agent.capture import Capture  # noqa: E402
+from saturate.agent.session import Session  # noqa: E402
 from saturate.trial.launch import Chosen  # noqa: E402
 
 LOOP = """
@@ -95,8 +96,8 @@ CONVOLVES, RECURS, MULTIPLIES = [torch.nn.Conv2d(1, 1, 1)], [torch.nn.LSTM(1, 1)
     ((8, 0), OFF, types.SimpleNamespace(allow_tf32=False), CONVOLVES, False),
 ])
 def test_whether_float32_may_be_multiplied_in_tensorfloat32(capability, matmul, cudnn, modules, expected) -> None:
-    assert formats.may_use_tf32(cuda(capability, matmul, cudnn), "cuda:0", modules) is expected
-    assert not formats.may_use_tf32(cuda(capability, matmul, cudnn, hip="6.4"), "cuda:0", modules), "AMD's numbers say nothing of it"
+    assert formats.may_use_tf32(cuda(capability, matmul, cudnn), "cuda:0", formats.kinds_in(torch, modules)) is expected
+    assert not formats.may_use_tf32(cuda(capability, matmul, cudnn, hip="6.4"), "cuda:0", formats.kinds_in(torch, modules)), "AMD's numbers say nothing of it"
 
 
 def test_the_installed_torch_tells_of_cudnn_under_either_way() -> None:
@@ -114,6 +115,45 @@ def test_the_coarsest_counts() -> None:
     assert formats.coarsest({"float32", "float16", "tfloat32"}) == "tfloat32"
     assert (formats.coarsest({"float16", "float32"}), formats.coarsest({"float32", "float64"})) == ("float16", "")
     assert formats.of_tensor(torch.zeros(1, dtype=torch.complex128)) == "float64"
+
+
+def test_cudnn_operators_are_known_by_their_nodes_as_well() -> None:
+    """A script may call the function with parameters of its own."""
+    weight = torch.ones(1, 1, 1, 1, requires_grad=True)
+    capture = Capture({"updates": 52})
+    capture.sees_graph(torch, torch.nn.functional.conv2d(torch.ones(1, 1, 2, 2), weight).sum())
+    assert capture._kinds == {"conv"} and formats.kinds_of(["CudnnRnnBackward0", "AddmmBackward0"]) == {"rnn"}
+
+
+def test_parameters_in_the_host_s_memory_do_not_hide_the_device() -> None:
+    """A large embedding may stay there."""
+    embedding, weight = (types.SimpleNamespace(device=types.SimpleNamespace(type=kind), dtype=torch.float32) for kind in ("cpu", "cuda"))
+    asked = []
+    there = cuda((9, 0), OFF, NEWER)
+    there.cuda.get_device_capability = lambda device: asked.append(device) or (9, 0)
+    found = formats.of_training(there, [embedding, weight], observe.device_kind([embedding, weight]), [], set(), {"conv"})
+    assert (found["device"], found["arithmetic"], asked) == ("cuda", "tfloat32", [weight.device])
+
+
+def test_compiled_code_tells_its_format_before_the_backward_pass() -> None:
+    """Its node gives float32; what it has saved is freed when it has run."""
+    class CompiledFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.bfloat16())
+            return x.square().sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2 * ctx.saved_tensors[0].float()
+
+    capture = Capture({"updates": 52})
+    session = Session(torch, {"mode": "verify", "techniques": []})
+    session.phase, session.capture = "discover", capture
+    loss = CompiledFunction.apply(torch.ones(3, requires_grad=True))
+    session.backward_begins(loss)
+    loss.backward()
+    assert capture._arithmetic == {"bfloat16"} and not session.dead
 
 
 def settled(built_for: str) -> Any:

@@ -31,6 +31,7 @@ class Capture:
         self.on_done: Any = None
         self._parameters: list[Any] = []
         self._arithmetic: set[str] = set()  # formats of 16 bits that the backward passes of this update compute in
+        self._kinds: set[str] = set()       # of operators of cuDNN that they are of
         self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
         self._roles = 0
         self._batches: list[str] = []
@@ -55,6 +56,12 @@ class Capture:
             value = zlib.crc32(repr((tuple(tensor.shape), seen)).encode(), value)
         self._batches.append(f"{value:08x}")
 
+    def sees_graph(self, torch: Any, tensors: Any) -> None:
+        """A backward pass begins: afterwards the tensors that compiled code has saved are freed, which tell what it computes in."""
+        if self.updates == 0:
+            self._arithmetic |= {name for name in formats.COARSE if _common.computed_in(tensors, getattr(torch, name), torch)}
+            self._kinds |= formats.kinds_of(map(_common.node_name, _common.graph_nodes(tensors, torch)))
+
     def saw_backward(self, torch: Any, tensors: Any) -> None:
         """Before techniques act, and so in the same order in every run."""
         self.hold_algorithms(torch)
@@ -62,7 +69,6 @@ class Capture:
             for reference in leaves.reached(torch, tensors):
                 if (leaf := reference()) is not None:
                     self._used.setdefault(id(leaf), reference)
-            self._arithmetic |= {name for name in formats.COARSE if _common.computed_in(tensors, getattr(torch, name), torch)}
 
     def token(self, session: Any, token: str) -> None:
         """A backward pass or an optimizer's step: recorded are whole updates."""
@@ -97,7 +103,8 @@ class Capture:
         precise = all(doubles) and all(map(sample.double, session.losses))
         header = {"schema": 2, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
                   "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32",
-                  **formats.of_training(session.torch, self._parameters, session.losses, observe.all_modules(session.torch), self._arithmetic)}
+                  **formats.of_training(session.torch, self._parameters, observe.device_kind(self._parameters), session.losses,
+                                        self._arithmetic, self._kinds | formats.kinds_in(session.torch, observe.all_modules(session.torch)))}
         self._log.write(json.dumps(header) + "\n")
 
     def _follow(self, session: Any) -> None:

@@ -105,6 +105,9 @@ class Drill:
         })
         self._fresh.discard(id(iterator))
 
+    def sees_graph(self, torch: Any, tensors: Any) -> None:
+        """What it computes in is not asked."""
+
     def saw_backward(self, torch: Any, tensors: Any) -> None:
         """Its graph is not needed: see `_weights`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 #: Formats of 16 bits that a script may compute in.
@@ -11,11 +12,16 @@ COARSE = ("bfloat16", "float16")
 TF32_SINCE = (8, 0)
 
 
-def of_training(torch: Any, parameters: list[Any], losses: list[Any], modules: list[Any], seen: set[str]) -> dict[str, Any]:
-    """What the header of a capture says of them. `seen`: those of 16 bits that backward passes were computed in."""
+#: Autograd nodes of operators of cuDNN begin with this; their kinds are named as in torch's settings.
+NODES = {"ConvolutionBackward": "conv", "CudnnRnnBackward": "rnn"}
+
+
+def of_training(torch: Any, parameters: list[Any], device: str, losses: list[Any], seen: set[str], kinds: set[str]) -> dict[str, Any]:
+    """What the header of a capture says of them. `device`: its kind, which some of the parameters may not be on. `seen`: those of 16 bits
+    that backward passes were computed in. `kinds`: of operators of cuDNN that the training has."""
     held = [of_tensor(p) for p in parameters]
-    device = parameters[0].device.type if parameters else ""
-    tf32 = "float32" in held and device == "cuda" and may_use_tf32(torch, parameters[0].device, modules)
+    there = next((p.device for p in parameters if p.device.type == device), None)
+    tf32 = "float32" in held and device == "cuda" and may_use_tf32(torch, there, kinds)
     return {"arithmetic": coarsest(seen | {*held, "tfloat32" if tf32 else ""}), "formats": held, "device": device,
             "loss_format": coarsest(set(map(of_tensor, losses)))}
 
@@ -31,13 +37,22 @@ def coarsest(formats: set[str]) -> str:
     return next((name for name in ("bfloat16", "tfloat32", "float16") if name in formats), "")
 
 
-def may_use_tf32(torch: Any, device: Any, modules: list[Any]) -> bool:
+def kinds_in(torch: Any, modules: list[Any]) -> set[str]:
+    """The kinds of operators of cuDNN that these modules have."""
+    return {name for name, kind in (("conv", torch.nn.modules.conv._ConvNd), ("rnn", torch.nn.RNNBase))
+            if any(issubclass(type(module), kind) for module in modules)}
+
+
+def kinds_of(nodes: Iterable[str]) -> set[str]:
+    """Those of autograd nodes with these names: a script may call the functions with parameters of its own."""
+    return {kind for name in nodes for beginning, kind in NODES.items() if name.startswith(beginning)}
+
+
+def may_use_tf32(torch: Any, device: Any, kinds: set[str]) -> bool:
     """Whether float32 may be multiplied in TensorFloat-32 there: matrices where the script says so, and, unless it says no, what
     cuDNN does. Another algorithm or memory layout may change which kernel it is."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < TF32_SINCE:      # AMD numbers its devices otherwise
         return False
-    kinds = {name for name, kind in (("conv", torch.nn.modules.conv._ConvNd), ("rnn", torch.nn.RNNBase))
-             if any(issubclass(type(module), kind) for module in modules)}
     return matmul_allows_tf32(torch) or cudnn_allows_tf32(torch, kinds)
 
 

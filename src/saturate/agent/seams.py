@@ -56,9 +56,9 @@ def _backward(session: Any, torch: Any) -> None:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        session.backward_begins()
         if not isinstance(tensors, tuple) and not torch.overrides.is_tensor_like(tensors):
             tensors = tuple(tensors)        # as torch does, and a generator gives them only once; a GradientEdge is a tuple
+        session.backward_begins(tensors)
         result = original(tensors, *args, **kwargs)
         session.backward_ends(tensors)
         return result

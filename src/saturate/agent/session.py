@@ -228,11 +228,13 @@ class Session:
         elif not isinstance(target, (str, os.PathLike)):
             self.saves_into_files += 1
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, tensors: Any = ()) -> None:
         if self.phase == "asleep":
             self.signs_of_training()
         elif self.phase == "discover" and self.asleep:
             self.guard(self._take_over)
+        if self.capture is not None and not self.asleep:
+            self.guard(self.capture.sees_graph, self.torch, tensors)
         self._began = self.mark()
 
     def backward_ends(self, tensors: Any) -> None:
