@@ -64,7 +64,7 @@ def test_a_verification_run_that_cannot_end_in_time_is_not_begun(monkeypatch, us
     store = SimpleNamespace(answer={"informative": known}.get, add_seconds=lambda phase, seconds: None)
     study = SimpleNamespace(request=SimpleNamespace(budget_s=30.0), store=store, started=100.0, say=lambda line: None, needs_budget="",
                             refusal=None, baseline={"step_ms": step_ms, "startup_s": 3.0})
-    found = tune._is_measurable(study, SimpleNamespace(check_baseline=lambda: runs.append("run")), None, (), end=130.0)
+    found = tune._is_measurable(study, SimpleNamespace(check_baseline=lambda: runs.append("run"), note=None), None, (), end=130.0)
     assert found is asked is bool(runs) and study.needs_budget == needs
     assert asked or f"give it --budget {needs}" in study.refusal
 
