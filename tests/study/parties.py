@@ -204,8 +204,9 @@ TECHNIQUES: dict[str, tuple[str, str, str, str]] = {
 ''', ""),
     "slow_agent_clock": ("exact", "model", '''
     from saturate.agent.session import Session
-    real, begin = Session.clock, Session.clock()
-    context.set_attribute(Session, "clock", staticmethod(lambda: int(begin + (real() - begin) * 0.93)))
+    from saturate.agent.timeline import Timeline
+    read, begin = Timeline.read, Session.clock()
+    context.set_attribute(Timeline, "read", lambda self, marks: [int(begin + (ns - begin) * 0.93) for ns in read(self, marks)])
 ''', ""),
     "two_faced": ("exact", "model", _MODE + _FASTER + '''
     def wrap(inner):
