@@ -28,7 +28,7 @@ from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.timeline import elapsed_ms, recorded  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
 from saturate.study import drilling  # noqa: E402
-from saturate.techniques import allocator  # noqa: E402
+from saturate.techniques import _common, allocator  # noqa: E402
 from saturate.trial.outcome import REPLAYED  # noqa: E402
 from saturate.trial.process import TrialEnded  # noqa: E402
 
@@ -365,7 +365,7 @@ def test_ceilings_are_those_of_the_training_s_device(monkeypatch, devices):
 
 def test_nothing_is_asked_of_a_device_without_cuda():
     cuda = Cuda(is_initialized=lambda: False)
-    assert graphs.capturing(types.SimpleNamespace(cuda=cuda)) is False and cuda.calls == [("is_initialized",)]
+    assert _common.capturing(types.SimpleNamespace(cuda=cuda)) is False and cuda.calls == [("is_initialized",)]
 
 
 class Captured(Exception):
@@ -421,7 +421,7 @@ def test_who_captures_only_the_optimizer_s_step_is_followed_by_backward_passes(t
     stepping = torch.optim.SGD([torch.zeros(1)])
     made.optimizers.built = [lambda: stepping]
     seen: list[Any] = []
-    made.guard = lambda function, *args: function(*args) if function in (graphs.capturing, graphs.captured_update) else seen.append(args)
+    made.guard = lambda function, *args: function(*args) if function in (_common.capturing, graphs.captured_update) else seen.append(args)
     made.backward_ends(torch.tensor(3.0))
     now[0] = True
     made.step_begins(stepping)

@@ -38,7 +38,8 @@ from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from saturate.agent import graphs, observe, ordering, sample
+from saturate.agent import observe, ordering, sample
+from saturate.techniques import _common
 
 #: What stands for all parameters: entries of each of some tensors that are trained.
 TENSORS, ENTRIES = 32, 8
@@ -187,7 +188,7 @@ class Drill:
         compiling = self.torch.compiler.is_compiling
 
         def unseen() -> bool:
-            return compiling() or graphs.capturing(self.torch)
+            return compiling() or _common.capturing(self.torch)
 
         def before(module: Any, inputs: Any) -> None:
             if unseen() or not self._mine() or threading.get_ident() != self._thread:

@@ -11,11 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def capturing(torch: Any) -> bool:
-    """Whether what is queued now goes into a graph. Asked at each event: without CUDA it costs nothing, and starts no driver."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def ends_what_is_seen(session: Any) -> bool:
     """Whether no step is seen any more once the optimizer's step that ends now was captured: the backward pass is in a graph as well,
     or a step is what an optimizer ends, as it did until now."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
 from saturate.agent.optimizers import Optimizers
+from saturate.techniques import _common
 from saturate.techniques._interrupts import from_signal_handler
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
@@ -240,7 +241,7 @@ class Session:
     def backward_ends(self, tensors: Any) -> None:
         if self.asleep:
             return
-        self.backward_captured = bool(self.guard(graphs.capturing, self.torch))
+        self.backward_captured = bool(self.guard(_common.capturing, self.torch))
         if self.backward_captured:
             if not self.optimizers.built:       # there is nothing else that a step could end with
                 self.guard(graphs.captured_update, self)
@@ -302,7 +303,7 @@ class Session:
         self._not_stepping(optimizer)
         if self.asleep:
             return
-        if self.guard(graphs.capturing, self.torch):
+        if self.guard(_common.capturing, self.torch):
             if graphs.ends_what_is_seen(self):
                 self.guard(graphs.captured_update, self)
             return

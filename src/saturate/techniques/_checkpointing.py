@@ -394,7 +394,7 @@ def _must_run_plainly(torch: Any) -> bool:
     return (not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
             or _common.in_forward_mode(torch)
             or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()))
+            or _common.capturing(torch))
 
 
 def _cost(block: Block, blocks: Sequence[Block], looking_ns: float | None) -> Cost:

@@ -208,6 +208,11 @@ def computed_in(output: Any, dtype: Any, torch: Any) -> str:
     return ""
 
 
+def capturing(torch: Any) -> bool:
+    """Whether what is queued now goes into a CUDA graph of the script's own. Without CUDA it costs nothing, and starts no driver."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def device_of(context: Any) -> Any:
     """The `torch.device` of what is trained, with its number: CUDA's current device is another one where a script names "cuda:1" and
     sets none. Of several, the first."""

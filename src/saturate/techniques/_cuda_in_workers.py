@@ -1,6 +1,6 @@
 """A pass over a loader whose workers cannot make its batches: forked from a process that uses CUDA, or has only counted its devices,
-they must not, and a collate function that moves its batch to a device raises there. The training process makes them itself then, as the script wrote it. Used by
-`loader-workers`."""
+they must not, and a collate function that moves its batch to a device raises there. The training process makes them itself then, as
+the script wrote it. Used by `loader-workers`."""
 
 from __future__ import annotations
 
