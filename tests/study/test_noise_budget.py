@@ -11,7 +11,7 @@ from saturate.errors import TooNoisy, WorkloadFailed
 from saturate.measure import race
 from saturate.records.facts import Facts
 from saturate.study import baseline, tune
-from saturate.study.racing import KernelWork
+from saturate.study.race_pair import KernelWork
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 

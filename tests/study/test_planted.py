@@ -13,7 +13,7 @@ from parties import WORKLOAD, tune
 
 from saturate.study.bench import timed_losses
 from saturate.study.candidates import Candidate
-from saturate.study.racing import other_work
+from saturate.study.race_blocks import other_work
 from saturate.study.verification import UPDATES, Run, Verified, Verifier, _name, first_difference
 from saturate.trial import clocks
 from saturate.trial.outcome import Outcome

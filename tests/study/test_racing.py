@@ -13,8 +13,11 @@ from saturate.measure.race import Limits
 from saturate.study import racing
 from saturate.study import store as stores
 from saturate.study.fates import FATES
-from saturate.study.racing import MOST_ROUNDS, Racer, block_size
+from saturate.study.race_blocks import block_size
+from saturate.study.race_pair import MOST_ROUNDS, KernelWork
+from saturate.study.racing import Racer
 from saturate.study.search import Search
+from saturate.trial import meter
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded, joined
 
@@ -360,7 +363,7 @@ def test_a_race_knows_what_the_kernel_did_for_either_process(monkeypatch):
         done[pid] = done.get(pid, -1) + 1
         return (1000 + 50 * done[pid] * pid, 0.5 + 0.01 * done[pid] * pid)
 
-    monkeypatch.setattr(racing.meter, "kernel_work", kernel_work)
+    monkeypatch.setattr(meter, "kernel_work", kernel_work)
     bench = Bench()
     started = bench.live
 
@@ -374,14 +377,14 @@ def test_a_race_knows_what_the_kernel_did_for_either_process(monkeypatch):
     limits = Limits(max_pairs=2, min_rounds=4, max_rounds=4)
     result = racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0, min_pairs=2)
     steps = len(result.pairs[0]) * 4        # rounds of one skipped step and three
-    assert result.work[0] == (racing.KernelWork(50 / steps, pytest.approx(10 / steps)), racing.KernelWork(0.0, 0.0))
+    assert result.work[0] == (KernelWork(50 / steps, pytest.approx(10 / steps)), KernelWork(0.0, 0.0))
     assert len(result.work) == 2
     bench.store.rounds = lambda question: [[(1.0, 1.0, 0.0)] * 4, [(1.0, 1.0, 0.0)] * 4]      # a resumed study measures nothing again
     assert racer.run("x", (), CANDIDATE, limits, time.monotonic() + 60.0).work == result.work
 
 
 def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_pairs_where_both_do():
-    uneven, even = (racing.KernelWork(1400.0, 3.0), racing.KernelWork(0.0, 0.0)), (racing.KernelWork(1.0, 0.0), racing.KernelWork(0.0, 0.0))
+    uneven, even = (KernelWork(1400.0, 3.0), KernelWork(0.0, 0.0)), (KernelWork(1.0, 0.0), KernelWork(0.0, 0.0))
     racer = in_whole_blocks(Bench(scatter=0.001))
     racer.learn_noise([[0.25, 0.25, 0.26], [0.001, 0.0, -0.001]], [uneven, even])
     assert racer.between_sd > 5 * racer.steady_sd and racer.steady_sd < 0.013

@@ -16,7 +16,8 @@ from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import tune
 from saturate.study.fates import leads
-from saturate.study.racing import KernelWork, Result
+from saturate.study.race_pair import KernelWork
+from saturate.study.racing import Result
 from saturate.study.search import SCREEN, CannotVerify
 from saturate.study.verification import Verified
 from saturate.techniques._api import Eligible, Ineligible

@@ -12,16 +12,17 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
-from saturate.study.bench import Bench, Live, on_side, queues
+from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
-from saturate.study.store import Store
-from saturate.trial import meter
+from saturate.study.race_blocks import believe, block_size, falls_behind, have_workers, run_block
+from saturate.study.race_pair import LEAST_ROUNDS, KernelWork, Pair, end_question, work_question, work_so_far
 from saturate.trial.outcome import Outcome, ran_out_of_memory
 from saturate.trial.process import Block, TrialEnded, joined
 
@@ -30,31 +31,6 @@ ONCE_MORE = "  out of memory beside another process of its kind: once more, alon
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
-
-#: Rounds of a pair at most, where they cost so little beside its start that the usual number would be thrift at the wrong end.
-MOST_ROUNDS = 60
-
-
-#: A pair says nothing with fewer rounds, and a round of so long is not added to those once the deadline has passed: with slow steps
-#: behind several loader workers, six rounds take minutes.
-LEAST_ROUNDS = 2
-LONG_ROUND_S = 5.0
-
-#: A loader that has made all batches but this share keeps up, as far as a race resolves.
-SLACK = 0.02
-
-#: A second process this many times slower or faster than the first is timed over fewer steps: nobody needs to know exactly by
-#: how much, and as many steps of the slower one take that many times as long.
-FAR = 3.0
-
-
-@dataclass(frozen=True)
-class KernelWork:
-    """What the kernel did for the training process in each step of a race."""
-
-    page_faults: float
-    ms: float           # of processor time, all threads
-
 
 #: Two processes differ in what the kernel does for them from so many page faults per step on: 1 MiB.
 UNEVEN_FAULTS = 256
@@ -80,51 +56,6 @@ class Result:
     def gain_ci(self) -> tuple[float, float] | None:
         found = self.decision.estimate
         return (math.expm1(found.low), math.expm1(found.high)) if found else None
-
-
-class _Pair:
-    """The rounds of one fresh pair of processes: log-ratios here, and in the study as they come. `undecided` says, of limits,
-    whether more rounds help."""
-
-    def __init__(self, store: Store, question: str, number: int, times: list[tuple[float, float]], limits: Limits, deadline: float,
-                 undecided: Callable[[Limits], bool]):
-        self.store, self.question, self.number, self.times = store, question, number, times
-        self.limits, self.deadline, self.undecided = limits, deadline, undecided
-        self.ratios: list[float] = []
-        self.asked = time.monotonic()
-        self.running = math.inf             # since when both processes run
-
-    def began(self) -> None:
-        self.running = time.monotonic()
-
-    def keep(self, a_ms: float, b_ms: float) -> None:
-        self.ratios.append(math.log(a_ms / b_ms))
-        self.times.append((a_ms, b_ms))
-        self.store.add_round(self.question, self.number, len(self.ratios), a_ms, b_ms, self.ratios[-1])
-
-    def count(self, before: dict[str, tuple[int, int, float]], lives: dict[str, Live]) -> None:
-        """Keep what the kernel did for either process since `before` (see `_work_so_far`)."""
-        work = []
-        for side in "ab":
-            (steps, faults, seconds), (was, faults_were, seconds_were) = _work_so_far(lives[side]), before[side]
-            many = max(1, steps - was)
-            work.append(KernelWork((faults - faults_were) / many, 1e3 * (seconds - seconds_were) / many))
-        self.store.set_answer(_work_question(self.question, self.number), [astuple(one) for one in work])
-
-    def forget(self) -> None:
-        """These rounds were no measurement."""
-        self.store.drop_rounds(self.question, self.number)
-        del self.times[len(self.times) - len(self.ratios):], self.ratios[:]
-
-    def more(self) -> bool:
-        now = time.monotonic()
-        rounds, ran_s = len(self.ratios), now - self.running
-        if rounds < self.limits.min_rounds:
-            # Beyond the deadline two that take long must do: what they show is uncertain, and says so.
-            return now < self.deadline or rounds < LEAST_ROUNDS or ran_s < LONG_ROUND_S * rounds
-        # Rounds that scatter are repeated for as long as it took to start the pair: a fresh one would cost as much.
-        most = self.limits.max_rounds if ran_s >= self.running - self.asked else max(self.limits.max_rounds, MOST_ROUNDS)
-        return now < self.deadline and self.undecided(replace(self.limits, max_rounds=most))
 
 
 class Racer:
@@ -213,14 +144,14 @@ class Racer:
         store = self.bench.store
         rounds = store.rounds(question)
         last = len(rounds) - 1          # only of the last one can that be
-        if rounds and store.answer(_end_question(question, last)) is None:
+        if rounds and store.answer(end_question(question, last)) is None:
             store.drop_rounds(question, last)
             rounds.pop()
         return rounds
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
-        stored = [self.bench.store.answer(_work_question(question, number)) for number, pair in enumerate(pairs) if len(pair) >= 2]
+        stored = [self.bench.store.answer(work_question(question, number)) for number, pair in enumerate(pairs) if len(pair) >= 2]
         unknown = [(math.nan, math.nan)] * 2
         return [(KernelWork(*a), KernelWork(*b)) for a, b in (found or unknown for found in stored)]
 
@@ -241,16 +172,16 @@ class Racer:
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
               limits: Limits, deadline: float, share_base: bool, between_sd: float) -> None:
         """One fresh pair of processes, until its rounds decide or stop helping."""
-        pair = _Pair(self.bench.store, question, len(pairs), times, limits, deadline,
+        pair = Pair(self.bench.store, question, len(pairs), times, limits, deadline,
                      lambda patient: self._decide(pairs, patient, between_sd).action == "more_rounds")
         pairs.append(pair.ratios)
         fresh = self.mode == "alternate" or not share_base or self.base(a) is None
         self._rounds(a, b, share_base, pair)
-        self.bench.store.set_answer(_end_question(question, pair.number), True)
+        self.bench.store.set_answer(end_question(question, pair.number), True)
         if fresh:
             self.pair_s = max(self.pair_s, time.monotonic() - pair.asked)
 
-    def _rounds(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
+    def _rounds(self, a: Set, b: Set, share_base: bool, pair: Pair) -> None:
         if self.mode == "alternate":
             self.drop_base()
             self._alternate(a, b, pair)
@@ -269,7 +200,7 @@ class Racer:
             self.drop_base()
             self._concurrent(a, b, share_base, pair)
 
-    def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: _Pair) -> None:
+    def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: Pair) -> None:
         """The pair once more, one process at a time, first the one that ended so. Raises TrialEnded where that one needs too much by
         itself: then others may still live side by side."""
         self.bench.say(ONCE_MORE)
@@ -277,18 +208,18 @@ class Racer:
         self._alternate(a, b, pair, ended.side)
         self.tell_crowded(ended.outcome)
 
-    def _concurrent(self, a: Set, b: Set, share_base: bool, pair: _Pair) -> None:
+    def _concurrent(self, a: Set, b: Set, share_base: bool, pair: Pair) -> None:
         first, second = self._both(a, b, share_base)
         try:
             turn, draw = 0, random.Random(pair.number)
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 # What a loader has ready hides how fast it is. Of a baseline that never waits, nothing is hidden from itself.
-                hides = (self.waits or key(a) != key(b)) and _have_workers(first, second)
-                loader_bound = hides and _falls_behind(first, second)
+                hides = (self.waits or key(a) != key(b)) and have_workers(first, second)
+                loader_bound = hides and falls_behind(first, second)
                 skip, steps = block_size(first, second, loader_bound)
                 lives = {"a": first, "b": second}
-                before = {side: _work_so_far(live) for side, live in lives.items()}
+                before = {side: work_so_far(live) for side, live in lives.items()}
                 pair.began()
                 while turn == 0 or pair.more():
                     turns, rest, each = self._turns(first, second, skip, steps, loader_bound)
@@ -304,9 +235,9 @@ class Racer:
                     for side, found in parts.items():
                         blocks[side].append(joined(found))
                     if b:
-                        _believe(blocks)
+                        believe(blocks)
                     pair.keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
-                    if hides and not loader_bound and _falls_behind(first, second):
+                    if hides and not loader_bound and falls_behind(first, second):
                         loader_bound = True
                         skip, steps = block_size(first, second)
                         pair.forget()
@@ -339,11 +270,11 @@ class Racer:
         self._base, second = self.bench.live_pair("reference", a, "race B", b)
         return self._base, second
 
-    def _alternate(self, a: Set, b: Set, pair: _Pair, first: str = "") -> None:
+    def _alternate(self, a: Set, b: Set, pair: Pair, first: str = "") -> None:
         order = (("a", a), ("b", b)) if (first or "ab"[pair.number % 2]) == "a" else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
         if b:
-            _believe(blocks)
+            believe(blocks)
         for of_a, of_b in zip(blocks["a"], blocks["b"]):
             pair.keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
 
@@ -355,9 +286,9 @@ class Racer:
             return [on_side(side, partial(run_block, live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
 
         try:
-            before = _falls_behind(live)
+            before = falls_behind(live)
             found = blocks(before)
-            found = blocks(True) if _falls_behind(live) and not before else found
+            found = blocks(True) if falls_behind(live) and not before else found
             on_side(side, partial(self.bench.prove_still, live))
             return found
         finally:
@@ -368,7 +299,7 @@ class Racer:
         found = decision.estimate
         usable = _usable(pairs)
         # The median round of A and that of B need not be the same one: how long a step takes is that of the typical round of both.
-        typical = _median([math.sqrt(a_ms * b_ms) for a_ms, b_ms in times]) if times else 0.0
+        typical = median([math.sqrt(a_ms * b_ms) for a_ms, b_ms in times]) if times else 0.0
         apart = math.exp(found.log_ratio / 2) if found else 1.0
         record = RaceRecord(
             question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),
@@ -389,83 +320,3 @@ class Racer:
 
 def _usable(pairs: list[list[float]]) -> list[list[float]]:
     return [pair for pair in pairs if len(pair) >= 2]
-
-
-def _work_question(question: str, pair: int) -> str:
-    return f"{question} | kernel work of pair {pair}"
-
-
-def _end_question(question: str, pair: int) -> str:
-    return f"{question} | end of pair {pair}"
-
-
-def _work_so_far(live: Live) -> tuple[int, int, float]:
-    """Steps, page faults and seconds in the kernel of a process since its start."""
-    return live.trial.steps, *meter.kernel_work(live.hello["pid"])
-
-
-def run_block(live: Live, skip: int, steps: int, cpus: Sequence[int | None] = ()) -> Block:
-    """One block, begun on these CPUs; frozen again afterwards."""
-    live.trial.thaw()
-    block = live.trial.run_block(skip, steps, cpus=cpus)
-    live.trial.freeze()
-    return block
-
-
-def _falls_behind(*lives: Live) -> bool:
-    """Whether a loader may have made fewer batches than were taken from it, by more than the one in the making or `SLACK`: then
-    the loop will wait for it once what it has in store is used up, and short blocks would not show that."""
-    def allowed(live: Live) -> float:
-        return max(1.0, SLACK * live.trial.steps)
-
-    return any(live.trial.unmade_batches is None or live.trial.unmade_batches > allowed(live) for live in lives)
-
-
-def _have_workers(*lives: Live) -> bool:
-    return any(loader.num_workers for live in lives for loader in live.evidence.loaders)
-
-
-def _believe(blocks: dict[str, list[Block]]) -> None:
-    """Raise TrialEnded of B when B's time is that of other work."""
-    reason = other_work(blocks["a"], blocks["b"])
-    if reason is not None:
-        ended = TrialEnded(Outcome("trains_otherwise", reason))
-        ended.side = "b"
-        raise ended
-
-
-def other_work(a: list[Block], b: list[Block]) -> str | None:
-    """What shows that the timed blocks of B are not the same work as those of A; None when nothing does.
-
-    A verification run cannot show what only happens to be done while time is taken. Uneven accumulation at the end of
-    an epoch, and a training that diverges by itself, are allowed for.
-    """
-    steps_a, steps_b = sum(block.steps for block in a), sum(block.steps for block in b)
-    for token in sorted({token for block in a for token in block.events}):
-        expected = sum(block.events.get(token, 0) for block in a) / steps_a
-        found = sum(block.events.get(token, 0) for block in b) / steps_b
-        if abs(found - expected) > 0.15 * expected + 1.0 / min(steps_a, steps_b):
-            what = {"B": "backward ran", "C": "its closure ran"}.get(token, "its optimizer stepped")
-            return f"{what} {found:.2f} times a step while it was timed, in the other process {expected:.2f} times"
-    if not all(map(math.isfinite, b[-1].sample)) and all(map(math.isfinite, a[-1].sample)):
-        return "its parameters are not finite after a timed block"
-    if all(block.moved for block in a) and 2 * sum(block.moved for block in b) <= len(b):
-        return "its parameters did not move while it was timed"
-    return None
-
-
-def block_size(first: Live, second: Live, loader_bound: bool = True) -> tuple[int, int]:
-    """Steps to skip and to time: the same for both, long enough for the deeper loader queue (`loader_bound`) and the faster
-    step, but for a second process that is far behind or far ahead."""
-    loaders = [loader for live in (first, second) for loader in live.evidence.loaders if loader.num_workers]
-    workers = max((loader.num_workers for loader in loaders), default=0)
-    prefetch = max((loader.prefetch_factor or 2 for loader in loaders), default=2)
-    behind = second.step_ms > FAR * first.step_ms
-    step_ms = second.step_ms if behind else max(min(first.step_ms, second.step_ms), first.step_ms / FAR)
-    return stationary.block_steps(step_ms, workers, prefetch, loader_bound=loader_bound, queued=any(queues(live.hello) for live in (first, second)))
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
