@@ -334,6 +334,9 @@ def test_a_column_that_begins_empty_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "content", "rows"), [
     ("semicolons.csv", b"a;b\n1;2,5\n", [{"a": 1, "b": "2,5"}]),
+    ("commas.csv", b'"name, first";age\nAda;36\n"May, or not";7\n', [{"name, first": "Ada", "age": 36}, {"name, first": "May, or not", "age": 7}]),
+    ("bare.csv", b"name, first;age\nAda;36\nMay, or not;7\n", [{"name, first": "Ada", "age": 36}, {"name, first": "May, or not", "age": 7}]),
+    ("both.csv", b"a,b;c\n1,x;y\n", [{"a": 1, "b;c": "x;y"}]),
     ("tabs.csv", b"a\tb\n1\t2\n", [{"a": 1, "b": 2}]),
     ("one.csv", b"a\n1\n", [{"a": 1}]),
     ("marked.csv", b"\xef\xbb\xbfa,b\n1,2\n", [{"a": 1, "b": 2}]),

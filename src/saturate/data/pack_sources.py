@@ -352,14 +352,27 @@ def _each_once(file: File, names: list[str]) -> None:
 
 
 def _delimiter(file: File) -> str:
-    """A comma, but where the first line has none, and has one of the others that are in use."""
+    """A comma, but where the header has none, and has one of the others that are in use, or where one of those divides the rows into
+    as many fields as the header has, and the comma does not."""
+    import csv
+
     if file.path.suffix.lower() == ".tsv":
         return "\t"
     if file.path.suffix.lower() != ".csv":
         return ","              # compressed, perhaps
-    with open(file.path, "rb") as opened:
-        first = opened.readline(1 << 16)
-    return next((other.decode() for other in (b"\t", b";", b"|") if b"," not in first and other in first), ",")
+    with open(file.path, encoding="utf-8-sig", errors="replace", newline="") as opened:
+        beginning = opened.read(1 << 16).splitlines(keepends=True)
+    header = beginning[0] if beginning else ""
+
+    def divides(character: str) -> bool:
+        rows = [row for row in csv.reader(beginning, delimiter=character) if row]
+        whole = rows[:-1] if len(rows) > 2 else rows        # the last one may be cut
+        return len({len(row) for row in whole}) == 1 < len(whole[0])
+
+    others = [other for other in "\t;|" if other in header]
+    if "," not in header:
+        return others[0] if others else ","
+    return "," if divides(",") else next(filter(divides, others), ",")
 
 
 def _parquet(path: Path, files: list[File]) -> Source:

@@ -155,5 +155,6 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    given = f"store = {json.dumps(options.store, ensure_ascii=False)}, chain = {options.chain}, memory_mib = {options.memory_mib}"
     return ("# There is nothing in torch to write for this; put it into a recipe:\n"
-            f'# [[technique]]\n# id = "{TECHNIQUE.id}"\n# options = {{ store = {json.dumps(options.store, ensure_ascii=False)}, chain = {options.chain} }}')
+            f'# [[technique]]\n# id = "{TECHNIQUE.id}"\n# options = {{ {given} }}')
