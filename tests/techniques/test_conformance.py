@@ -111,6 +111,11 @@ LIARS = {
     "leaves_a_hook": (APPLY, "    context.optimizers[0].register_step_post_hook(lambda *a: None)\n", "_hooks changed"),
     "leaves_a_flag": (APPLY, "    context.torch.set_default_dtype(context.torch.float64)\n    context.on_undo(lambda: None)\n",
                       "default dtype changed"),
+    "leaves_what_it_prepared": ("def apply(", """def prepare(context, options):
+    context.torch.set_default_dtype(context.torch.float64)
+
+
+def apply(""", "default dtype changed"),
     "leaves_a_patch": (APPLY, "    context.torch.Tensor.to = lambda self, *a, **k: context.torch._C.TensorBase.to(self, *a, **k)\n",
                        "Tensor.to is left behind"),
     "leaves_an_environment": (APPLY, "    import os\n    os.environ['LIAR'] = '1'\n", "environment variable LIAR is left"),

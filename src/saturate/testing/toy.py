@@ -138,12 +138,15 @@ def _dynamo_frames() -> int:
 
 
 def start(technique: ModuleType | None = None, options: Any = None) -> Workload:
-    """A toy training after `STEPS_BEFORE` steps, where stage "model" begins; stage "import" has been applied."""
+    """A toy training after `STEPS_BEFORE` steps, where stage "model" begins; stage "import" has been applied, and what one of stage
+    "model" prepares before there is a model."""
     random.seed(0)
     torch.manual_seed(0)
     context = Context(torch)
     if technique is not None and technique.TECHNIQUE.stage == "import":
         technique.apply(context, options)
+    if technique is not None and technique.TECHNIQUE.stage == "model" and hasattr(technique, "prepare"):
+        technique.prepare(context, options)
     model = Model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     workload = Workload(context, model, optimizer, make_loader(context))
