@@ -128,6 +128,52 @@ def test_a_forward_that_differs_from_run_to_run_is_left_alone():
     assert "gives other values" in proof(ours, Options(mode="blocks")).evidence
 
 
+class Configured(Inner):
+    """Reads the settings that the whole model shares."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x):
+        return super().forward(x) * self.config.scale
+
+
+class ConfiguredStack(Stack):
+    """`settle` sets the settings behind the blocks, of the first step or of each."""
+
+    def __init__(self, settle):
+        config = types.SimpleNamespace(scale=0.5, kind=None, step=0)
+        super().__init__(lambda: Configured(config))
+        self.config, self.settle = config, settle
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.settle(self.config)
+        return y
+
+
+def test_settings_that_the_first_step_completes():
+    """As `problem_type` in the configuration of Hugging Face's classification models."""
+    def settle(config):
+        config.kind = config.kind or "single label"
+
+    plain, ours = Run(lambda: ConfiguredStack(settle)), Run(lambda: ConfiguredStack(settle), ALL[0], steps=6)
+    assert not ours.engine.blocks[0].refusal
+    assert proof(ours, ALL[0]).active, proof(ours, ALL[0]).evidence
+    assert not Run(lambda: ConfiguredStack(settle), ALL[0]).differs_from(plain)
+
+
+def test_settings_that_every_step_changes():
+    def settle(config):
+        config.step = config.step + 1
+        config.scale = 0.9 * config.scale
+
+    plain, ours = Run(lambda: ConfiguredStack(settle)), Run(lambda: ConfiguredStack(settle), ALL[0])
+    assert not ours.differs_from(plain)
+    assert not proof(ours, ALL[0]).active and "is changed after its forward" in proof(ours, ALL[0]).evidence
+
+
 def test_one_bad_block_does_not_spoil_the_others():
     def make():
         model = Stack()

@@ -38,6 +38,7 @@ class Block:
     def __init__(self, module: Any, index: int, name: str):
         self.module, self.index, self.name = module, index, name
         self.refusal = ""
+        self.outlived = False           # whether the refusal is that its surroundings changed between its forward and the backward
         self.traces: dict[Any, _activations.Trace] = {}     # by the shapes of its arguments
         self.buffers: set[tuple[str, str]] = set()
         self.operators_why_not = ""
@@ -76,6 +77,7 @@ class Checkpointing:
         self._repeats = False       # whether a graph is gone through more than once: products are kept for one time only
         self._own = False           # whether a call of torch's checkpoint is ours
         self._foreign = False       # whether there was one of the script's
+        self._measured_anew = False
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -126,8 +128,8 @@ class Checkpointing:
 
         autograd.backward = listener
         self._cleanup.append(restore)
+        self._unstepped = set(map(id, self.context.optimizers))
         for optimizer in self.context.optimizers:
-            self._unstepped.add(id(optimizer))
             self._cleanup.append(optimizer.register_step_post_hook(
                 lambda stepped, args, kwargs: self._unstepped.discard(id(stepped))).remove)
         self.context.on_undo(self._deaf)
@@ -160,6 +162,8 @@ class Checkpointing:
     def _run_root(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if self.phase == "measuring" and id(module) in self._roots and not self._in_backward and not self._depth:
             if self._passes and (not self._unstepped or self._forwards >= MOST_FORWARDS):
+                if self._begins_anew():
+                    return self._measured_root(inner, module, args, kwargs)
                 self._guarded(self._decide)
             elif self._forwards >= MOST_FORWARDS and not self._passes:
                 self._stop("no backward pass was seen")
@@ -304,7 +308,7 @@ class Checkpointing:
         self._unread.clear()
         for block, around in self._arounds:
             if changed := around.changed():
-                block.refusal = f"{changed}, which it may read, is changed after its forward"
+                block.refusal, block.outlived = f"{changed}, which it may read, is changed after its forward", True
         self._arounds.clear()
         if not self._visits:
             return
@@ -314,6 +318,21 @@ class Checkpointing:
             self._visits.append(Visit(read=frozenset(after - self._parameters)))
         self._passes.append(tuple(self._visits))
         self._visits = []
+
+    def _begins_anew(self) -> bool:
+        """Measure the next step instead, once, where surroundings of a block changed behind its forward: a first step sets what
+        stays from then on (Hugging Face's classification losses note the kind of problem in the model's configuration)."""
+        outlived = [block for block in self.blocks if block.outlived]
+        if not outlived or self._measured_anew or self._foreign:
+            return False
+        self._measured_anew = True
+        for block in outlived:
+            block.refusal, block.outlived = "", False
+        for block in self.blocks:
+            block.forward_ns.clear()
+        self._passes, self._visits, self._kept, self._forwards = [], [], set(), 0
+        self._unstepped = set(map(id, self.context.optimizers))
+        return True
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 

@@ -28,14 +28,16 @@ How it is applied
 -----------------
 The forward of each block is wrapped, in training mode and outside of autocast, in `torch.utils.checkpoint`. The first
 step recomputes all of them and measures, storage by storage, what each leaves for the backward and how long its forward
-takes. From then on `mode="blocks"` recomputes every n-th block, `mode="operators"` all of them but for their products,
-and `mode="budget"` the cheapest set that keeps the activations of the model and its loss, at their peak, within
-`budget_bytes` (or `share` of what they took). Inputs that are larger than the measured ones recompute more. Blocks are the
-modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of keys
-and values in training (through an adapter of PEFT as well), unless the script passes `past_key_values` or `use_cache`, or wants a
-tuple; a script that uses that cache all the same gets an error that says so. (Outputs that are read by number lack its place: read
-them by name.) What the script compiles, captures in a CUDA graph,
-differentiates by `torch.func` or in forward mode, or recomputes itself, is left alone.
+takes. (Where something that a block reaches is set behind its forward in that step, as Hugging Face's classification
+models do with a setting of theirs, the next step is measured instead; what is set there again leaves the block alone.)
+From then on `mode="blocks"` recomputes every n-th block, `mode="operators"` all of them but for their products, and
+`mode="budget"` the cheapest set that keeps the activations of the model and its loss, at their peak, within
+`budget_bytes` (or `share` of what they took). Inputs that are larger than the measured ones recompute more. Blocks are
+the modules that repeat, else the children of the trained module. Hugging Face models are told not to build a cache of
+keys and values in training (through an adapter of PEFT as well), unless the script passes `past_key_values` or
+`use_cache`, or wants a tuple; a script that uses that cache all the same gets an error that says so. (Outputs that are
+read by number lack its place: read them by name.) What the script compiles, captures in a CUDA graph, differentiates by
+`torch.func` or in forward mode, or recomputes itself, is left alone.
 
 References
 ----------
