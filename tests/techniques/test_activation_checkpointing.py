@@ -619,6 +619,25 @@ def test_no_cache_of_keys_and_values_in_training():
     assert ours.model.asked is True
 
 
+def test_the_class_allows_what_a_missing_cache_changes():
+    """Keys and values lie in memory in another way than a cache hands them out; attention with dropout on a CPU rounds otherwise then."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)).train()
+
+    def gradients(seed, use_cache):
+        torch.manual_seed(seed)
+        tokens = torch.randint(31, (4, 5 + seed % 11))
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens, use_cache=use_cache).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    pairs = [(gradients(seed, True), gradients(seed, False)) for seed in range(40)]
+    torch.testing.assert_close([pair[0] for pair in pairs], [pair[1] for pair in pairs], rtol=1e-4, atol=1e-6)
+    same = all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair))
+    assert same or technique.TECHNIQUE.numerics == "reordering"
+
+
 def test_a_cache_of_keys_and_values_that_the_script_uses():
     class Output(dict):
         past_key_values = None

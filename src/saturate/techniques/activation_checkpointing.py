@@ -17,11 +17,13 @@ Always in time: with memory to spare it only slows the training down, so without
 
 Numerics
 --------
-`exact`: the same operators on the same inputs and random numbers. In the first step each block's forward runs twice on
-copies of its arguments and buffers; a block that gives other bits, changes an argument, an attribute or something else that
-it reaches (a list of auxiliary losses, a counter), has a random generator of its own, is passed an object that it may change
-(a key-value cache), or whose inside has hooks is left alone. Buffers that a forward changes (running statistics) are as they
-were while it runs again, and are updated once. What a script changes only in later steps between a forward and its backward
+`reordering`: the same operators on the same inputs and random numbers, and so the same bits, but for one thing: without a
+cache of keys and values (below) attention gets both in another layout, which some kernels add up in another order (with
+dropout in the attention on a CPU, for one). In the first step each block's forward runs twice on copies of its arguments
+and buffers; a block that gives other bits, changes an argument, an attribute or something else that it reaches (a list of
+auxiliary losses, a counter), has a random generator of its own, is passed an object that it may change (a key-value
+cache), or whose inside has hooks is left alone. Buffers that a forward changes (running statistics) are as they were
+while it runs again, and are updated once. What a script changes only in later steps between a forward and its backward
 (weights that it replaces, a schedule) is not seen.
 
 How it is applied
@@ -59,7 +61,7 @@ from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Te
 TECHNIQUE = Technique(
     id="activation-checkpointing",
     title="activation checkpointing",
-    numerics="exact",
+    numerics="reordering",
     stage="model",
     # A compiler decides by itself what its backward recomputes, and would trace through the measuring.
     touches=(Touch("forward", _checkpointing.ORDER), Touch("saved-tensors"), Touch("compiler")),
