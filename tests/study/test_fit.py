@@ -24,6 +24,7 @@ from saturate.records.fit import SizeTried
 from saturate.study.fit import (
     Asked,
     _advice,
+    _advice_on_dataset,
     _advice_on_failures,
     _advice_on_loaders,
     _loaders,
@@ -135,6 +136,15 @@ def test_words_that_are_not_utf8_are_saved(tmp_path):
     _write(study, nothing(Asked(request), "too short"))
     assert json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
     assert "tr?.py" in study.report_path.read_text(encoding="utf-8")
+
+
+def test_an_answer_as_large_as_the_dataset_says_so():
+    """Half of the memory may be free: nothing larger can be asked of the loader."""
+    state = SimpleNamespace(loader={"length": 64})
+    (advice,) = _advice_on_dataset(state, 64)
+    assert "64 samples" in advice and "no larger batch was tried" in advice
+    assert _advice_on_dataset(state, 48) == _advice_on_dataset(state, None) == []
+    assert _advice_on_dataset(SimpleNamespace(loader={"length": None}), 64) == _advice_on_dataset(SimpleNamespace(loader={}), 64) == []
 
 
 def test_what_ended_the_search_is_what_the_advice_is_about():

@@ -169,7 +169,8 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
         throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
         utilisation=busy, utilisation_of=of,
-        advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice(search, answer)],
+        advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice_on_dataset(search, answer),
+                *_advice(search, answer)],
         notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note],
         seconds=round(time.monotonic() - study.started, 1),
         report=str(study.report_path),
@@ -265,6 +266,14 @@ def _advice_on_loaders(loaders: list[LoaderBatch]) -> list[str]:
     if not loaders or loaders[0].micro_batch in (None, loaders[0].script_batch):
         return []
     return ["set all its loaders: " + ", ".join(f"{_named(one)} {one.micro_batch:,} instead of {one.script_batch:,}" for one in loaders)]
+
+
+def _advice_on_dataset(search: Search, answer: int | None) -> list[str]:
+    """No batch holds more samples than a pass over the loader: what ended the search was not memory."""
+    length = search.loader.get("length")
+    if answer is None or answer != length:
+        return []
+    return [f"its loader gives {length:,} samples in a pass, so no larger batch was tried: more of them may fit"]
 
 
 def _advice(search: Search, answer: int | None) -> list[str]:
