@@ -77,7 +77,7 @@ def test_what_cannot_be_cached_says_why(root, make, reason):
 
 def test_what_costs_nothing_is_not_cached():
     found = look(torch.utils.data.TensorDataset(torch.zeros(50, 3)))
-    assert "making an item takes" in found.refusal
+    assert "making an item takes" in found.refusal and f"where making takes {cache_probe.LEAST_GAIN} times as long" in found.refusal
 
 
 def test_code_that_runs_for_the_first_time_is_not_what_reading_costs(monkeypatch):

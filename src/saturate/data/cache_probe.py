@@ -343,7 +343,8 @@ def _worth(records: list[bytes], make_s: list[float], steps: int | None, place: 
     read_s = _middle([min(_reading_s(record) for _ in range(READINGS)) for record in records]) + 5e-6     # and a system call
     made = _middle(make_s)                          # the first one may have opened something
     if made < LEAST_GAIN * read_s:
-        return Found(f"making an item takes {made * 1e3:.3f} ms, reading it from a cache would take {read_s * 1e3:.3f} ms")
+        return Found(f"making an item takes {made * 1e3:.3f} ms, reading it from a cache would take {read_s * 1e3:.3f} ms: it is kept "
+                     f"where making takes {LEAST_GAIN} times as long")
     return Found("", steps, place, sum(map(len, records)) // len(records), made, read_s)
 
 
