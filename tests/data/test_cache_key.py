@@ -145,6 +145,10 @@ def test_helpers_in_other_modules(module, old, new):
     assert module() != module(helpers=HELPERS.replace(old, new))
 
 
+def test_globals_that_are_called_as_an_attribute(module):
+    assert module("path = 1\n" + textwrap.dedent(MODULE)) == module("path = 2\n" + textwrap.dedent(MODULE))
+
+
 def test_a_setting_in_a_module_of_a_package(tmp_path, monkeypatch):
     package = tmp_path / "a_package"
     package.mkdir()

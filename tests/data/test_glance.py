@@ -78,6 +78,26 @@ def test_globals_closures_and_partial_functions(monkeypatch):
         assert glance(function) != before
 
 
+images = torch.zeros(3)
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self):
+        self.images = torch.zeros(5)
+
+    def __getitem__(self, index):
+        return self.images[index]
+
+
+def test_a_loop_of_the_script_that_calls_its_batch_as_the_dataset_its_attribute(monkeypatch):
+    dataset = Images()
+    before = glance(dataset)
+    monkeypatch.setitem(globals(), "images", torch.ones(3))
+    assert glance(dataset) == before
+    dataset.images[1] = 1
+    assert glance(dataset) != before
+
+
 SETTINGS = types.ModuleType("settings_of_a_script")
 SETTINGS.size, SETTINGS.conf, SETTINGS.other = 8, types.ModuleType("settings_of_a_script.conf"), 1
 SETTINGS.conf.level = 1

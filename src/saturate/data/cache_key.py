@@ -22,6 +22,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from saturate.data.code_names import global_names
+
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
 MOST_BYTES = 2 << 30
 MOST_FILES = 1_000_000
@@ -314,7 +316,7 @@ class _Walk:
         for name in sorted(set(variables)):
             self.add("environment", name)
             self.value(os.environ.get(name), depth)
-        for name in code.co_names:
+        for name in global_names(code):
             found = namespace.get(name)
             if any(found is one for one in _ENVIRONMENT.values()):
                 continue                # seen above: most of the environment has nothing to do with items

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from saturate.data.cache_key import is_users, named_in
+from saturate.data.code_names import global_names
 
 #: Things that a glance looks at, at most: some 20 ms.
 MOST = 20_000
@@ -222,7 +223,7 @@ def _globals(function: types.FunctionType) -> Iterator[Any]:
     if "site-packages" in function.__code__.co_filename:
         return
     for code in _codes(function):
-        for name in code.co_names:
+        for name in global_names(code):
             value = function.__globals__.get(name)
             if name in function.__globals__:
                 yield value
