@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saturate.techniques import activation_checkpointing
+from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, MODES, OPERATORS, WHOLE, Cost, Profile, Visit, choose
 
 #: A chain: block i reads what block i - 1 returned, key i; a loss at the end.
@@ -116,3 +118,10 @@ def test_many_blocks_do_not_take_long(count):
     began = time.process_time()
     assert choose(profile, 0.3 * profile.peak([KEEP] * count))
     assert time.process_time() - began < 2.0
+
+
+def test_recomputing_that_takes_more_than_it_frees_is_refused_as_that():
+    given = Visit(block=0, arguments=frozenset((1,)), results=frozenset((2,)))      # of what the block is given its backward needs nothing
+    profile = Profile(((given,),), {1: 3 << 20, 2: 1 << 20}, (Cost(1.0),))
+    with pytest.raises(NotApplied, match="saves nothing: the peak would be 4.0 MiB of activations, without it 1.0 MiB"):
+        activation_checkpointing.modes(profile, activation_checkpointing.Options())
