@@ -1255,6 +1255,15 @@ def test_a_compiled_function_around_the_model_steps_through():
     assert "ChunkedForward" not in run(torch.randn(8, 6)).grad_fn.name()
 
 
+def test_a_reason_is_said_once_for_all_structures(capfd):
+    """Batches that hold a list of text, of another length in each."""
+    model = body(lambda self, x, text: self.linear(x).mean())
+    micro_batch.apply(context_of(model.train()), micro_batch.Options())
+    for length in range(1, 6):
+        model(torch.randn(8, 6), ["word"] * length).backward()
+    assert capfd.readouterr().err.count("left as it is") == 1
+
+
 @pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
 @pytest.mark.parametrize("where", [(_chunks.Call, "run"), (_chunk_proof.Watch, "problem"), (_trees, "taken_apart")], ids=str)
 def test_our_own_failure_costs_nothing_but_the_technique(technique, where, monkeypatch, capfd):

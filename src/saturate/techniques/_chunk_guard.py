@@ -60,6 +60,7 @@ class Guard:
         self.rescue = rescue                            # None: no batch runs whole
         self.plans: dict[Any, Plan | None] = {}
         self.cut: Counter[Any] = Counter()              # batches that ran in chunks, by structure
+        self.refused: set[str] = set()                  # reasons that were said
         self.compared: set[Any] = set()                 # structures, with the numbers of chunks that were shown to be exact
         self.ran: dict[Any, int] = {}                   # most samples that have run at once, by structure
         self.off = False
@@ -244,7 +245,9 @@ class Guard:
 
     def _refuse(self, key: Any, reason: str) -> None:
         self.plans[key] = None
-        self.say(f"left as it is: {reason}")
+        if reason not in self.refused:          # arguments that hold lists of all lengths have as many structures
+            self.refused.add(reason)
+            self.say(f"left as it is: {reason}")
 
     def _give_up(self, reason: str) -> None:
         self.off = True
