@@ -68,6 +68,34 @@ def test_under_run(tmp_path, script, clean_environment):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "model.pt", "recipe.toml", "train.py"]
 
 
+OWN_SAVE = """
+    import torch
+    model = torch.nn.Linear(300, 300)
+    saved = []
+
+    def save(state, path):
+        saved.append(path)
+        torch.serialization.save(state, path)
+
+    torch.save = save
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.save({"step": step, "model": model.state_dict()}, f"model{step}.pt")
+    print(len(saved), torch.load("model3.pt")["step"])
+"""
+
+
+@pytest.mark.parametrize("technique", ["async-checkpoint", "incremental-checkpoint"])
+def test_a_torch_save_of_the_script_s_own_is_called_for_what_the_script_saves(tmp_path, script, clean_environment, technique):
+    (tmp_path / "recipe.toml").write_text(f'[[technique]]\nid = "{technique}"\n')
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(OWN_SAVE)],
+                          cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("4 3\n", 0), done.stderr
+
+
 def test_facts_of_a_trial(start, script):
     """Saves are seen in the unchanged workload, and the technique proves itself in a trial."""
     endless = TRAIN.replace("range(8)", "range(10**9)")

@@ -149,8 +149,8 @@ def _saves(session: Any, torch: Any) -> None:
         original(obj, f, *args, **kwargs)
         session.saved(f, session.clock() - began)
 
-    replace(session, torch, "save", save)
-    replace(session, torch.serialization, "save", save)
+    for owner in (torch, torch.serialization) if torch.serialization.save is original else (torch,):
+        replace(session, owner, "save", save)
 
 
 def _exports(session: Any, torch: Any) -> None:

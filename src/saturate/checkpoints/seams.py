@@ -142,7 +142,7 @@ def _version(torch: Any) -> bytes:
         import zipfile
 
         buffer = io.BytesIO()
-        torch.save(0, buffer)
+        torch.serialization.save(0, buffer)     # not `torch.save`, for which a script may have put one of its own
         with zipfile.ZipFile(buffer) as file:
             _versions.append(file.read("archive/version"))
     return _versions[0]
@@ -153,7 +153,7 @@ def _hands_over_storages(torch: Any, original: Any) -> bool:
     recorder = Recorder()
     torch.serialization._open_zipfile_writer = lambda name: contextlib.nullcontext(recorder)
     try:
-        torch.save(torch.zeros(1), "a")
+        torch.serialization.save(torch.zeros(1), "a")       # written nowhere, unless a script's own `torch.save` were asked
     finally:
         torch.serialization._open_zipfile_writer = original
     return not recorder.addresses

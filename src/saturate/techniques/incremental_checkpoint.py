@@ -117,7 +117,8 @@ def apply(context: Any, options: Options) -> str:
         else:
             original(obj, f, *args, **kwargs)
 
-    for owner in (torch, torch.serialization):
+    # Where the script has put a function of its own for `torch.save`, that may call the other one.
+    for owner in (torch, torch.serialization) if torch.serialization.save is original else (torch,):
         context.set_attribute(owner, "save", save)
     for name in _LIGHTNING:
         module = sys.modules.get(name)
