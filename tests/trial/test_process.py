@@ -282,6 +282,16 @@ def test_a_training_in_the_background_is_asked_into_the_foreground(launcher, scr
     assert found.kind == "never_trained" and "left a process running" in found.reason and "foreground" in found.remedy
 
 
+def test_what_python_starts_beside_multiprocessing_is_no_process_that_was_left(script, start) -> None:
+    """Seen: a script that spawns its workers, and does not train as far as can be seen, was asked into the foreground."""
+    source = ("import os, signal, torch; from multiprocessing import resource_tracker as tracker; tracker.ensure_running(); "
+              "os.kill(tracker._resource_tracker._pid, signal.SIGSTOP)")       # as slow to end as on a busy machine
+    trial = start(sys.executable, str(script(source)))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "never_trained" and "left" not in ended.value.outcome.reason
+
+
 @pytest.mark.parametrize("piped", [True, False])
 def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) -> None:
     """Seen: `echo lr=0.1 | saturate tune -- ...` was told to make the command work first."""

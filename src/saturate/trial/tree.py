@@ -47,9 +47,22 @@ def state(pid: int) -> str:
         return ""
 
 
+#: Processes that Python starts beside those of `multiprocessing`, and that end a moment after the one that started them.
+_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
 def running(pid: int) -> int:
-    """How many descendants have not ended."""
-    return sum(state(process) not in ("Z", "X", "") for process in descendants(pid))
+    """How many descendants have not ended, but for helpers of Python's own."""
+    return sum(state(process) not in ("Z", "X", "") and not _is_helper(process) for process in descendants(pid))
+
+
+def _is_helper(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4096)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return any(name in words for name in _HELPERS)
 
 
 def freeze(pid: int, timeout_s: float = 5.0) -> bool:
