@@ -235,7 +235,7 @@ def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWor
         return Outcome("never_trained", f"it does not train, as far as can be seen: it ended and left {processes} running, with no backward pass "
                        "or optimizer's step until then; a trial is over when its command is", _IN_THE_FOREGROUND)
     return Outcome("never_trained", "it does not train, as far as can be seen: it ended without a backward pass or an optimizer's step",
-                   "check that it trains with PyTorch (loss.backward(), not torch.func or torch.autograd.grad alone), and that "
+                   "check that it trains with PyTorch (loss.backward(), not torch.func, torch.autograd.grad or torch.distributed.autograd alone), and that "
                    "Python is started with PYTHONPATH kept (a script that sets it: PYTHONPATH=.:$PYTHONPATH)")
 
 

@@ -228,7 +228,7 @@ class Trial:
                     raise
                 raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
                                        "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
-                                       "torch.func or torch.autograd.grad alone, without loss.backward(), is not followed")) from None
+                                       "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")) from None
 
         gates = self._guarded(wait)
         self.gates = gates
