@@ -93,6 +93,16 @@ def test_a_closed_end_and_a_silent_end_are_told_apart() -> None:
             wire.send(here, 1)
 
 
+def test_what_came_while_this_process_was_stopped_has_come() -> None:
+    """Ctrl-Z for longer than the candidate may take, which has answered long ago."""
+    here, there = socket.socketpair()
+    with here, there:
+        wire.send(there, "an answer")
+        assert wire.receive(here, time.monotonic() - 60) == "an answer"
+        with pytest.raises(TimeoutError):
+            wire.receive(here, time.monotonic() - 60)
+
+
 def test_instances_of_a_class_that_went_by_value_come_home_as_its_instances() -> None:
     @dataclass
     class Local:

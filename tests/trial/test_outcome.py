@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import types
 
 import pytest
@@ -185,6 +187,21 @@ and while undoing: OSError(9, 'Bad file descriptor')"""
 ])
 def test_memory_may_run_out_in_our_own_code(kind: str, reason: str, memory: bool) -> None:
     assert outcome.ran_out_of_memory(outcome.Outcome(kind, reason)) is memory
+
+
+def test_what_came_while_this_process_was_stopped_has_come() -> None:
+    """Ctrl-Z for longer than the workload may be silent: it stands at the gate, and does not hang."""
+    server = gate.GateServer(f"saturate-test-stopped-{os.getpid()}", "token")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:
+            rank.connect(f"\0saturate-test-stopped-{os.getpid()}")
+            for message in ({"at": "hello", "token": "token", "rank": 0, "world_size": 1}, {"at": "gate"}):
+                rank.sendall(json.dumps(message).encode() + b"\n")
+            assert server.wait_gates(0.0, lambda: True) == [{"at": "gate"}]
+            with pytest.raises(gate.GateTimeout):
+                server.wait_gates(0.0, lambda: True)
+    finally:
+        server.close()
 
 
 def test_an_agent_that_failed_is_told_of_by_the_first_line_of_its_exception() -> None:

@@ -22,6 +22,8 @@ from saturate.inference import pickles
 _HEADER = struct.Struct("!QI")
 _LENGTH = struct.Struct("!Q")
 
+_MOMENT_S = 0.01
+
 
 class Closed(Exception):
     """The other end is gone."""
@@ -87,12 +89,9 @@ def _exactly(stream: socket.socket, size: int, deadline_s: float | None) -> byte
 
 
 def _left(deadline_s: float | None) -> float | None:
-    if deadline_s is None:
-        return None
-    left = deadline_s - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+    """Seconds to wait, a moment also when the time is over: it may be over because this process was stopped, and what came
+    meanwhile did come."""
+    return None if deadline_s is None else max(_MOMENT_S, deadline_s - time.monotonic())
 
 
 @functools.cache

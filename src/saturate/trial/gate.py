@@ -145,11 +145,12 @@ class GateServer:
         """Wait for the next messages; greetings and notices are kept, the rest is returned."""
         sockets = {self.listener: None, **{rank.connection: rank for rank in self.ranks}}
         left = deadline - time.monotonic()
-        if left <= 0:
-            raise GateTimeout
-        ready, _, _ = select.select(list(sockets), [], [], min(left, 0.5))
+        # Looked at also when the time is over: it may be over because this process was stopped, and what came meanwhile did come.
+        ready, _, _ = select.select(list(sockets), [], [], min(max(left, 0.0), 0.5))
         if not ready and not alive():
             raise GateClosed("the process ended")
+        if not ready and left <= 0:
+            raise GateTimeout
         found: list[tuple[_Rank, dict[str, Any]]] = []
         for sock in ready:
             rank = sockets[sock]
