@@ -163,6 +163,15 @@ def test_killed_before_its_first_manifest(text: Path, tmp_path: Path) -> None:
     assert read_back(tmp_path / "out") == expected_lines()
 
 
+def test_a_link_in_the_place_of_the_lock_is_not_followed(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("the user's")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / packing.LOCK).symlink_to(tmp_path / "thesis")
+    with pytest.raises(EnvironmentProblem):
+        packing.pack(open_source(text), tmp_path / "out", 8000)
+    assert (tmp_path / "thesis").read_text() == "the user's"
+
+
 def test_two_at_once(text: Path, tmp_path: Path) -> None:
     inner: list[str] = []
 

@@ -271,3 +271,15 @@ def test_a_lock_that_cannot_be_taken(tmp_path):
     with pytest.raises(EnvironmentProblem) as error:
         StudyLock(tmp_path / "file" / "below")
     assert "--dir" in error.value.remedy
+
+
+def test_what_a_link_leads_to_is_not_cleared_away(tmp_path):
+    """A run folder may have come with the repository; models have folders called `layers`."""
+    model = tmp_path / "model"
+    (model / "layers").mkdir(parents=True)
+    (model / "layers" / "first.py").touch()
+    run = new_run(tmp_path / "study", "abcdef123")
+    (run / "t001").symlink_to(model)
+    (run.parent / "fedcba-0101-000000").symlink_to(tmp_path)
+    StudyLock(tmp_path / "study").release()
+    assert (model / "layers" / "first.py").exists()

@@ -55,3 +55,13 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match="cannot write in"):
         FolderLock(tmp_path / "file" / "below")
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    """The number of the process would be written over what it leads to."""
+    (tmp_path / "thesis").write_text("the user's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "lock").symlink_to(tmp_path / "thesis")
+    with pytest.raises(EnvironmentProblem, match="cannot write in"):
+        FolderLock(tmp_path / "folder")
+    assert (tmp_path / "thesis").read_text() == "the user's"

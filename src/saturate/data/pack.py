@@ -103,7 +103,8 @@ def _alone(destination: Path) -> Iterator[None]:
     if foreign:
         raise UsageError(f"{destination} is not empty", cause=f"it holds {', '.join(sorted(foreign)[:3])}",
                          remedy="name a folder that is new or holds an unfinished pack")
-    with open(destination / LOCK, "wb") as lock:
+    # A link there is not followed: opened so, the file that it leads to would lose its content.
+    with open(os.open(destination / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

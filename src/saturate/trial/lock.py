@@ -28,7 +28,7 @@ class FolderLock:
         refused = f"cannot write in {folder}"
         try:
             self._make(folder)
-            self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)    # what a link leads to is not ours to empty
             _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
