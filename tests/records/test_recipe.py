@@ -248,6 +248,16 @@ def test_write_replaces_at_once_and_keeps_comments(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["recipe.toml"], "no temporary file stays"
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664)])
+def test_the_users_umask_says_who_reads_a_new_recipe(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        recipes.write(tmp_path / "recipe.toml", RECIPE)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "recipe.toml").stat().st_mode) == mode
+
+
 def test_write_keeps_a_file_that_is_not_a_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text("my thesis")

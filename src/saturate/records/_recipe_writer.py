@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,18 @@ def _previous(target: Path) -> str | None:
 
 
 def _replace(target: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.parent)
+    # Not `tempfile`, whose files are private: who may read a new recipe is for the user's umask to say.
+    temporary = target.with_name(f".recipe-{secrets.token_hex(8)}.tmp")
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
+        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
+            if target.exists():
+                os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o644)
         os.replace(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(target.parent, os.O_RDONLY)
     try:
