@@ -163,6 +163,17 @@ def test_a_reader_that_left_is_no_error():
     assert done.returncode == 128 + signal.SIGPIPE
 
 
+def test_an_error_that_nobody_reads_keeps_its_exit_code():
+    """`saturate ... 2>&1 | head -1`, and a terminal that was closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([*SATURATE, "tuna"], stdout=subprocess.PIPE, stderr=writer)
+    finally:
+        os.close(writer)
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize(("environment", "terminal", "expected"), [
     ({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False), ({"NO_COLOR": ""}, True, True), ({"TERM": "dumb"}, True, False),
 ])

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import saturate
 from saturate.errors import EnvironmentProblem, SaturateError, SaturateFailed, UsageError, clean
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, AttributeError) as error:
         return _fail(_library_problem(error) or _bug(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted\n")
         return _INTERRUPTED
     except BrokenPipeError:
-        _stdout_to_nowhere()
+        _to_nowhere(sys.stdout)
         return _BROKEN_PIPE
     except OSError as error:
         if _folder_is_gone():
@@ -131,14 +131,14 @@ def _stdout_works() -> bool:
 
 
 def _no_output(error: OSError) -> EnvironmentProblem:
-    _stdout_to_nowhere()
+    _to_nowhere(sys.stdout)
     return EnvironmentProblem("standard output cannot be written", cause=error.strerror or str(error),
                               remedy="free some space where it leads to, or send it elsewhere")
 
 
-def _stdout_to_nowhere() -> None:
+def _to_nowhere(stream: TextIO) -> None:
     """The interpreter flushes once more at exit: give it somewhere to flush to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _bug(error: Exception) -> SaturateFailed:
@@ -258,9 +258,17 @@ def _fail(error: SaturateError) -> int:
     if isinstance(error, SaturateFailed) and error.__cause__ is not None:
         import traceback
 
-        print(clean("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-    print(_card(error), file=sys.stderr)
+        _tell(clean("".join(traceback.format_exception(error.__cause__))))
+    _tell(_card(error) + "\n")
     return error.exit_code
+
+
+def _tell(text: str) -> None:
+    """On standard error. Where nobody reads that any more (`2>&1 | head -1`, a terminal that was closed) the exit code still tells."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _to_nowhere(sys.stderr)
 
 
 def _card(error: SaturateError) -> str:
