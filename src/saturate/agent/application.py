@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from saturate import notices
 from saturate.agent import observe, override, sample, succession
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
@@ -176,7 +177,7 @@ def report_no_step(session: Any, replayed: bool = False) -> None:
         if observe.rank() == 0:
             why = "the script replays a CUDA graph of whole steps" if replayed else "no training step was recognised"
             then = "its losses are not watched any more" if session.placed else "the recipe's model techniques are not applied"
-            sys.stderr.write(f"saturate: {why}; {then}\n")
+            notices.tell(f"saturate: {why}; {then}\n")
         return
     seen = {"events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session), "replayed": replayed}
     if session.plan.get("drill"):       # its controller reads what is written down, and no gate
@@ -191,7 +192,7 @@ def report_no_step(session: Any, replayed: bool = False) -> None:
 
 def report_failure(session: Any, text: str, how: str = "failed") -> None:
     """The agent failed, or `how` it ended, before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
-    sys.stderr.write(f"saturate: the agent {how} and withdrew; the run goes on without it\n{text}")
+    notices.tell(f"saturate: the agent {how} and withdrew; the run goes on without it\n{text}")
     if session.plan["mode"] == "run" or session.phase == "asleep" or not session.plan.get("socket"):
         return
     from saturate.agent.gate import Gate
@@ -299,7 +300,7 @@ def report_run(session: Any) -> None:
         line = f"saturate: {entry['id']} did not take effect: {problem.partition(chr(10))[0]}\n"
         if problem and line not in session.told:
             session.told.add(line)
-            sys.stderr.write(line)
+            notices.tell(line)
 
 
 def _report_end(session: Any) -> None:
@@ -312,11 +313,11 @@ def _report_end(session: Any) -> None:
         if short:
             why = ("the script ran out of memory within the first steps; such techniques act once those have shown what a "
                    "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
-        sys.stderr.write(f"saturate: {', '.join(late)} did not take effect: {why}\n")
+        notices.tell(f"saturate: {', '.join(late)} did not take effect: {why}\n")
         report_run(session)
     if session.boundaries > session.placed_at and os.getpid() == session.pid and observe.rank() == 0 and not session.inspection.compiled:
         for owner, names in session.context.never_called().items():
-            sys.stderr.write(f"saturate: {owner} did not take effect: the script trains without calling the forward of "
+            notices.tell(f"saturate: {owner} did not take effect: the script trains without calling the forward of "
                              f"{', '.join(sorted(names))}, which it acts on\n")
 
 

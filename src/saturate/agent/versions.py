@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saturate import notices
 from saturate.agent import observe
 from saturate.errors import RecipeError
 
@@ -24,12 +25,11 @@ def check(torch: Any, plan: dict[str, Any]) -> None:
         return
     if plan["strict"]:
         error = RecipeError.outdated(changes)
-        sys.stderr.write(error.card() + "\n")       # in one piece: other ranks may speak at the same time
-        sys.stdout.flush()
-        sys.stderr.flush()
+        notices.tell(error.card() + "\n")       # in one piece: other ranks may speak at the same time
+        notices.flush()
         os._exit(error.exit_code)       # as an exception it could be caught, and then it would train
     if observe.rank() == 0:
-        sys.stderr.write("".join(f"saturate: {change}\n" for change in changes))
+        notices.tell("".join(f"saturate: {change}\n" for change in changes))
     os.environ["SATURATE_PLAN"] = json.dumps({**plan, "said": [*plan.get("said", ()), *changes]})   # for those started from here
 
 

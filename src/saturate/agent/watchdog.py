@@ -13,10 +13,10 @@ import itertools
 import math
 import os
 import stat
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from saturate import notices
 from saturate.agent import observe
 
 EVERY = 10              # steps between looks
@@ -88,7 +88,7 @@ class Watchdog:
         step, text = problem
         rank = observe.rank() if observe.world_size() > 1 else None
         where = f"at step {step}" if session.step else f"at backward pass {step}"
-        sys.stderr.write(
+        notices.tell(
             f"saturate: {text} {where}{'' if rank is None else f' (rank {rank})'}\n"
             "help: run the command without the recipe from the last checkpoint; if it is stable there, tune again\n"
         )
@@ -102,9 +102,7 @@ class Watchdog:
 def leave() -> None:
     """End the process with the exit code that says so. Called by `inject/sitecustomize.py` after everything that the script
     wanted to be called at its end."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+    notices.flush()
     for kept in gc.get_objects():
         try:
             if type(kept) in _BUFFERED and stat.S_ISREG(os.fstat(kept.fileno()).st_mode):

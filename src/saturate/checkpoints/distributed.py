@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from saturate import notices
 from saturate.checkpoints.durable import sync_folder
 from saturate.checkpoints.writer import Writer
 
@@ -102,7 +102,7 @@ class Shards:
         try:
             state = self._copy(state_dict)
         except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
-            sys.stderr.write(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
+            notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
             state = None
         if self._agreement is not None:
             failed = self.torch.tensor(int(state is None))

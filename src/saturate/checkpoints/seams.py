@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from saturate import notices
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards, holders
 from saturate.checkpoints.staging import Recorder
@@ -113,7 +114,7 @@ class _Recording:
         except OSError:
             raise
         except Exception as failure:  # noqa: BLE001 - a guest fails open: whatever is wrong with us, the file is saved
-            sys.stderr.write(f"saturate: {self.name} is saved plainly: {type(failure).__name__}: {failure}\n")
+            notices.tell(f"saturate: {self.name} is saved plainly: {type(failure).__name__}: {failure}\n")
             self._plainly()
 
     def _plainly(self) -> None:

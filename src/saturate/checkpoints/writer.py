@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from saturate import notices
 from saturate.checkpoints import persist, staging
 from saturate.checkpoints.arena import Pool
 from saturate.checkpoints.costs import Costs
@@ -294,8 +295,8 @@ class Writer:
 
     def _finish(self, job: Job, failure: OSError | None) -> None:
         if failure is not None:
-            _say(f"the checkpoint {job.path} was not written: {failure}; what was there before is untouched; "
-                 "the error is raised at the next save or when the process ends")
+            notices.tell(f"saturate: the checkpoint {job.path} was not written: {failure}; what was there before is untouched; "
+                         "the error is raised at the next save or when the process ends\n")
         with self._condition:
             if failure is not None:
                 self.failures.append(Failure(job.path, failure, job.thread))
@@ -311,9 +312,9 @@ class Writer:
             try:
                 job.abandon()
             except OSError as error:
-                _say(f"a temporary file of {job.path} stays: {error}")
+                notices.tell(f"saturate: a temporary file of {job.path} stays: {error}\n")
             self._remove(job)
-            _say(f"nor was {job.path}, which was saved after it")
+            notices.tell(f"saturate: nor was {job.path}, which was saved after it\n")
 
     def _remove(self, job: Job) -> None:
         del self.pending[job.number]
@@ -396,15 +397,6 @@ class Writer:
             self.helper = None
         self.failures.clear()
         self.closed = True
-
-
-def _say(text: str) -> None:
-    """One line on standard error. A script may have put anything there, and the thread must outlive it."""
-    line = f"saturate: {text}\n"
-    try:
-        sys.stderr.write(line)
-    except Exception:  # noqa: BLE001 - whatever it raises, the line still has a place to go
-        os.write(2, line.encode())
 
 
 def _began(pid: int) -> str:

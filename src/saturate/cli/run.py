@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
+from saturate import notices
 from saturate.cli._options import must_exist
 from saturate.errors import InjectionDefeated, RecipeError, UsageError
 from saturate.records import recipe as recipes
@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
             f"the recipe cannot take effect: `python {option}` ignores PYTHONPATH", remedy=f"run the command without {option}")
         if arguments.strict:
             raise problem
-        print(problem.card(), file=sys.stderr)
+        notices.tell(problem.card() + "\n")
         _replace(command, _environment())
     plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence, strict=arguments.strict, doubts=doubts)
     environment = launch.injected(_environment(), plan, chosen)
@@ -69,8 +69,7 @@ def _environment() -> dict[str, str]:
 
 def _replace(command: list[str], environment: dict[str, str]) -> None:
     """Become the command. Only returns by an exception."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    notices.flush()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)       # Python ignores them at its start, and an ignored signal stays so
     try:
@@ -102,7 +101,7 @@ def _compare(recipe: Recipe, command: list[str], strict: bool) -> dict[str, tupl
     if changes and strict:
         raise RecipeError.outdated(changes)
     for change in changes:
-        print(f"saturate: {change}", file=sys.stderr)
+        notices.tell(f"saturate: {change}\n")
     doubts = fingerprint.doubts(recipe.made_for, ids)
     return {field: doubts[field] for field in ("torch", "python") if field in doubts}
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 import time
 from typing import Any
 
+from saturate import notices
 from saturate.data import cache_codec, cache_helpers, cache_probe, cache_store
 from saturate.data.glance import glance
 
@@ -382,4 +382,4 @@ def same(before: list[Any], after: list[Any]) -> bool:
 
 
 def say(line: str) -> None:
-    sys.stderr.write(f"saturate: dataset-cache: {line}\n")
+    notices.tell(f"saturate: dataset-cache: {line}\n")

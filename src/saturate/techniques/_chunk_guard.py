@@ -7,11 +7,11 @@ prove that chunks give the same. Before a batch is cut, and now and then from th
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from saturate import notices
 from saturate.techniques import _common, _trees
 from saturate.techniques._api import NotApplied
 from saturate.techniques._chunk_compare import compare
@@ -294,6 +294,6 @@ def speaker(context: Any, identity: str, module: Any) -> Callable[[str], None]:
         distributed = context.torch.distributed
         grouped = distributed.is_available() and distributed.is_initialized()
         who = f" (rank {distributed.get_rank()})" if grouped else ""
-        sys.stderr.write(f"saturate: {identity}{who}: {type(module).__name__} {text}\n")
+        notices.tell(f"saturate: {identity}{who}: {type(module).__name__} {text}\n")
 
     return say

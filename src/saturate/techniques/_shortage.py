@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from saturate import notices
 from saturate.records.facts import Facts
 
 #: On a device whose allocator holds this share, memory is short whatever the user says.
@@ -25,7 +25,7 @@ def refuse(context: Any, identity: str, reason: str) -> None:
     context.note(_key(identity), reason)
     distributed = context.torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
-        sys.stderr.write(f"saturate: {identity} did not take effect: {reason}\n")
+        notices.tell(f"saturate: {identity} did not take effect: {reason}\n")
 
 
 def refusal(notes: dict[str, str], identity: str) -> str:

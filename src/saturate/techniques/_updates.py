@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from saturate import notices
 from saturate.techniques import _between, _closures, _common, _updatable
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
@@ -121,7 +122,7 @@ class Updates:
     def _warn(self, optimizer: Any, how: str) -> None:
         if not self.warned:
             self.warned = True
-            sys.stderr.write(
+            notices.tell(
                 f"saturate: optimizer-in-backward: parameters are {how} after a backward pass without optimizer.step(), behind step "
                 f"{self.steps[id(optimizer)]}. They were updated in that pass, as the script alone would not have done: these "
                 "weights are not its own. Let it call step() after every backward, or take the technique out of the recipe\n")

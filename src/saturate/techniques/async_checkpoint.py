@@ -44,11 +44,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
@@ -139,7 +139,7 @@ def _at_exit(context: Any, writer: Any, guards: Any) -> None:
     def finish() -> None:
         guards.at_exit()
         if (writer.costs.files or writer.costs.left_alone) and not writer.foreign:
-            sys.stderr.write(f"saturate: {TECHNIQUE.id}: {writer.describe()}\n")
+            notices.tell(f"saturate: {TECHNIQUE.id}: {writer.describe()}\n")
 
     atexit.register(finish)
     context.on_undo(lambda: atexit.unregister(finish))

@@ -47,6 +47,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
@@ -251,7 +252,7 @@ class _Scaler:
         if not self.stopped:
             self.stopped = True
             self.note(STOPPED, f"given up: {reason}")
-            sys.stderr.write(f"saturate: {TECHNIQUE.id}: {reason}; the training goes on in float32\n")
+            notices.tell(f"saturate: {TECHNIQUE.id}: {reason}; the training goes on in float32\n")
 
     def _owners(self) -> dict[int, int]:
         """The id of the optimizer by that of the parameter."""

@@ -41,10 +41,10 @@ McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (critical 
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _closures
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -196,7 +196,7 @@ class Rates:
     def _keeps(self, kind: str, lacking: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
-            sys.stderr.write(f"saturate: global-batch: there is {lacking} {kind}; its learning rate stays as it is\n")
+            notices.tell(f"saturate: global-batch: there is {lacking} {kind}; its learning rate stays as it is\n")
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

@@ -55,6 +55,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saturate import notices
 from saturate.checkpoints import keeper, pointer
 from saturate.checkpoints.guards import holders
 from saturate.records.facts import Evidence, Facts
@@ -103,7 +104,7 @@ def apply(context: Any, options: Options) -> str:
     torch = context.torch
 
     def say(line: str) -> None:
-        sys.stderr.write(f"saturate: {line}\n")
+        notices.tell(f"saturate: {line}\n")
         context.note(TECHNIQUE.id, line)
 
     keeping = keeper.Keeper(Path(options.store).absolute(), options.chain, options.memory_mib << 20, say)

@@ -56,6 +56,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from saturate import notices
 from saturate.data import ranks
 from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
@@ -317,7 +318,7 @@ def _say_order(sampler: str) -> None:
 @functools.cache
 def _say_once(line: str) -> None:
     if ranks.declared()[0] == 0:
-        sys.stderr.write(f"saturate: {TECHNIQUE.id}: {line}\n")
+        notices.tell(f"saturate: {TECHNIQUE.id}: {line}\n")
 
 
 def _held(loader: Any) -> Any:

@@ -83,11 +83,26 @@ class _Guest:
             watchdog.leave()
 
     def stays_out(self, why, leaves=True):
-        sys.stderr.write(f"saturate: {why}; nothing was changed\n")
+        _tell(f"{why}; nothing was changed")
         if leaves and self.plan.get("strict"):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except Exception:  # noqa: BLE001, S110 - as in `_tell`
+                    pass
             os._exit(3)         # the environment does not allow what was asked; an exception could be caught
+
+
+def _tell(text):
+    """As `saturate.notices.tell`, which may not be loaded yet."""
+    try:
+        if sys.stderr is sys.__stderr__:
+            sys.stderr.flush()
+            os.write(sys.stderr.fileno(), f"saturate: {text}\n".encode())
+        else:
+            sys.stderr.write(f"saturate: {text}\n")
+    except Exception:  # noqa: BLE001, S110 - closed, full, nothing, or another thing altogether: nothing may come of it
+        pass
 
 
 def _namesake():
@@ -119,7 +134,7 @@ def _start():
         atexit.register(guest.ends)             # the first to be registered is the last to be called
         _watch(guest)
     except Exception as error:  # noqa: BLE001 - as above
-        sys.stderr.write(f"saturate: the agent could not start ({type(error).__name__}: {error}); nothing was changed\n")
+        _tell(f"the agent could not start ({type(error).__name__}: {error}); nothing was changed")
 
 
 def _watch(guest):
