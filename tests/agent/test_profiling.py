@@ -608,3 +608,10 @@ while True:
     line = 1 + (tmp_path / "train.py").read_text().splitlines().index("        if x.sum() > 1e9: x = x / 2     # the break")
     assert seen["compiler"]["graph_breaks"] == 1 and seen["compiler"]["recompiles"] == 0
     assert f"train.py:{line}: " in seen["compiler"]["graph_break_reasons"][0]
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(record):
+    """As on a full disk."""
+    found, trial = record("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + PLAIN)
+    assert found["problem"].startswith("the trace could not be written") and "trace" not in found
+    assert len(trial.run_block(0, 2).timed_ns) == 2

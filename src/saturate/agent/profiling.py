@@ -184,7 +184,11 @@ class Recording(Window):
         self.result["off_device"] = kinds.off_device(self.session)
         if isinstance(self.profile, Marks):
             return
-        self.result["trace"] = _compressed(_exported(self.profile, self.order["folder"], f"trace-rank{observe.rank()}.json"))
+        try:
+            self.result["trace"] = _compressed(_exported(self.profile, self.order["folder"], f"trace-rank{observe.rank()}.json"))
+        except OSError as error:        # torch keeps to itself that it could not write: then there is no file
+            why = "torch.profiler wrote none" if isinstance(error, FileNotFoundError) else error.strerror
+            self.result["problem"] = f"the trace could not be written ({why}): free space in the study folder, or name another one with --dir"
 
     def draining(self) -> Any:
         """A label: a wait of the recorder's must not be taken for one of the script's."""
