@@ -611,7 +611,7 @@ while True:
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing(record):
-    """As on a full disk."""
-    found, trial = record("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + PLAIN)
+    """As on a full disk. Bytecode that Python caches would be cut short as well, and stay so."""
+    found, trial = record("import resource, sys\nsys.dont_write_bytecode = True\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + PLAIN)
     assert found["problem"].startswith("the trace could not be written") and "trace" not in found
     assert len(trial.run_block(0, 2).timed_ns) == 2
