@@ -25,10 +25,11 @@ print("LD_PRELOAD is", __import__("os").environ.get("LD_PRELOAD", "not set"))
 
 
 @pytest.fixture
-def library() -> str:
+def library(tmp_path) -> str:
     """Any library that every Python has loaded stands for an allocator: preloading it changes nothing."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return next(line.split()[-1] for line in maps.splitlines() if "/libm" in line or "/libc" in line)
+    (tmp_path / "libtcmalloc.so.4").symlink_to(next(line.split()[-1] for line in maps.splitlines() if "/libm" in line or "/libc" in line))
+    return str(tmp_path / "libtcmalloc.so.4")
 
 
 def environ(pid: int) -> list[bytes]:
@@ -46,7 +47,7 @@ def test_a_trial_preloads_in_the_workload_only(library, script, start):
 def test_a_recipe_preloads_in_the_command_and_says_when_the_loader_refuses(library, script, tmp_path, clean_environment):
     recipe = tmp_path / "recipe.toml"
     command = [sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(script(TRAIN.replace("STEPS", "9")))]
-    for path, said in ((library, ""), (str(tmp_path / "libnone.so"), "allocator did not take effect: not_applied")):
+    for path, said in ((library, ""), (str(tmp_path / "libtcmalloc-none.so"), "allocator did not take effect: not_applied")):
         recipe.write_text(f'schema = 1\n[[technique]]\nid = "allocator"\n[technique.options]\nkind = "tcmalloc"\nlibrary = "{path}"\n')
         done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, f"LD_PRELOAD is {path}\n"), done.stderr

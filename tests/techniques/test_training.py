@@ -840,15 +840,18 @@ def test_allocator_joins_what_the_user_set(monkeypatch):
     assert allocator.environment(jemalloc)["LD_PRELOAD"] == "/lib/libjemalloc.so.2:/lib/other.so"
     with pytest.raises(NotApplied, match="not loaded"):
         allocator.apply(Context(torch), jemalloc)
-    for bad in (("jemalloc", ""), ("expandable_segments", "/x"), ("glibc", "/x"), ("musl", "")):
+    for bad in (("jemalloc", ""), ("expandable_segments", "/x"), ("glibc", "/x"), ("musl", ""), ("jemalloc", "libjemalloc.so"),
+                ("jemalloc", "/lib/libjemalloc.so.2:/x.so"), ("jemalloc", "/lib/libjemalloc.so.2 /x.so"), ("jemalloc", "/lib/libother.so")):
         with pytest.raises(ValueError):
             allocator.Options(*bad)
 
 
-def test_a_preloaded_library_is_recognised():
+def test_a_preloaded_library_is_recognised(tmp_path):
     with open("/proc/self/maps", encoding="utf-8") as maps:
         library = next(line.split()[-1] for line in maps if "libc.so" in line or "libc-" in line)
     context = Context(torch)
+    (tmp_path / "libtcmalloc.so").symlink_to(library)
+    library = str(tmp_path / "libtcmalloc.so")
     options = allocator.Options("tcmalloc", library)
     allocator.apply(context, options)
     evidence = Evidence(notes=dict(context.notes), environment={"LD_PRELOAD": library})

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,18 @@ class Options:
             raise ValueError(f"kind is {self.kind!r}, not {EXPANDABLE}, glibc, jemalloc or tcmalloc")
         if (self.kind in (EXPANDABLE, "glibc")) == bool(self.library):
             raise ValueError("a preloaded allocator needs the path of its library, and only that one does")
+        # A recipe may come from anywhere, and the loader takes whatever it is told: several libraries, or one of the working directory.
+        if self.library and not preloadable(self.kind, self.library):
+            raise ValueError(f"library must be the absolute path of a lib{self.kind}*.so, without spaces or colons")
+
+
+def preloadable(kind: str, library: str) -> bool:
+    """Whether the dynamic loader, told this path, looks for one library of that name in one place.
+
+    >>> preloadable("jemalloc", "/usr/lib/libjemalloc.so.2"), preloadable("jemalloc", "/usr/lib/libjemalloc.so.2:/tmp/other.so")
+    (True, False)
+    """
+    return re.fullmatch(rf"(/[^\s:]+)*/lib{kind}[\w.-]*\.so[.\d]*", library) is not None
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
@@ -108,7 +121,7 @@ def _by_chance(facts: Facts) -> bool:
 
 def _preloadable(facts: Facts) -> list[Options]:
     known = ("jemalloc", "tcmalloc")
-    return [Options(kind, path) for kind, path in facts.machine.preload_allocators if kind in known and path]
+    return [Options(kind, path) for kind, path in facts.machine.preload_allocators if kind in known and preloadable(kind, path)]
 
 
 def variants(facts: Facts) -> list[Options]:

@@ -32,7 +32,7 @@ OpenMP API Specification, environment variables OMP_NUM_THREADS, OMP_PROC_BIND, 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
@@ -52,13 +52,9 @@ TECHNIQUE = Technique(
 class Options:
     """`threads` per process; `bind` pins them to cores; `passive` lets idle threads sleep instead of spin."""
 
-    threads: int = 1
+    threads: int = field(default=1, metadata={"minimum": 1, "maximum": 4096})     # beyond that OpenMP ends the process
     bind: bool = False
     passive: bool = False
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"threads is {self.threads}, and must be at least 1")
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
