@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import errno
 import json
 import os
 import random
@@ -140,16 +141,19 @@ def test_finished_shards_are_not_made_again(text: Path, tmp_path: Path) -> None:
     assert again.resumed_rows == again.rows == 5000
 
 
-def test_a_full_disk_is_named_and_the_pack_goes_on(text: Path, tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_named_and_the_pack_goes_on(text: Path, tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-        with pytest.raises(EnvironmentProblem, match="no space") as caught:
+        with pytest.raises(EnvironmentProblem, match="larger than files may be") as caught:
             packing.pack(open_source(text), tmp_path / "out", 50_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
+    assert "ulimit -f" in caught.value.remedy and "--shard-size" in caught.value.remedy
+    with pytest.raises(EnvironmentProblem, match="no space") as caught, packing._problems(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert "same command" in caught.value.remedy
     packing.pack(open_source(text), tmp_path / "out", 50_000)
     assert read_back(tmp_path / "out") == expected_lines()

@@ -84,11 +84,13 @@ def _problems(destination: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise EnvironmentProblem(
-            "no space is left for the packed data" if full else f"packing into {destination} failed", cause=str(error),
-            remedy="free some space and run the same command again: it goes on where it stopped" if full
-            else "what was packed is kept: mend the cause and run the same command again") from error
+        message, remedy = f"packing into {destination} failed", "what was packed is kept: mend the cause and run the same command again"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message, remedy = "no space is left for the packed data", "free some space and run the same command again: it goes on where it stopped"
+        elif error.errno == errno.EFBIG:
+            message = "a file of the packed data became larger than files may be here"
+            remedy = "raise that limit (ulimit -f) and run the same command again, or pack into another folder with a smaller --shard-size"
+        raise EnvironmentProblem(message, cause=str(error), remedy=remedy) from error
 
 
 @contextmanager
