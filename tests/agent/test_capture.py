@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,40 @@ def test_what_moves_by_less_than_float32_tells_is_seen_to_move(others, precision
     found = series.read(folder)
     assert len({tuple(sample) for sample in found.samples}) == 8
     assert found.precision == precision
+
+
+#: A normalisation, a cache that grows, and a mask; with an argument, the statistics stand still.
+BUFFERS = """
+import sys, torch, torch.nn as nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4, momentum=0.0 if len(sys.argv) > 1 else 0.1), nn.Linear(4, 1)
+        self.register_buffer("mask", torch.full((3,), float("-inf")))
+        self.register_buffer("cache", torch.zeros(1))
+        self.register_buffer("nothing", None)
+    def forward(self, x):
+        self.cache = torch.cat([self.cache, self.cache.new_ones(1)])
+        return self.out(self.norm(x))
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+while True:
+    net(3 + torch.randn(8, 4)).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_the_buffers_of_what_is_trained_are_recorded(script, start, tmp_path: Path) -> None:
+    def recorded(*arguments: str) -> series.Series:
+        folder = tmp_path / f"recorded{len(arguments)}"
+        folder.mkdir()
+        capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
+        start(str(script(BUFFERS)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        return series.read(folder)
+
+    moving, still = recorded(), recorded("still")
+    assert moving.segments == still.segments == [4, 4, 4, 1] and moving.losses == still.losses and moving.samples == still.samples
+    assert moving.statistics_segments == [3, 2, 4, 4]           # mask, cache (as it was after the first update), mean, variance
+    assert len({tuple(row[5:]) for row in moving.statistics}) == 8 and len({tuple(row[5:]) for row in still.statistics}) == 1
+    assert all(map(math.isnan, moving.statistics[-1][3:5]))     # another size: not compared

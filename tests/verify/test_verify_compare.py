@@ -232,3 +232,38 @@ def test_a_short_update_is_held_to_what_cancels_in_it(relative, absolute, passes
 
     baseline = run(0)
     assert compare(baseline, run(1), tolerance(baseline, rounding=2.0**-9)).passed == passes
+
+
+def with_statistics(base=BASE, *, momentum=0.1, times=1, near=lambda value: value, finite=True):
+    """`base` with two buffers, as of a normalisation: one follows what it sees from afar, the other is constant."""
+    seen, rows, mean = random.Random(3), [], [0.0] * 3
+    for k in range(N):
+        batch = [near(2.0 + seen.gauss(0, 0.2)) for _ in mean]
+        for _ in range(times if k >= 2 else 1):
+            share = momentum if k >= 2 else 0.1
+            mean = [(1 - share) * m + share * b for m, b in zip(mean, batch)]
+        rows.append(array("d", [*mean, 1.0, 7.0] if finite or k < 30 else [math.nan] * 5))
+    return replace(base, statistics=rows, statistics_segments=[3, 2])
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"momentum": 0.0}, "running statistics of a module go elsewhere: 100% of their way off in update 2, 50% allowed"),
+    ({"times": 2}, "running statistics of a module go elsewhere: 90% of their way off in update 2, 50% allowed"),
+    ({"near": lambda value: 3 * value}, "running statistics of a module go elsewhere"),
+    ({"finite": False}, "running statistics of a module are not finite after update 30")], ids=["frozen", "twice", "scaled", "nan"])
+def test_running_statistics_that_the_training_loss_does_not_show_are_compared(changes, reason):
+    """Of a normalisation they are read in evaluation only: losses, gradients and updates were bit-identical with other ones."""
+    base, other = with_statistics(), with_statistics(**changes)
+    wide = tolerance(base, twins=[replace(with_statistics(made(1, jitter=0.3)), statistics=base.statistics)], rounding=0.01)
+    assert not bitwise(base, other)
+    verdict = compare(base, other, wide)
+    assert not verdict.passed and verdict.reason.startswith(reason)
+    for left, right in ((base, other), (base, BASE), (BASE, base)):
+        deviation(left, right)
+
+
+def test_running_statistics_that_only_round_otherwise_pass():
+    noise = random.Random(1)
+    base, other = with_statistics(), with_statistics(near=lambda value: value * (1 + noise.uniform(-1, 1) * 2**-8))
+    assert bitwise(base, with_statistics()) and not bitwise(base, other)
+    assert compare(base, other, tolerance(base)).passed

@@ -21,6 +21,13 @@ def test_what_was_written_is_read(tmp_path):
     assert SERIES.parts() == [(0, 1), (1, 3)]
 
 
+def test_buffers_are_read_beside_the_samples(tmp_path):
+    both = replace(SERIES, statistics=[array("f", [1.0, 0.5, k]) for k in range(3)], statistics_segments=[2, 1])
+    write(both, tmp_path)
+    assert read(tmp_path) == both
+    assert both.statistics_parts() == [(0, 2), (2, 3)] and SERIES.statistics_parts() == []
+
+
 def test_float64_is_kept(tmp_path):
     fine = replace(SERIES, samples=[array("d", [1 / 3, 7e6 + 1e-4, k]) for k in range(3)], precision="float64")
     write(fine, tmp_path)

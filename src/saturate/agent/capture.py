@@ -1,12 +1,14 @@
 """Recording what a training did, update by update, for verification runs only (never in a timed block).
 
 The files are described in `saturate.verify.series`: losses of each micro-step, the gradient norm, a digest of the input
-batches, and up to 64 strided entries of every trained tensor after each update.
+batches, and up to 64 strided entries of every trained tensor, and of every buffer of the modules that hold them, after each
+update.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from array import array
@@ -30,6 +32,7 @@ class Capture:
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
+        self._buffers: list[tuple[Any, str, int]] = []  # module, name (some assign a new tensor in each forward), entries
         self._arithmetic: set[str] = set()  # formats of 16 bits that the backward passes of this update compute in
         self._kinds: set[str] = set()       # of operators of cuDNN that they are of
         self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
@@ -92,6 +95,7 @@ class Capture:
 
     def _begin(self, session: Any) -> None:
         self._parameters = self._ordered(session, observe.trained_parameters(session))
+        self._buffers = self._statistics(session)
         session.context.gradient_norms.clear()
         if self.rank != 0:
             return
@@ -102,6 +106,7 @@ class Capture:
         self._code = "d" if any(doubles) else "f"
         precise = all(doubles) and all(map(sample.double, session.losses))
         header = {"schema": 2, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
+                  "statistics": [entries for _, _, entries in self._buffers],
                   "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32",
                   **formats.of_training(session.torch, self._parameters, observe.device_kind(self._parameters), session.losses,
                                         self._arithmetic, self._kinds | formats.kinds_in(session.torch, observe.all_modules(session.torch)))}
@@ -115,15 +120,33 @@ class Capture:
             return      # the same ones, by another optimizer
         if [len(sample.strided(p, ENTRIES)) for p in parameters] == [len(sample.strided(p, ENTRIES)) for p in self._parameters]:
             self._parameters = parameters
+            buffers = self._statistics(session)
+            if [entries for *_, entries in buffers] == [entries for *_, entries in self._buffers]:
+                self._buffers = buffers
 
     def _ordered(self, session: Any, parameters: list[Any]) -> list[Any]:
+        return ordering.of_training(session.torch, parameters, self._places())
+
+    def _places(self) -> dict[int, int]:
         used = [identity for identity, reference in self._used.items() if reference() is not None]
-        return ordering.of_training(session.torch, parameters, {identity: place for place, identity in enumerate(used)})
+        return {identity: place for place, identity in enumerate(used)}
+
+    def _statistics(self, session: Any) -> list[tuple[Any, str, int]]:
+        """The buffers of real numbers, of 32 bits or more, of the modules that hold what is trained. In 16 bits whether a running
+        statistic moves at all depends on rounding."""
+        roots = ordering.holders(session.torch, self._parameters, self._places())
+        modules = {id(module): module for root in roots for module in root.modules()}
+        return [(module, name, len(sample.strided(buffer, ENTRIES))) for module in modules.values()
+                for name, buffer in module._buffers.items() if _of_numbers(session.torch, buffer)]
 
     def _write(self, session: Any) -> None:
         freed = session.context.gradient_norms
         norms = [_norm(session.torch, p.grad) if p.grad is not None else freed.pop(id(p), None) for p in self._parameters]
         values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
+        for module, name, entries in self._buffers:
+            found = module._buffers.get(name)
+            now = sample.strided(found, ENTRIES) if _of_numbers(session.torch, found) else []
+            values += now if len(now) == entries else [math.nan] * entries      # a cache that grew, or was dropped
         record = {"update": self.updates, "losses": [sample.total(loss) for loss in session.losses],
                   "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
         array(self._code, values).tofile(self._samples)
@@ -132,6 +155,11 @@ class Capture:
         self._log.flush()
         if self.updates == 1 and self.plan.get("perturb"):
             _perturb(session.torch, self._parameters, **self.plan["perturb"])
+
+
+def _of_numbers(torch: Any, buffer: Any) -> bool:
+    return (buffer is not None and buffer.is_floating_point() and buffer.element_size() >= 4 and buffer.layout is torch.strided
+            and buffer.device.type != "meta" and not torch.nn.parameter.is_lazy(buffer))
 
 
 def _norm(torch: Any, gradient: Any) -> Any:

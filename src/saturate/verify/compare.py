@@ -28,7 +28,7 @@ class Verdict:
 
 
 def bitwise(baseline: Series, candidate: Series) -> bool:
-    """Whether every loss, gradient norm and parameter sample is identical (class `exact`); nan equals nan."""
+    """Whether every loss, gradient norm and sample of parameters and buffers is identical (class `exact`); nan equals nan."""
 
     def same(a: float, b: float) -> bool:
         return a == b or (a != a and b != b)
@@ -38,7 +38,7 @@ def bitwise(baseline: Series, candidate: Series) -> bool:
             len(a) == len(b) and all(map(same, a, b)) for a, b in zip(left, right))
 
     return (equal(baseline.losses, candidate.losses) and equal([baseline.grad_norms], [candidate.grad_norms])
-            and equal(baseline.samples, candidate.samples))
+            and equal(baseline.samples, candidate.samples) and equal(baseline.statistics, candidate.statistics))
 
 
 def _searches(baseline: Series) -> bool:
@@ -76,6 +76,9 @@ def _broken(baseline: Series, candidate: Series, k: int) -> str | None:
         return f"gradient norm is {found} in update {k}, the baseline's is {expected:.6g}"
     if not all(map(math.isfinite, candidate.samples[k])) and all(map(math.isfinite, baseline.samples[k])):
         return f"parameters are not finite after update {k}"
+    for ours, theirs in zip(baseline.statistics[k:k + 1], candidate.statistics[k:k + 1]):
+        if any(math.isfinite(a) and not math.isfinite(b) for a, b in zip(ours, theirs)):
+            return f"running statistics of a module are not finite after update {k}"
     if k < FIRST_ACTING:
         return None
     change, other = update_of(baseline, k), update_of(candidate, k)
@@ -103,6 +106,9 @@ def _excess(found: Deviation, allowed: Tolerance, k: int) -> tuple[str, float] |
         if metric == "update cosine":
             reason = (f"update cosine is {1 - value * value / 2:.4f} in update {k}: it points {value:.2g} rad elsewhere, "
                       f"{limit:.2g} rad allowed")
+        elif metric == "running statistics":
+            reason = (f"running statistics of a module go elsewhere: {value:.0%} of their way off in update {k}, {limit:.0%} allowed "
+                      "(evaluation would use them)")
         elif metric == "loss":
             reason = f"loss deviates by {value:.3g} in update {k}, {limit:.3g} allowed"
         else:

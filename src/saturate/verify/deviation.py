@@ -8,6 +8,8 @@ Each number is linear in a small perturbation, so that a tolerance is a multiple
     stretch     |ln(length of the update / baseline's)|
     drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
                 decay does, too small to see in any one update but always of the same sign
+    statistics  of the buffer that strays most, |way it went since the techniques act - baseline's| / |baseline's|: the running
+                statistics of a normalisation have no part in the training loss, only in what the model says when it is evaluated
 
 Turn and stretch are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
 key bias of attention): an Adam-like rule divides their rounding noise by its own size and moves them a full step in a
@@ -42,12 +44,16 @@ LEAST_MOVED = 8
 #: And in all updates so many times as often.
 MOVES = 4
 
-METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter drift")
+#: A buffer's way counts from this share of its length on. What rounds to 16 bits strays by a few of their units (an estimated
+#: eigenvector that has converged moves by nothing else), and that must be little of the way.
+LEAST_WAY = 2.0**-4
+
+METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter drift", "running statistics")
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The five series, one entry per common update; nan where the baseline itself gives no number to compare with,
+    """The six series, one entry per common update; nan where the baseline itself gives no number to compare with,
     inf where the candidate has none. `slowest` is ln(path of a tensor in the baseline / in the other), the
     largest. `moves` is ln(sampled entries in 16 bits that move / baseline's) in the updates in which none of the baseline's tensors has
     a direction; nan where too few do."""
@@ -57,12 +63,13 @@ class Deviation:
     turn: list[float]
     stretch: list[float]
     drift: list[float]
+    statistics: list[float]
     slowest: float
     moves: float = math.nan
 
     def series(self) -> tuple[list[float], ...]:
         """In the order of `METRICS`."""
-        return self.loss, self.gradient, self.turn, self.stretch, self.drift
+        return self.loss, self.gradient, self.turn, self.stretch, self.drift, self.statistics
 
 
 def norm(vector: Sequence[float]) -> float:
@@ -143,6 +150,22 @@ def _drift(base: Series, other: Series, since: int, k: int) -> float:
     return max(_quantile(excess, 0.25), -_quantile(excess, 0.75), 0.0)
 
 
+def _strays(base: Series, other: Series, since: int, k: int) -> float:
+    """How far the way of a buffer from update `since` to `k` is from the baseline's, as a share of that; the largest. nan where none
+    goes far enough, or the other run recorded other buffers."""
+    if base.statistics_segments != other.statistics_segments:
+        return math.nan
+    found = []
+    for begin, end in base.statistics_parts():
+        now = base.statistics[k][begin:end]
+        ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[since][begin:end])) for s in (base, other))
+        length = norm(ours)
+        if math.isfinite(length) and length > LEAST_WAY * norm(now):
+            away = norm(list(map(sub, theirs, ours))) / length
+            found.append(away if math.isfinite(away) else math.inf)
+    return max(found, default=math.nan)
+
+
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Between the two nearest values, in proportion; an infinite one counts as soon as it is near."""
     place = share * (len(ordered) - 1)
@@ -221,14 +244,15 @@ def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviat
     n = min(len(base), len(other))
     if any(len(base.samples[k]) != len(other.samples[k]) for k in range(n)):
         raise ValueError("the samples are of different parameters")
-    loss, gradient, turn, stretch, drift = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), []
+    loss, gradient, turn, stretch, drift, statistics = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), [], []
     for k in range(n):
         expected, found = base.loss(k), other.loss(k)
         loss.append(math.nan if math.isnan(expected) else abs(found - expected) if math.isfinite(found) else math.inf)
         gradient.append(_ratio(other.grad_norms[k], base.grad_norms[k]))
         drift.append(math.nan if k < acting else _drift(base, other, acting - 1, k))
+        statistics.append(math.nan if k < acting else _strays(base, other, acting - 1, k))
         if k:
             angle, length = _direction(base, other, k)
             turn.append(angle)
             stretch.append(length)
-    return Deviation(loss, gradient, turn, stretch, drift, _slowest(base, other, acting, n), _more_moves(base, other, acting, n))
+    return Deviation(loss, gradient, turn, stretch, drift, statistics, _slowest(base, other, acting, n), _more_moves(base, other, acting, n))

@@ -2,11 +2,13 @@
 
 A folder holds `capture.jsonl` and `samples.bin`. The first line of the former is a header
 
-    {"schema": 2, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "samples": "float32", "precision": "float32"}
+    {"schema": 2, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "statistics": [64, ...], "samples": "float32",
+     "precision": "float32"}
 
 and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "..."}. The latter
 holds, after each update, `dims` numbers of the format `samples`, little-endian: the same strided sample of all trained
-parameters, tensor after tensor; `segments` says how many of them belong to each tensor. `samples` is float64 where any of
+parameters, tensor after tensor; `segments` says how many of them belong to each tensor. After them come the entries of the
+modules' buffers, as many of each as `statistics` says. `samples` is float64 where any of
 these tensors is, else float32; `precision` is float64 only where all of them, and the losses, are: then nothing in the
 training need round to less. `arithmetic`, `formats`, `loss_format` and `device` are those of `Series`. `grad_norm` may be null;
 `digest` and what follows `segments` may be absent. A run may be killed at any moment, so a last record that is cut short is dropped.
@@ -20,6 +22,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 SCHEMA = 2
@@ -52,7 +55,8 @@ class Series:
     digests: a hash of the update's input data, or "" where none was seen. precision: that of the parameters and the
     losses, float32 unless all are float64. arithmetic: the coarsest format that the training computes in where that is coarser
     than float32, else "". formats: that of each segment's tensor. loss_format: that of the losses. device: the type of device that
-    the parameters are on. Each of these is empty where it is not known.
+    the parameters are on. Each of these is empty where it is not known. statistics: the strided sample of the trained modules'
+    buffers after the update (the running statistics of a normalisation), and statistics_segments how many entries are of each.
     """
 
     losses: list[list[float]]
@@ -66,6 +70,8 @@ class Series:
     formats: list[str] = field(default_factory=list)
     loss_format: str = ""
     device: str = ""
+    statistics: list[Sequence[float]] = field(default_factory=list)
+    statistics_segments: list[int] = field(default_factory=list)
 
     @property
     def rounding(self) -> float:
@@ -91,12 +97,18 @@ class Series:
 
     def parts(self) -> list[tuple[int, int]]:
         """(begin, end) of each tensor inside a sample; one part when the capture does not say."""
-        bounds, begin = [], 0
-        for length in self.segments:
-            bounds.append((begin, begin + length))
-            begin += length
+        bounds = _bounds(self.segments)
         dims = len(self.samples[0]) if self.samples else 0
-        return bounds if bounds and begin == dims else [(0, dims)]
+        return bounds if bounds and bounds[-1][1] == dims else [(0, dims)]
+
+    def statistics_parts(self) -> list[tuple[int, int]]:
+        """(begin, end) of each buffer inside a row of `statistics`."""
+        return _bounds(self.statistics_segments)
+
+
+def _bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    ends = list(accumulate(lengths))
+    return list(zip([0, *ends], ends))
 
 
 def _header(line: bytes, path: Path) -> dict:
@@ -148,20 +160,22 @@ def read(folder: Path) -> Series:
     updates = _updates(lines[1:], path)
     dims = header["dims"]
     code = _CODES[header["samples"]]
-    samples: list[Sequence[float]] = [array(code) for _ in updates]
-    if dims:
+    statistics = list(header.get("statistics") or [])
+    rows = [array(code) for _ in updates]
+    if width := dims + sum(statistics):
         raw = (folder / SAMPLES).read_bytes()
-        row = array(code).itemsize * dims
-        samples = [array(code, raw[k : k + row]) for k in range(0, len(raw) - row + 1, row)]
+        row = array(code).itemsize * width
+        rows = [array(code, raw[k : k + row]) for k in range(0, len(raw) - row + 1, row)]
         if sys.byteorder == "big":
-            for sample in samples:
-                sample.byteswap()   # type: ignore[attr-defined]
-    n = min(len(updates), len(samples))
+            for sample in rows:
+                sample.byteswap()
+    n = min(len(updates), len(rows))
     losses, norms, digests = [list(column) for column in zip(*updates[:n])] or ([], [], [])
     segments = list(header.get("segments") or [])
     told = {key: str(header.get(key) or "") for key in ("arithmetic", "loss_format", "device")}
-    return Series(losses, norms, samples[:n], str(header.get("motif", "")), digests, segments, header["precision"],
-                  formats=list(header.get("formats") or []), **told)
+    return Series(losses, norms, [row[:dims] for row in rows[:n]], str(header.get("motif", "")), digests, segments, header["precision"],
+                  formats=list(header.get("formats") or []), **told,
+                  statistics=[row[dims:] for row in rows[:n]] if statistics else [], statistics_segments=statistics)
 
 
 def write(series: Series, folder: Path) -> None:
@@ -169,14 +183,15 @@ def write(series: Series, folder: Path) -> None:
     dims = len(series.samples[0]) if series.samples else 0
     records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments,
                             "samples": series.precision, "precision": series.precision, "arithmetic": series.arithmetic,
-                            "formats": series.formats, "loss_format": series.loss_format, "device": series.device}]
+                            "formats": series.formats, "loss_format": series.loss_format, "device": series.device,
+                            "statistics": series.statistics_segments}]
     for k, (losses, norm) in enumerate(zip(series.losses, series.grad_norms)):
         digest = series.digests[k] if series.digests else ""
         records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest})
     (folder / CAPTURE).write_text("".join(json.dumps(record) + "\n" for record in records))
     with (folder / SAMPLES).open("wb") as file:
-        for sample in series.samples:
-            row = array(_CODES[series.precision], sample)
+        for k, sample in enumerate(series.samples):
+            row = array(_CODES[series.precision], [*sample, *(series.statistics[k] if series.statistics else ())])
             if sys.byteorder == "big":
                 row.byteswap()
             row.tofile(file)

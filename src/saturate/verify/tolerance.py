@@ -51,6 +51,10 @@ AROUND = 5
 #: A tensor may always travel this much less than in the baseline (a factor of two): noise of few sampled entries.
 LEAST_LAG = math.log(2.0)
 
+#: A buffer may always stray from its way by this share of it: rounding makes a hundredth, one that stands still strays by all of it,
+#: and one that is updated twice per step by nearly as much.
+LEAST_STRAY = 0.5
+
 #: Of entries in 16 bits, this share may always move more or fewer. Measured from rate 1e-4 to 1e-6: honest runs differ by up to 3 %, twins
 #: by 2 %; twice the learning rate moves at least 25 % more, half of it at least 40 % fewer.
 LEAST_MORE = math.log(1.1)
@@ -65,11 +69,12 @@ class Tolerance:
     turn: list[float]
     stretch: list[float]
     drift: list[float]
+    statistics: list[float]
     slowest: float
     moves: float = LEAST_MORE
 
     def series(self) -> tuple[list[float], ...]:
-        return self.loss, self.gradient, self.turn, self.stretch, self.drift
+        return self.loss, self.gradient, self.turn, self.stretch, self.drift, self.statistics
 
     @property
     def least_cosine(self) -> list[float]:
@@ -137,6 +142,7 @@ def tolerance(
                 while a wrong gradient turns them by tenths
     stretch     1e-3, or four roundings; more where an update is shorter than those around it, as many times as it is
     drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
+    statistics  half of a buffer's way
     moves       a tenth, or four times what chance makes of so many
     """
     n = len(baseline)
@@ -154,21 +160,23 @@ def tolerance(
               [max(1e-4 * finer, 4 * rounding) * w for w in walk],
               [max(5e-3 * math.sqrt(finer), math.sqrt(rounding)) * w for w in walk],
               [max(1e-3 * finer, 4 * rounding) * w for w in walk],
-              [max(1e-6 * finer, rounding / 50) * w for w in walk])
-    widest = (math.inf, WIDEST_RATIO, 2.0, WIDEST_RATIO, math.inf)
-    safety = (SAFETY, SAFETY, SAFETY, SAFETY, DRIFT_SAFETY)
+              [max(1e-6 * finer, rounding / 50) * w for w in walk],
+              [LEAST_STRAY] * n)
+    widest = (math.inf, WIDEST_RATIO, 2.0, WIDEST_RATIO, math.inf, math.inf)
+    safety = (SAFETY, SAFETY, SAFETY, SAFETY, DRIFT_SAFETY, SAFETY)
     columns = zip(*(run.series() for run in runs)) if runs else ((),) * len(floors)
-    loss, gradient, turn, stretch, drift = (
+    loss, gradient, turn, stretch, drift, statistics = (
         _running(*column) for column in zip(columns, floors, widest, safety))
     stretch = [min(WIDEST_RATIO, allowed * times) for allowed, times in zip(stretch, _shorter(baseline))]
     for k in range(n):
         if turn[k] >= SEPARATED:
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
             gradient[k] = stretch[k] = WIDEST_RATIO
+            statistics[k] = math.inf
     lag = max([LEAST_LAG, *(SAFETY * run.slowest for run in runs if math.isfinite(run.slowest))])
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = max([LEAST_MORE, SAFETY * chance, *(SAFETY * abs(run.moves) for run in runs if math.isfinite(run.moves))])
-    return Tolerance(loss, gradient, turn, stretch, drift, min(lag, WIDEST_RATIO), min(more, WIDEST_RATIO))
+    return Tolerance(loss, gradient, turn, stretch, drift, statistics, min(lag, WIDEST_RATIO), min(more, WIDEST_RATIO))
 
 
 def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | None:
