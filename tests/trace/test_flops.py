@@ -223,6 +223,20 @@ def test_attention_over_sequences_of_unknown_lengths_is_not_guessed():
     assert flops.cost(name, varying) is None
 
 
+@pytest.mark.parametrize(("name", "flag", "offsets"), [
+    ("_efficient_attention_forward", {"custom_mask_type": "0"}, "cu_seqlens_q"),
+    ("_efficient_attention_backward", {"custom_mask_type": "0"}, "cu_seqlens_q"),
+    ("_cudnn_attention_forward", {"is_causal": "False"}, "cum_seq_q"),
+    ("_scaled_dot_product_cudnn_attention_backward", {"is_causal": "False"}, "cum_seq_q"),
+])
+def test_sequences_that_lie_end_to_end_in_one_row_do_not_attend_to_each_other(name, flag, offsets):
+    """[1, tokens, H, D] with offsets: counted as one sequence, its cost would be quadratic in all tokens."""
+    given_ = dict.fromkeys(("query", "key", "value"), (1, 400, H, D)) | flag
+    assert cost(f"aten::{name}", BF16, **given_, **{offsets: (2,)})[0] > 0
+    found, reason = flops.explained(f"aten::{name}", recorded(f"aten::{name}", BF16, **given_, **{offsets: (5,)}))
+    assert found is None and reason == "the lengths of its sequences were not recorded"
+
+
 def test_recurrent_nets():
     layer = recorded("aten::mkldnn_rnn_layer", input=(7, 3, 16), weight0=(128, 16), weight1=(128, 32), weight2=(128,),
                      weight3=(128,))

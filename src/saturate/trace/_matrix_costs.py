@@ -229,15 +229,19 @@ def _convolution_backward_weight(args: Arguments) -> Cost:
 
 
 def _attention(causal: int, q: int = 0, heads_last: bool = False, backward: bool = False, mask: int | None = None,
-               logsumexp: bool = True, mask_type: bool = False) -> Formula:
+               logsumexp: bool = True, mask_type: bool = False, offsets: int | None = None) -> Formula:
     """Fused attention. `q`: position of the queries, before keys and values. `causal`: position of the flag (of the
-    kind of mask, where `mask_type`: 1 and 2 are causal). Layout [B, H, L, D], or [B, L, H, D] where `heads_last`."""
+    kind of mask, where `mask_type`: 1 and 2 are causal). `offsets`: position of those of sequences that lie end to end in one
+    row. Layout [B, H, L, D], or [B, L, H, D] where `heads_last`."""
 
     def formula(args: Arguments) -> Cost:
         queries, keys, values = (args.tensor(q + place) for place in range(3))
         rank = len(queries.dims)
-        # [tokens, H, D], sequences of several lengths end to end: their lengths are not recorded.
-        _check(rank == 4 or (rank == 3 and not heads_last))
+        # [tokens, H, D] or [1, tokens, H, D], sequences of several lengths end to end: their lengths are not recorded.
+        bounds = args.optional(offsets) if offsets is not None else None
+        if (rank == 3 and heads_last) or (bounds is not None and bounds.numel > 2):
+            raise Unknown("the lengths of its sequences were not recorded")
+        _check(rank in (3, 4))
         _check(len(keys.dims) == len(values.dims) == rank and keys.dims[-1] == queries.dims[-1])
         batch, width = (queries.dims[0] if rank == 4 else 1), queries.dims[-1]
         if heads_last:
@@ -315,15 +319,15 @@ FORMULAS: dict[str, Formula] = {
     "aten::_scaled_dot_product_cudnn_attention": _attention(causal=6, mask=3),
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention(causal=5, mask=3),
     "aten::_flash_attention_forward": _attention(causal=8, heads_last=True),
-    "aten::_efficient_attention_forward": _attention(causal=9, heads_last=True, mask=3, mask_type=True),
-    "aten::_cudnn_attention_forward": _attention(causal=10, mask=3),
+    "aten::_efficient_attention_forward": _attention(causal=9, heads_last=True, mask=3, mask_type=True, offsets=4),
+    "aten::_cudnn_attention_forward": _attention(causal=10, mask=3, offsets=4),
     "flash_attn::_flash_attn_forward": _attention(causal=5, heads_last=True),
     "aten::_scaled_dot_product_flash_attention_backward": _attention(causal=11, q=1, backward=True),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention(causal=7, q=1, backward=True, mask=8),
     "aten::_scaled_dot_product_efficient_attention_backward": _attention(causal=11, q=1, backward=True, mask=4),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(causal=14, q=1, backward=True, mask=8),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(causal=14, q=1, backward=True, mask=8, offsets=9),
     "aten::_flash_attention_backward": _attention(causal=11, q=1, heads_last=True, backward=True),
     "aten::_efficient_attention_backward": _attention(causal=14, q=1, heads_last=True, backward=True, mask=4,
-                                                      mask_type=True),
+                                                      mask_type=True, offsets=6),
     "flash_attn::_flash_attn_backward": _attention(causal=11, q=1, heads_last=True, backward=True),
 }
