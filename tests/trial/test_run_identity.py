@@ -380,7 +380,10 @@ def test_divergence_warns_or_stops(place: Place) -> None:
     assert b"the loss became nan at step 34" in warned.stderr and warned.stderr.count(b"the loss became") == 1
     stopped = place.under(["zero-grad-none"], sys.executable, "train.py", options=("--on-divergence", "stop"))
     assert (stopped.returncode, stopped.stdout) == (5, b"") and b"at step 34" in stopped.stderr
-    assert place.under([], sys.executable, "train.py", options=("--on-divergence", "stop")).returncode == 0
+    unwatched = place.under([], sys.executable, "train.py", options=("--on-divergence", "stop"))
+    assert (unwatched.returncode, unwatched.stdout) == (0, b"done\n")
+    assert b"nothing watches its loss" in unwatched.stderr     # and does not seem to
+    assert b"saturate" not in place.under([], sys.executable, "train.py").stderr
 
 
 def test_a_healthy_run_is_quiet(place: Place) -> None:

@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe that tune wrote; an empty file changes nothing")
     parser.add_argument("--strict", action="store_true", help="refuse when anything the recipe was measured with has changed")
     parser.add_argument("--on-divergence", choices=["warn", "stop"], default="warn",
-                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn)")
+                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn); an empty recipe watches nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -35,6 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
     command = arguments.command
     must_exist(command)
     if not recipe.techniques:
+        if arguments.on_divergence == "stop":
+            print("saturate: the recipe is empty, so the command runs as it is: nothing watches its loss", file=sys.stderr)
         _replace(command, _environment())
     chosen = _chosen(recipe)
     doubts = _compare(recipe, command, arguments.strict)

@@ -8,7 +8,7 @@ Each number is linear in a small perturbation, so that a tolerance is a multiple
     stretch     |ln(length of the update / baseline's)|
     drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
                 decay does, too small to see in any one update but always of the same sign
-    statistics  of the buffer that strays most, |way it went since the techniques act - baseline's| / |baseline's|: the running
+    statistics  of the buffer that strays most, |way that it went since the techniques act - baseline's| / |baseline's|: the running
                 statistics of a normalisation have no part in the training loss, only in what the model says when it is evaluated
 
 Turn and stretch are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
@@ -150,20 +150,24 @@ def _drift(base: Series, other: Series, since: int, k: int) -> float:
     return max(_quantile(excess, 0.25), -_quantile(excess, 0.75), 0.0)
 
 
-def _strays(base: Series, other: Series, since: int, k: int) -> float:
-    """How far the way of a buffer from update `since` to `k` is from the baseline's, as a share of that; the largest. nan where none
-    goes far enough, or the other run recorded other buffers."""
-    if base.statistics_segments != other.statistics_segments:
-        return math.nan
-    found = []
-    for begin, end in base.statistics_parts():
-        now = base.statistics[k][begin:end]
-        ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[since][begin:end])) for s in (base, other))
-        length = norm(ours)
-        if math.isfinite(length) and length > LEAST_WAY * norm(now):
-            away = norm(list(map(sub, theirs, ours))) / length
-            found.append(away if math.isfinite(away) else math.inf)
-    return max(found, default=math.nan)
+def _strays(base: Series, other: Series, since: int, count: int) -> list[float]:
+    """Per update, how far the way of a buffer since update `since` is from the baseline's, as a share of that: of each buffer the least so
+    far, and of these the largest. nan as long as none went far enough, and where the other run recorded other buffers.
+
+    The least, because a buffer that stands still strays from its first move on. Where rounding is amplified, as in a training with too
+    large a learning rate, one strays in the end that went along at first.
+    """
+    found = [math.nan] * count
+    least: dict[int, float] = {}
+    for k in range(since + 1, count) if base.statistics_segments == other.statistics_segments else ():
+        for part, (begin, end) in enumerate(base.statistics_parts()):
+            ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[since][begin:end])) for s in (base, other))
+            length = norm(ours)
+            if math.isfinite(length) and length > LEAST_WAY * norm(base.statistics[k][begin:end]):
+                away = norm(list(map(sub, theirs, ours))) / length
+                least[part] = min(least.get(part, math.inf), away if math.isfinite(away) else math.inf)
+        found[k] = max(least.values(), default=math.nan)
+    return found
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -244,15 +248,15 @@ def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviat
     n = min(len(base), len(other))
     if any(len(base.samples[k]) != len(other.samples[k]) for k in range(n)):
         raise ValueError("the samples are of different parameters")
-    loss, gradient, turn, stretch, drift, statistics = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), [], []
+    loss, gradient, turn, stretch, drift = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), []
     for k in range(n):
         expected, found = base.loss(k), other.loss(k)
         loss.append(math.nan if math.isnan(expected) else abs(found - expected) if math.isfinite(found) else math.inf)
         gradient.append(_ratio(other.grad_norms[k], base.grad_norms[k]))
         drift.append(math.nan if k < acting else _drift(base, other, acting - 1, k))
-        statistics.append(math.nan if k < acting else _strays(base, other, acting - 1, k))
         if k:
             angle, length = _direction(base, other, k)
             turn.append(angle)
             stretch.append(length)
+    statistics = _strays(base, other, acting - 1, n)
     return Deviation(loss, gradient, turn, stretch, drift, statistics, _slowest(base, other, acting, n), _more_moves(base, other, acting, n))

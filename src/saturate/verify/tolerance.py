@@ -51,8 +51,8 @@ AROUND = 5
 #: A tensor may always travel this much less than in the baseline (a factor of two): noise of few sampled entries.
 LEAST_LAG = math.log(2.0)
 
-#: A buffer may always stray from its way by this share of it: rounding makes a hundredth, one that stands still strays by all of it,
-#: and one that is updated twice per step by nearly as much.
+#: A buffer may always stray from its way by this share of it: rounding to 16 bits makes a few hundredths, one that stands still
+#: strays by all of it, and one that is updated twice per step by nearly as much.
 LEAST_STRAY = 0.5
 
 #: Of entries in 16 bits, this share may always move more or fewer. Measured from rate 1e-4 to 1e-6: honest runs differ by up to 3 %, twins
@@ -172,7 +172,6 @@ def tolerance(
         if turn[k] >= SEPARATED:
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
             gradient[k] = stretch[k] = WIDEST_RATIO
-            statistics[k] = math.inf
     lag = max([LEAST_LAG, *(SAFETY * run.slowest for run in runs if math.isfinite(run.slowest))])
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = max([LEAST_MORE, SAFETY * chance, *(SAFETY * abs(run.moves) for run in runs if math.isfinite(run.moves))])
