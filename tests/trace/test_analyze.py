@@ -30,6 +30,16 @@ def test_an_ordinary_training() -> None:
     assert (device.median_kernel_ns, device.short_kernels, device.median_launch_delay_ns) == (200_000, 0.0, 30_000)
 
 
+def test_idle_time_is_not_said_to_be_free_of_input_where_the_loader_was_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = training(3, step_ns=1_000_000)
+    known = analyze_one(trace).devices[0]
+    monkeypatch.setattr("saturate.trace.view.loader", lambda trace, window: None)
+    blind = analyze_one(trace).devices[0]
+    assert blind.data_wait.raw is None and blind.gaps.input is None and "not known" in blind.unknown["gaps.input"]
+    assert "input" not in blind.gap_ns and "input" not in blind.edge_ns and blind.gaps.host_late == 1.0
+    assert sum(blind.gap_ns.values()) == sum(known.gap_ns.values()) and sum(blind.edge_ns.values()) == sum(known.edge_ns.values())
+
+
 def test_what_is_blocked_is_none_and_says_why() -> None:
     trace = training()
     trace.problems.append(("lost-records", "CUPTI dropped 12 records"))

@@ -52,7 +52,8 @@ class DataWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gaps(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the device's idle time inside its span [first start, last end], by cause; they sum to 1. None: no gap."""
+    """Shares of the device's idle time inside its span [first start, last end], by cause; they sum to 1. None: no gap; `input`
+    alone: the loader was not recorded, and what it took counts as host_late."""
 
     input: float | None
     host_late: float | None
@@ -128,7 +129,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     communication_overlap: float | None = None  # share of communication that computation hides
     data_wait: DataWait = DataWait(raw=None, exposed=None)
     gaps: Gaps = Gaps(input=None, host_late=None, sync=None, already_launched=None, unattributed=None)
-    gap_ns: dict[str, int] = {}     # the same classes in ns, inside the span
+    gap_ns: dict[str, int] = {}     # the same classes in ns, inside the span; those that are known
     edge_ns: dict[str, int] = {}    # the same classes, of the parts of the steps outside the span
     short_kernels: float | None = None          # share of kernels below 10 us
     median_kernel_ns: int | None = None

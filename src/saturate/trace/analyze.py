@@ -145,6 +145,8 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
     roof = _roofline(seen, ceilings, blocked)
     limit, why = _verdict(seen, roof, blocked)
     idle_in_span = sum(seen.gap_ns.values())
+    # What of the idle time is input counts as late launches where the loader was not recorded: it is not known, and not zero.
+    told = [cause for cause in gaps.CLASSES if cause != "input" or seen.waiting is not None]
     device = Device(
         id=seen.device, name=info.name if info else _host_name(seen), rank=trace.rank,
         source=trace.source, steps=here.count, span_ns=span.window_ns, step_ns=parts.window_ns,
@@ -155,8 +157,8 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
         data_wait=DataWait(
             raw=None if seen.waiting is None else _share(length(seen.waiting), parts.window_ns),
             exposed=None if seen.waiting is None else _share(length(seen.exposed_wait), parts.window_ns)),
-        gaps=Gaps(**{cause: _share(seen.gap_ns.get(cause, 0), idle_in_span) for cause in gaps.CLASSES}),
-        gap_ns=seen.gap_ns, edge_ns=seen.edge_ns, each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
+        gaps=Gaps(**{cause: _share(seen.gap_ns.get(cause, 0), idle_in_span) if cause in told else None for cause in gaps.CLASSES}),
+        gap_ns=_of(told, seen.gap_ns), edge_ns=_of(told, seen.edge_ns), each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
         verdict=limit, **kernels)
     for missing, field, reason in (
             (trace.rank is None, "rank", "the trace does not say its rank"),
@@ -165,10 +167,15 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
             (not parts.communication_ns, "communication_overlap", "no communication was recorded"),
             (seen.waiting is None, "data_wait", OF_WHOM if here.untold else NO_LOADER),
             (not idle_in_span, "gaps", "the device was never idle inside its span"),
+            (seen.waiting is None and idle_in_span, "gaps.input", "what of it was waiting for input is not known, and counts as host late"),
             (roof.coverage is None, "roofline", roof.source or "there is no kernel time to model")):
         if missing:
             unknown.setdefault(field, reason)
     return _without(device, blocked, unknown)
+
+
+def _of(causes: Iterable[str], lengths: dict[str, int]) -> dict[str, int]:
+    return {cause: lengths[cause] for cause in causes if cause in lengths}
 
 
 NO_LOADER = "the training thread recorded no DataLoader.__next__, so waiting for input cannot be told"

@@ -146,11 +146,14 @@ def _gaps(old: Device, new: Device) -> list[Change]:
     causes = dict.fromkeys([*old.gap_ns, *old.edge_ns, *new.gap_ns, *new.edge_ns])
 
     def of(device: Device, cause: str) -> int | None:
-        if not device.gap_ns and not device.edge_ns:
+        if not device.gap_ns and not device.edge_ns or (cause == "input" and device.data_wait.raw is None):
             return None
         return device.gap_ns.get(cause, 0) + device.edge_ns.get(cause, 0)
 
-    return [_length(cause, lambda device, cause=cause: of(device, cause), old, new, "gaps") for cause in causes]
+    def field(cause: str) -> str:
+        return "data_wait" if cause == "input" and all(device.gap_ns or device.edge_ns for device in (old, new)) else "gaps"
+
+    return [_length(cause, lambda device, cause=cause: of(device, cause), old, new, field(cause)) for cause in causes]
 
 
 def _operators(old: Device, new: Device) -> tuple[list[OperatorChange], int, str]:
