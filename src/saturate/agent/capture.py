@@ -158,8 +158,11 @@ class Capture:
 
 
 def _of_numbers(torch: Any, buffer: Any) -> bool:
-    return (buffer is not None and buffer.is_floating_point() and buffer.element_size() >= 4 and buffer.layout is torch.strided
-            and buffer.device.type != "meta" and not torch.nn.parameter.is_lazy(buffer))
+    """Whether it can be read as parameters are: of another class, as those of quantised tensors, nobody knows what it allows."""
+    if not (type(buffer) in (torch.Tensor, torch.nn.Parameter) or hasattr(buffer, "to_local")):
+        return False
+    return (not buffer.is_nested and buffer.is_floating_point() and buffer.element_size() >= 4 and buffer.layout is torch.strided
+            and buffer.device.type != "meta")
 
 
 def _norm(torch: Any, gradient: Any) -> Any:
