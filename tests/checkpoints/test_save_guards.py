@@ -19,7 +19,7 @@ import pytest
 import torch
 from saving_kit import Disk, applied, as_another, same, state
 
-from saturate.checkpoints import arena
+from saturate.checkpoints import host_memory
 from saturate.checkpoints.writer import MOST_PENDING
 
 ROOM = OSError(errno.ENOSPC, "No space left on device")
@@ -179,7 +179,7 @@ def test_without_a_descriptor_nobody_knows_how_much_memory_is_left(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("builtins.open", refused)
-    assert arena.available_bytes() is None
+    assert host_memory.available_bytes() is None
 
 
 def test_every_step_to_one_path(tmp_path):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from typing import Any
+
+from saturate.checkpoints.host_memory import available_bytes
 
 _GRAIN = 1 << 21                # whole huge pages
 _SLACK = 16                     # a sixteenth more than asked for: the next snapshot may be a little larger
@@ -104,38 +105,3 @@ class Pool:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
-
-
-def available_bytes() -> int | None:
-    """Host memory that may still be used: the kernel's estimate, or the cgroup's limit. None where neither is known."""
-    if not sys.platform.startswith("linux"):
-        return None
-    found = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
-    except OSError:
-        pass                    # no /proc, or no descriptor left to read it by
-    limit = _cgroup_bytes()
-    if limit is not None:
-        found.append(limit)
-    return min(found, default=None)
-
-
-def _cgroup_bytes() -> int | None:
-    """What this process's own cgroup (version 2) still allows; cached file pages can be taken back."""
-    try:
-        with open("/proc/self/cgroup", encoding="ascii") as file:
-            own = next((line[3:].strip() for line in file if line.startswith("0::")), "/")
-        folder = "/sys/fs/cgroup" + own.rstrip("/")
-        with open(f"{folder}/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-        if limit == "max":
-            return None
-        with open(f"{folder}/memory.current", encoding="ascii") as file:
-            used = int(file.read())
-        with open(f"{folder}/memory.stat", encoding="ascii") as file:
-            cached = next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
-    except (OSError, ValueError):
-        return None             # no cgroup here that limits memory
-    return int(limit) - used + cached

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saturate.checkpoints.host_memory import available_bytes
 from saturate.data import cache_key, cache_probe, cache_store, ranks
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 from saturate.data.cache_reader import CachedDataset, Reader, attributes, same, say
@@ -158,7 +159,7 @@ class Caches:
             folder = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
             seen = os.statvfs(folder)
             return int(FREE_SHARE * seen.f_bavail * seen.f_frsize)
-        return int(FREE_SHARE * cache_store.available_memory_bytes() / self.ranks)
+        return int(FREE_SHARE * (available_bytes() or 0) / self.ranks)         # nothing tells: nothing is kept
 
 
 def _key(dataset: Any, found: cache_probe.Found, threads: int) -> bytes:

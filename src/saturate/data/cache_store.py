@@ -302,18 +302,6 @@ def make_room(folder: Path, limit_bytes: int) -> int:
     return removed
 
 
-def available_memory_bytes() -> int:
-    """What the machine has left, or the container."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        left = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        return left if limit == "max" else max(0, min(left, int(limit) - used))
-    except (OSError, ValueError):
-        return left                     # cgroups of the first version, or none
-
-
 def _table_end(slots: int) -> int:
     return -(-(_TABLE + 8 * slots) // mmap.PAGESIZE) * mmap.PAGESIZE
 

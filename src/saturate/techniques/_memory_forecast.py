@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from saturate.checkpoints.host_memory import available_bytes
 from saturate.techniques._standard import standard
 
 resource = standard("resource")
@@ -32,7 +33,7 @@ def memory(torch: Any, device: Any, limit_bytes: int = 0) -> Memory:
         found = Memory(used, torch.cuda.max_memory_allocated(device), capacity)
     elif device.type == "cpu":
         used = _resident_bytes()
-        available = _available_bytes()
+        available = available_bytes()
         found = Memory(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                        None if available is None else used + available)
     else:
@@ -48,25 +49,6 @@ def _resident_bytes() -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return 0                    # no /proc: nothing is forecast
-
-
-def _available_bytes() -> int | None:
-    """What the machine and the control group (version 2) leave to this process."""
-    found = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
-    except OSError:
-        pass                        # no /proc
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            most = file.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            current = int(file.read())
-        found += [] if most == "max" else [max(0, int(most) - current)]
-    except OSError:
-        pass                        # no limit is visible from here
-    return min(found, default=None)
 
 
 @dataclass
