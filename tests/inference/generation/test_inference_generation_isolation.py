@@ -129,6 +129,18 @@ def test_the_winner_is_scored_on_samples_that_did_not_choose_it():
     assert search._compared(lucky, chosen=False).drop == 0 and search._compared(lucky, chosen=True).drop == 1
 
 
+def test_those_that_are_confirmed_share_the_confidence_and_few_samples_certify_nothing():
+    """Each meets the same samples: with the whole confidence each time, one of several would pass too often."""
+    search = tune.Search.__new__(tune.Search)
+    search.budget, search._halves = Budget(max_drop=0.2), (range(30), range(30, 60))
+    search._scores = same = tune.Scores(1.0, (1.0,) * 60)
+    highs = [search._compared(same, chosen=True).drop_ci[1] for _ in range(3)]
+    assert highs == sorted(highs) and highs[0] < highs[2] and search._compared(same, chosen=False).drop_ci[1] < highs[0]
+    search.budget, search._halves, search._scores = Budget(max_drop=0.4), None, tune.Scores(1.0, (1.0,) * 19)
+    judged = search._compared(tune.Scores(1.0, (1.0,) * 19), chosen=True)
+    assert judged.verdict == "undecided" and "too few to split" in judged.reason
+
+
 def test_it_is_imported_by_the_name_that_it_is_called_by():
     import saturate
     from saturate.generation import generate

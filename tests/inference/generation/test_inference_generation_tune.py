@@ -15,10 +15,11 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
-from saturate.inference.generation import Budget, decode, generate, host, tune  # noqa: E402
+from saturate.inference.generation import Budget, conclusion, decode, generate, host, tune  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 from saturate.inference.journal import Journal  # noqa: E402
 from saturate.inference.process import WorkerFailed  # noqa: E402
+from saturate.records.generation import GenerationCandidate  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 NEW = 12
@@ -150,6 +151,46 @@ def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
     assert result.best == "plain" and any("not on others" in note for note in result.record.notes)
     assert fates(result)["speculative, draft model"] == "slower"
+
+
+def ways(*speedups, deadline=float("inf")):
+    """A search whose ways were all faster on the prompts that choose."""
+    search = tune.Search.__new__(tune.Search)
+    rows = [GenerationCandidate(id=f"way {number}", numerics="reordering", fate="dominated", reason="", speedup=speedup)
+            for number, speedup in enumerate(speedups)]
+    search.found, search.notes, search.cut_short, search.deadline, search.say = list(rows), [], set(), deadline, lambda line: None
+    search._ready = [tune.Ready(row.id, tune.Recipe(compile_mode=row.id), row) for row in rows]
+    plain = GenerationCandidate(id="plain", numerics="exact", fate="dominated", reason="", speedup=1.0)
+    return search, tune.Ready("plain", tune.PLAIN, plain)
+
+
+def test_who_does_not_hold_gives_way_to_the_next():
+    """The fastest way was wrong on other prompts, and "nothing helps" was said of a search that had found a second one."""
+    search, plain = ways(1.5, 3.0, 2.0)
+    fates_there = {"way 1": "rejected_accuracy", "way 2": "dominated"}
+    search._again = lambda best: tune._with(best.record, fate=fates_there[best.label])
+    assert search._conclude(plain).label == "way 2"
+    assert [row.fate for row in search.found] == ["dominated", "rejected_accuracy", "kept"]
+
+
+@pytest.mark.parametrize(("fate", "speedups", "deadline", "asked", "open_rows"), [
+    ("slower", (3.0, 2.0), float("inf"), 2, []), ("slower", (3.0, 2.0), 0.0, 1, ["way 1"]),
+    ("slower", (5.0, 4.0, 3.0, 2.0), float("inf"), 3, ["way 3"]), ("inconclusive", (3.0,), float("inf"), 1, ["way 0"])])
+def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked, open_rows):
+    search, plain = ways(*speedups, deadline=deadline)
+    turns = []
+    search._again = lambda best: (turns.append(best.label), tune._with(best.record, fate=fate))[1]
+    assert search._conclude(plain) is plain and len(turns) == asked
+    assert [row.id for row in search.found if conclusion.is_open(row)] == open_rows
+
+
+@pytest.mark.parametrize(("changes", "is_open"), [
+    ({"fate": "undecided", "speedup": 1.8}, True), ({"fate": "undecided", "speedup": 0.9}, False), ({"fate": "inconclusive"}, True),
+    ({"fate": "not_tried", "reason": conclusion.TIME_OVER}, True), ({"fate": "not_tried", "reason": "pass check="}, False),
+    ({"fate": "rejected_accuracy", "speedup": 3.0}, False), ({"fate": "not_applicable"}, False)])
+def test_what_nobody_decided_is_open_also_where_it_changes_numbers(changes, is_open):
+    row = GenerationCandidate(id="int8", numerics="precision", fate="failed", reason="")
+    assert conclusion.is_open(tune._with(row, **changes)) is is_open
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch):

@@ -16,7 +16,7 @@ from saturate.errors import EnvironmentProblem, UsageError
 from saturate.inference import folders
 from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
-from saturate.inference.generation import artifact, tune
+from saturate.inference.generation import artifact, conclusion, tune
 from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
@@ -250,7 +250,7 @@ def optimize(
                              say, frozenset(ways), journal)
         with running_model():
             best, base = search.run()
-    record = tune.record_of(search, best, base, clock.monotonic() - started)
+    record = conclusion.record_of(search, best, base, clock.monotonic() - started)
     return GenerationResult(record, best.recipe, given, request, batch_size, confirmation)
 
 

@@ -3,7 +3,7 @@
 Each way lives in a process of its own (see host.py) and is raced there against the plain loop: one token per forward,
 in eager PyTorch, with the same static cache; one runs while the other stands still. Lossless ways must give the same
 greedy tokens. Ways that change numbers need a check. The winner is raced, compared and scored once more, in fresh
-processes, on prompts and samples that took no part in choosing it.
+processes, on prompts and samples that took no part in choosing it; one that does not hold there gives way to the next.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from saturate import __version__
 from saturate.errors import CheckUnusable, EnvironmentProblem
-from saturate.inference import identity
-from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores, compare, split
+from saturate.inference import accuracy, identity
+from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores
 from saturate.inference.checking import controls, scored
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
+from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, race_words, speculation_words
 from saturate.inference.generation.decode import Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
 from saturate.inference.generation.prompts import as_lists
@@ -33,12 +34,10 @@ from saturate.inference.journal import Journal
 from saturate.inference.process import WorkerFailed
 from saturate.machine import facts as machine
 from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
-from saturate.records.generation import GenerationCandidate, GenerationRecord
+from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
 
 Batches = list[list[list[int]]]
-
-_THRESHOLD = 0.02       # the gain that counts
 
 #: Fates of ways that give the right tokens; `dominated`, until one is kept: faster than the plain loop beyond doubt.
 _WORKED = ("dominated", "no_difference", "inconclusive", "slower")
@@ -49,8 +48,8 @@ KINDS = ("draft", "lookup", "compile", "weights")
 #: The winner races in so many fresh pairs of processes at most: two processes differ by a constant.
 _PAIRS = 3
 
-#: Fewer samples than this are not split into selection and confirmation: each part would say nothing.
-_FEWEST_TO_SPLIT = 20
+#: So many ways are confirmed at most, the best first: each starts processes anew.
+_MOST_CONFIRMED = 3
 
 PLAIN = Recipe()
 
@@ -85,6 +84,9 @@ class Search:
     notes: list[str] = field(default_factory=list)
     found: list[GenerationCandidate] = field(default_factory=list)
     interrupted: bool = False
+    cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
+    _ready: list[Ready] = field(default_factory=list)
+    _turns: int = 0                     # of ways that met the samples of the confirmation
     _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
     _scores: Scores | None = None
     _halves: tuple[Sequence[int], Sequence[int]] | None = None
@@ -110,8 +112,7 @@ class Search:
                 self._control()
                 self._walk(plain)
                 self._base.close()
-                if self._best is not plain:
-                    self._best = self._confirmed(self._best, plain)
+                self._best = self._conclude(plain)
             except KeyboardInterrupt:
                 self.interrupted = True
                 self.notes.append(f"interrupted: {self._best.label} is the best so far"
@@ -166,7 +167,7 @@ class Search:
             self.say(f"{label}: known from the search before")
         else:
             if time.monotonic() > self.deadline:
-                self._lost(label, numerics, "not_tried", "the time was over")
+                self._lost(label, numerics, "not_tried", TIME_OVER)
                 return None
             self.say(label)
             record, lasting = self._tried(label, numerics, recipe, like)
@@ -174,6 +175,7 @@ class Search:
                 self._keep(label, record)
         self.found.append(record)
         ready = Ready(label, recipe, record, like)
+        self._ready.append(ready)
         self._best = self._better(self._best, ready)
         return ready if record.fate in _WORKED else None
 
@@ -204,7 +206,13 @@ class Search:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
         except WorkerFailed as error:
             lasting = not error.outside and error.kind not in ("timeout", "out_of_memory", "disk_full")
+            self._note_cut(label, error)
             return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason), lasting
+
+    def _note_cut(self, label: str, error: WorkerFailed) -> None:
+        """What ended it was not its own doing, or only the time: it may be the answer."""
+        if error.outside or error.kind in ("timeout", "disk_full"):
+            self.cut_short.add(label)
 
     def _lost(self, label: str, numerics: str, fate: Fate, reason: str) -> None:
         self.found.append(GenerationCandidate(id=label, numerics=numerics, fate=fate, reason=reason))
@@ -245,7 +253,7 @@ class Search:
             record, speedup=found.speedup, speedup_ci=found.speedup_ci, timing=measure.timing(after),
             speculation=drafts, identical=same.share, length_ratio=lengths,
         )
-        outcome = verdict(found, _THRESHOLD)
+        outcome = verdict(found, THRESHOLD)
         if outcome == "inconclusive" and found.rounds < Limits.min_rounds:
             record = _with(record, speedup_ci=None)         # of so few rounds it would say nothing
         fate, reason = ("dominated", same.words()) if outcome == "faster" else (outcome, race_words(outcome, found))
@@ -277,11 +285,11 @@ class Search:
         if values is None:
             self.notes.append(
                 "the check returns a single number: it cannot certify a budget; return one value per sample")
-        elif len(values) >= _FEWEST_TO_SPLIT:
-            self._halves = split(len(values))
+        elif len(values) >= accuracy.FEWEST_TO_SPLIT:
+            self._halves = accuracy.split(len(values))
         else:
-            self.notes.append(f"the check has {len(values)} samples, too few to be split: the winner was scored on "
-                              "those that chose it")
+            self.notes.append(f"the check has {len(values)} samples, too few to split into some that choose and others that "
+                              "confirm: it certifies nothing")
 
     def _run(self, host: Host, prompts: Any) -> list[list[int]]:
         rows = as_lists(prompts)
@@ -311,14 +319,19 @@ class Search:
 
     def _compared(self, scores: Scores, chosen: bool) -> Judgement:
         assert self.budget is not None and self._scores is not None
-        before, share = self._scores, 1.0
+        before, share, budget = self._scores, 1.0, self.budget
+        confidence = accuracy.level(budget.confidence, self._turns if chosen else 0)
+        if chosen:      # all that are confirmed meet the same samples, so they share what the confidence leaves
+            self._turns += 1
+            budget = replace(budget, confidence=confidence)
         if self._halves is not None and scores.values is not None and before.values is not None:
             if len(scores.values) != len(before.values):
                 raise UnusableScores(f"the check gave {len(scores.values)} values, and {len(before.values)} before")
             half = self._halves[chosen]
             share = len(half) / len(before.values)
             before, scores = before.at(half), scores.at(half)
-        return compare(before, scores, self.budget, share=share)
+        judged = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
+        return judged if self._halves is not None or budget.confidence is None else accuracy.unsplit(judged)
 
     # -- the winner ------------------------------------------------------------------------------------------------
 
@@ -327,23 +340,36 @@ class Search:
         right = [ready for ready in others if ready is not None and ready.record.fate == "dominated"]
         return max([best, *right], key=lambda ready: ready.record.speedup or 0.0)
 
-    def _confirmed(self, best: Ready, plain: Ready) -> Ready:
-        """The winner as it will run, in fresh processes, on prompts that did not choose it. Where it does not hold
-        there, the plain loop."""
+    def _conclude(self, plain: Ready) -> Ready:
+        """The best way that holds in fresh processes, on prompts that did not choose it; else the plain loop. The next one has its
+        turn while there is time."""
+        for turn in range(_MOST_CONFIRMED):
+            best = self._better(plain, *self._ready)
+            if best is plain or (turn and time.monotonic() > self.deadline):
+                break
+            self._best = best           # of a search that is interrupted now
+            if self._confirmed(best):
+                return best
+        return plain
+
+    def _confirmed(self, best: Ready) -> bool:
+        """Whether a way holds as it will run; its row says what came of it."""
         self.say(f"confirm: {best.label}")
-        best.recipe = replace(best.recipe, may_stop=True)
+        tried, best.recipe = best.record, replace(best.recipe, may_stop=True)
         try:
             record = self._again(best)
         except (Refused, WorkerFailed) as error:
-            record = _with(best.record, fate="failed", reason=str(error))
+            record = _with(tried, fate="failed", reason=str(error))
+            if isinstance(error, WorkerFailed):
+                self._note_cut(best.label, error)
         kept = record.fate == "dominated"
-        changes = {"fate": "kept"} if kept else {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
+        changes: dict[str, Any] = {"fate": "kept"} if kept else {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
         self.found = [_with(row, **changes) if row.id == best.label else row for row in self.found]
-        if kept:
-            best.record = _with(record, fate="kept")
-            return best
-        self.notes.append(f"{best.label} was faster on the prompts that chose it, and not on others")
-        return plain
+        best.record = _with(record, fate="kept") if kept else _with(tried, **changes)
+        if not kept:
+            self.notes.append(f"{best.label} was faster on the prompts that chose it, and not on others" if record.fate in _WORKED
+                              else f"{best.label} was faster on the prompts that chose it, and does not hold on others: {record.reason}")
+        return kept
 
     def _again(self, best: Ready) -> GenerationCandidate:
         """The winner's record, from races in fresh pairs of processes."""
@@ -366,7 +392,7 @@ class Search:
                 after += other
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
                 last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
-                if last or verdict(found, _THRESHOLD) != "inconclusive":
+                if last or verdict(found, THRESHOLD) != "inconclusive":
                     return self._judged(best.record, host, best.like, found, before, after, chosen=True)
 
 
@@ -380,54 +406,6 @@ def key_of(torch: Any, given: Given, yard: Yard, more: Any) -> str:
 def rests(torch: Any, check: Callable[..., Any] | None) -> dict[str, str]:
     """What some of a search's results depend on. A check whose code nobody can see may be another one each time."""
     return {"check": "" if check is None else identity.of_callable(torch, check) or secrets.token_hex(8)}
-
-
-def record_of(search: Search, best: Ready, base: GenerationCandidate, seconds: float) -> GenerationRecord:
-    """The whole search, for reports."""
-    undecided = search.interrupted or any(
-        row.fate in ("inconclusive", "not_tried") and row.numerics != "precision" for row in search.found)
-    sampling, faster = search.request.sampling, best.label != "plain"
-    base = base if faster else _with(base, fate="kept")
-    return GenerationRecord(
-        model=type(search.given.model).__name__,
-        device=str(search.plain.target.device),
-        torch=str(search.torch.__version__),
-        threads=search.torch.get_num_threads(),
-        batch_size=max(map(len, search.selection)),
-        prompts=sum(len(batch) for batch in (*search.selection, *search.confirmation)),
-        max_new_tokens=search.request.max_new_tokens,
-        sampling=asdict(sampling),
-        verdict="faster" if best.record.fate == "kept" else "inconclusive" if undecided else "nothing_helps",
-        baseline=base,
-        best=best.record if faster else base,
-        candidates=search.found,
-        notes=search.notes,
-        seconds=seconds,
-    )
-
-
-def race_words(outcome: str, found: Estimate) -> str:
-    """Why a way that is right is not faster, or not known to be."""
-    if outcome != "inconclusive":
-        return "slower than the plain loop" if outcome == "slower" else "about as fast as the plain loop"
-    cut_short = found.rounds < measure.MOST_ROUNDS * found.pairs
-    missing = "the time ended first: give it more" if cut_short else "a quieter machine or longer answers may tell"
-    return f"{found.rounds} rounds do not tell whether it is faster; {missing}"
-
-
-def speculation_words(record: GenerationCandidate) -> str:
-    """"acceptance 0.83 at cost ratio 0.07: 2.10x (2.05x predicted)"; where the text was quoted, that is said apart."""
-    drafts = record.speculation
-    assert drafts is not None
-    quotes = ""
-    if drafts.quoted_acceptance_rate is not None:
-        quotes = f"{drafts.quoted_share:.0%} quoted from the text, with acceptance {drafts.quoted_acceptance_rate:.2f}"
-    if drafts.acceptance_rate is None:
-        return f"{quotes}: {record.speedup:.2f}x" if quotes else "nothing could be drafted"
-    alone = " of the draft alone" if quotes else ""
-    expected = "" if drafts.predicted_speedup is None else f" ({drafts.predicted_speedup:.2f}x predicted{alone})"
-    ratio = "" if drafts.cost_ratio is None else f" at cost ratio {drafts.cost_ratio:.2f}"
-    return f"acceptance {drafts.acceptance_rate:.2f}{ratio}{', ' * bool(quotes)}{quotes}: {record.speedup:.2f}x{expected}"
 
 
 def _length(runs: list[Any]) -> int:
