@@ -344,16 +344,18 @@ def test_a_relative_drop_is_a_share_everywhere():
 
 def test_throughput_is_on_the_page_in_the_table_and_in_the_summary():
     rows = [ThroughputRow(of="baseline", batch=8, processes=1, samples_per_s=103.0), ThroughputRow(of="baseline", batch=16, processes=1, samples_per_s=99.0),
-            ThroughputRow(of="best", batch=8, processes=1, samples_per_s=702.0), ThroughputRow(of="best", batch=8, processes=2, samples_per_s=1130.4)]
+            ThroughputRow(of="best", batch=8, processes=1, samples_per_s=702.0), ThroughputRow(of="best", batch=8, processes=2, samples_per_s=1130.4),
+            ThroughputRow(of="best", batch=8, processes=4, samples_per_s=2000.0, over_limit="p99_ms is 30, at most 15 was asked for")]
     record = msgspec.structs.replace(optimizations.win(), objective="throughput", throughput=rows, throughput_ratio=10.9,
                                      throughput_ratio_ci=(10.1, 11.6))
     text = report.summary(record, width=110, color=False)
     assert text.startswith("10.90x samples per second [10.10, 11.60], within a drop of 0.01")
     assert "samples   1,130/s at batch 8 in 2 processes, 103/s as it is at batch 8" in text
     lines = report.table(record).splitlines()
-    assert lines[-5:] == ["throughput of  batch  processes  samples/s", "as it is           8          1        103  its best",
+    assert lines[-6:] == ["throughput of  batch  processes  samples/s", "as it is           8          1        103  its best",
                           "as it is          16          1         99", "best               8          1        702",
-                          "best               8          2      1,130  its best"]
+                          "best               8          2      1,130  its best",
+                          "best               8          4      2,000  p99_ms is 30, at most 15 was asked for"]
     shown = page.render(record)
     assert 'id="throughput"' in shown and "1,130" in shown and "raced in fresh processes" in shown
     assert 'id="throughput"' not in page.render(optimizations.win())

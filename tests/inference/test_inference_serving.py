@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, *ends: str) -> tuple[Any, list[str]
     monkeypatch.setattr(racing, "race", race)
     found = object.__new__(Serving)
     found.batch, found.cores = 8, 1
-    found.rate = lambda what, setting: 100.0    # type: ignore[method-assign]
+    found.rate = lambda what, setting: (100.0, None)    # type: ignore[method-assign]
     return found, told
 
 
@@ -61,6 +62,31 @@ def test_a_process_that_ends_in_the_race_of_the_best_costs_no_result(monkeypatch
     rows, race = serving(monkeypatch, *ends)[0].search(Path("artifact"), lambda text: None, 0.0)
     assert {row.of for row in rows} == {"baseline", "best"} and race is not None and race.verdict == verdict
     assert ("signal 9" in race.reason) is (verdict == "inconclusive")
+
+
+def test_a_setting_beyond_a_limit_is_shown_and_is_nobodys_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of twice the batch take twice as long: whoever may wait for 20 ms is not served by the largest batch."""
+    raced: list[Setting] = []
+    found = serving(monkeypatch)[0]
+    found.rate = lambda what, setting: (100.0 * setting.batch, f"p99_ms is {setting.batch}" if setting.batch > 20 or what is None else None)
+    monkeypatch.setattr(found, "fleet", lambda what, setting: raced.append(setting))
+    monkeypatch.setattr(racing, "race", lambda one, other, **more: (one(), other(), racing.Race("faster", None, None, None, ""))[-1])
+    rows, _ = found.search(Path("artifact"), lambda text: None, time.monotonic() + 60.0)
+    # What the model came with stays, although it passes the limit itself: there must be something to compare with.
+    assert [(row.of, row.batch, row.over_limit is None) for row in rows] == [
+        ("baseline", 8, True), ("baseline", 16, False), ("best", 8, True), ("best", 16, True), ("best", 32, False)]
+    assert raced == [Setting(8), Setting(16)]
+
+
+def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(block=lambda count: [4_000_000] * count, memory_bytes=lambda: 10**9, close=lambda: None)
+    for limits, said in (({"p99_ms": 5.0, "peak_memory_gb": 2.0}, None), ({"p99_ms": 3.0}, "p99_ms is 4"), ({"peak_memory_gb": 1.5}, "peak_memory_gb is 2")):
+        found = serving(monkeypatch)[0]
+        found.limits = limits
+        del found.rate
+        monkeypatch.setattr(found, "fleet", lambda what, setting: Fleet([worker, worker], 8, SimpleNamespace(folder=Path("none"))))   # type: ignore[list-item, arg-type]
+        measured = found.rate(None, Setting(8, 2))
+        assert measured is not None and (measured[1] or "").startswith(said or "") and (measured[1] is None) is (said is None)
 
 
 def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Calla
 
     from saturate.inference.serving import Serving
 
-    rows, race = Serving(lab, torch).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
+    rows, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
     record = msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
                                      throughput_ratio_ci=race.speedup_ci if race else None)
     return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race)

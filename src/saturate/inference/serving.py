@@ -2,14 +2,15 @@
 
 The user's model and the winner each climb by themselves: the batch doubles while that pays, then processes are added that
 share the threads. What they reach races in fresh fleets, so the winner is compared with the best that the user's own model
-can do, not with the batch that it happened to come with.
+can do, not with the batch that it happened to come with. A setting whose calls are slower than the user's limits, or that
+takes more memory, serves nobody: it is shown, and neither of the two climbs beyond it.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from saturate.inference import racing
 from saturate.inference.lab import Lab
 from saturate.inference.process import Worker, WorkerFailed
 from saturate.inference.racing import Race
+from saturate.inference.search import over_limit
 from saturate.inference.source import Source
 from saturate.records.inference import ThroughputRow
 
@@ -36,9 +38,14 @@ class Setting:
     processes: int = 1
 
 
-def climb(rate: Callable[[Setting], float | None], batch: int, cores: int, time_left: Callable[[], bool]) -> Iterator[tuple[Setting, float]]:
+def _within(setting: Setting) -> str | None:
+    return None
+
+
+def climb(rate: Callable[[Setting], float | None], batch: int, cores: int, time_left: Callable[[], bool],
+          over: Callable[[Setting], str | None] = _within) -> Iterator[tuple[Setting, float]]:
     """Settings with their samples per second, as they are measured: the batch first, then processes. `rate` gives None
-    where a setting does not run."""
+    where a setting does not run, `over` says of one that was measured which limit it passes."""
     best = Setting(batch)
     first = rate(best)
     if first is None:
@@ -50,7 +57,7 @@ def climb(rate: Callable[[Setting], float | None], batch: int, cores: int, time_
         if found is None:
             break
         yield grown, found
-        if found < PAYS * most:
+        if over(grown) or found < PAYS * most:
             break
         best, most = grown, found
     for grown in _doubled(Setting(best.batch, 2), lambda one: Setting(one.batch, one.processes * 2), lambda one: one.processes <= cores):
@@ -58,7 +65,7 @@ def climb(rate: Callable[[Setting], float | None], batch: int, cores: int, time_
         if found is None:
             break
         yield grown, found
-        if found < PAYS * most:
+        if over(grown) or found < PAYS * most:
             break
         most = found
 
@@ -75,14 +82,22 @@ class Fleet:
     def __init__(self, workers: list[Worker], batch: int, source: Source):
         self.workers, self.batch, self.source = workers, batch, source
         self.cpu: int | None = None         # several: wherever they are
+        self.calls_ns: list[int] = []       # of each call, whichever process answered it
         self._pool = ThreadPoolExecutor(max(1, len(workers)))
 
     def block(self, count: int, *, cpu: int | None = None) -> list[int]:
         """Each process answers `count` batches; the time from the first start to the last end, shared by all samples."""
         began = time.perf_counter_ns()
-        list(self._pool.map(lambda worker: worker.block(count), self.workers))
+        blocks = list(self._pool.map(lambda worker: worker.block(count), self.workers))
         taken = time.perf_counter_ns() - began
+        for times in blocks:
+            self.calls_ns += times
         return [max(1, round(taken / (len(self.workers) * self.batch * count)))] * count
+
+    def memory_bytes(self) -> int | None:
+        """Of all processes together; None where one of them does not tell."""
+        found = [worker.memory_bytes() for worker in self.workers]
+        return None if None in found else sum(one or 0 for one in found)
 
     def freeze(self) -> None:
         for worker in self.workers:
@@ -100,10 +115,10 @@ class Fleet:
 
 
 class Serving:
-    """Fleets of the baseline or of an artifact, at any setting."""
+    """Fleets of the baseline or of an artifact, at any setting. `limits`: of one call and of memory, as `optimize` has them."""
 
-    def __init__(self, lab: Lab, torch: Any):
-        self.lab, self.torch = lab, torch
+    def __init__(self, lab: Lab, torch: Any, limits: Mapping[str, float] | None = None):
+        self.lab, self.torch, self.limits = lab, torch, dict(limits or {})
         self.stored = lab.source.inputs(torch)[0]
         self.batch = (lab.facts.batch_size if lab.facts else None) or 1
         self.cores = max(1, lab.threads)
@@ -128,8 +143,8 @@ class Serving:
             raise
         return Fleet(workers, setting.batch, source)
 
-    def rate(self, artifact: Path | None, setting: Setting) -> float | None:
-        """Samples per second, the median of some rounds; None where the setting does not run."""
+    def rate(self, artifact: Path | None, setting: Setting) -> tuple[float, str | None] | None:
+        """Samples per second, the median of some rounds, and which limit is passed; None where the setting does not run."""
         try:
             fleet = self.fleet(artifact, setting)
         except WorkerFailed:
@@ -138,7 +153,10 @@ class Serving:
             fleet.block(2)
             typical_s = fleet.block(1)[0] * setting.batch * setting.processes / 1e9
             count = max(1, round(_ROUND_S / max(typical_s, 1e-6)))
-            return 1e9 / median(fleet.block(count)[0] for _ in range(_ROUNDS))
+            fleet.calls_ns.clear()          # first calls allocate
+            found = 1e9 / median(fleet.block(count)[0] for _ in range(_ROUNDS))
+            memory_bytes = fleet.memory_bytes() if "peak_memory_gb" in self.limits else None
+            return found, over_limit(racing.timing(fleet.calls_ns), memory_bytes, self.limits)
         except WorkerFailed:
             return None
         finally:
@@ -152,12 +170,23 @@ class Serving:
         for index, (who, what) in enumerate((("baseline", None), ("best", artifact))):
             until = began + (index + 1) * 0.3 * max(0.0, deadline_s - began)
             most = 0.0
-            for setting, rate in climb(lambda one, what=what: self.rate(what, one), self.batch, self.cores,
-                                       lambda until=until: time.monotonic() < until):
-                progress(f"{who}, batch {setting.batch}, {setting.processes} process(es): {rate:,.0f} samples/s")
-                rows.append(ThroughputRow(of=who, batch=setting.batch, processes=setting.processes, samples_per_s=rate))
-                if rate > most:
-                    best[who], most = setting, rate
+            passed: dict[Setting, str | None] = {}
+
+            def rate(one: Setting, what: Path | None = what, passed: dict[Setting, str | None] = passed) -> float | None:
+                measured = self.rate(what, one)
+                if measured is None:
+                    return None
+                # The one that it came with stays: the winner was held to the limits there, over many more calls; the
+                # model itself never was.
+                passed[one] = measured[1] if passed else None
+                return measured[0]
+
+            for setting, found in climb(rate, self.batch, self.cores, lambda until=until: time.monotonic() < until, passed.__getitem__):
+                over = passed[setting]
+                progress(f"{who}, batch {setting.batch}, {setting.processes} process(es): {found:,.0f} samples/s" + (f"; {over}" if over else ""))
+                rows.append(ThroughputRow(of=who, batch=setting.batch, processes=setting.processes, samples_per_s=found, over_limit=over))
+                if over is None and found > most:
+                    best[who], most = setting, found
         if len(best) < 2:
             return rows, None
         race = self._race(best["baseline"], artifact, best["best"], deadline_s)

@@ -105,6 +105,7 @@ class ThroughputRow(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     processes: int
     samples_per_s: float
+    over_limit: str | None = None           # which of the limits it passes: it is shown, and is nobody's best
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):

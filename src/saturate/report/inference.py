@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from saturate.records.inference import Best, CandidateRecord, OptimizeRecord
+from saturate.records.inference import Best, CandidateRecord, OptimizeRecord, ThroughputRow
 from saturate.records.sizes import show
 from saturate.report import inference_words as say
 from saturate.report import words
@@ -155,18 +155,24 @@ THROUGHPUT = ("throughput of", "batch", "processes", "samples/s", "")
 
 def throughput_rows(record: OptimizeRecord) -> list[tuple[str, ...]]:
     """Every setting of batch and processes, of the model as it is and of the winner; the best of each is marked."""
-    most = {one.of: one for one in sorted(record.throughput, key=lambda one: one.samples_per_s)}
+    most = _most(record)
     names = {"baseline": "as it is", "best": "best"}
     found = []
     for one in record.throughput:
-        mark = "its best" if most[one.of] is one else ""
+        mark = one.over_limit or ("its best" if most.get(one.of) is one else "")
         found.append((names[one.of], str(one.batch), str(one.processes), f"{one.samples_per_s:,.0f}", mark))
     return found
 
 
+def _most(record: OptimizeRecord) -> dict[str, ThroughputRow]:
+    """The setting of each with the most samples per second, of those within the limits."""
+    within = (one for one in record.throughput if one.over_limit is None)
+    return {one.of: one for one in sorted(within, key=lambda one: one.samples_per_s)}
+
+
 def throughput_words(record: OptimizeRecord) -> str:
     """ "1,930/s at batch 64 in 2 processes, 410/s as it is at batch 32": each at its best setting."""
-    most = {one.of: one for one in sorted(record.throughput, key=lambda one: one.samples_per_s)}
+    most = _most(record)
     return ", ".join(
         f"{one.samples_per_s:,.0f}/s{said} at batch {one.batch}"
         + (f" in {one.processes} processes" if one.processes > 1 else "")

@@ -193,10 +193,11 @@ def _throughput(record: OptimizeRecord) -> Markup | None:
         if ratio is not None
         else "There was no race of the two best settings."
     )
+    within = " and stays within the limits" if record.limits else ""
     return tag(
         "section",
         tag("h2", "Throughput"),
-        tag("p", f"The batch doubles while that pays, then processes that share the threads are added. {raced}"),
+        tag("p", f"The batch doubles while that pays{within}, then processes that share the threads are added. {raced}"),
         table(
             ["Of", "Batch", "Processes", "Samples per second", ""],
             tables.throughput_rows(record),
