@@ -321,6 +321,18 @@ def test_hexadecimal_ids_are_text(tmp_path: Path) -> None:
     assert read_back(tmp_path / "out") == [{"id": "0x00ff", "n": 1}, {"id": "0xff", "n": 2}]
 
 
+@pytest.mark.parametrize("folder", ["day=3", "day=3/hour=7", "region=__HIVE_DEFAULT_PARTITION__"])
+def test_a_column_in_the_names_of_folders_is_not_lost(tmp_path: Path, folder: str) -> None:
+    """As Spark writes tables: without the folders' names all days would have been one."""
+    source = tmp_path / "table" / folder
+    source.mkdir(parents=True)
+    (source / "part-0.csv").write_text("a\n1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="in the names of folders") as refused:
+        open_source(tmp_path / "table")
+    assert folder.split("/")[0] in str(refused.value) and "partitioning" in refused.value.remedy
+    assert open_source(source).schema.names == ["a"], "a folder by itself has lost nothing that it had"
+
+
 @pytest.mark.parametrize("content", ["", "a,b\n1.5,x\n", "a,b\n1\n"])
 def test_an_error_in_one_of_several_tables_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "tables").mkdir()

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,20 @@ def _opened(path: Path, kind: str | None) -> Source:
     if not files:
         raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
                          remedy="name another folder, or another --kind")
+    if kind in TABLES.values():
+        _refuse_partitions(files)
     return {"images": _images, "text": _text, "csv": _csv, "parquet": _parquet}[kind](path, files)
+
+
+def _refuse_partitions(files: list[File]) -> None:
+    """Spark, Hive and pyarrow leave a column out of the files and put it into the names of their folders: day=3/part-0.parquet. Packed,
+    its values would be gone."""
+    for file in files:
+        column = next((folder for folder in Path(file.name).parts[:-1] if re.fullmatch(r"[^=]+=.*", folder)), None)
+        if column is not None:
+            raise UsageError(f"a column stands in the names of folders, not in the files: {column}", evidence=file.name,
+                             cause="files are packed with the columns that they hold, so its values would be lost",
+                             remedy="write it into the files: pyarrow.dataset.dataset(SRC, partitioning='hive') reads both; or pack each folder apart")
 
 
 def _files(path: Path) -> list[File]:
@@ -325,7 +339,8 @@ def _csv(path: Path, files: list[File]) -> Source:
     try:
         found = opened(files[0]).schema
     except pa.ArrowInvalid as error:
-        raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error)) from error
+        raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error),
+                         remedy="mend it (text with a delimiter or an end of line in it needs double quotes), or pack its lines with --kind text") from error
     _each_once(files[0], found.names)
     raw = [one.name for one in found if pa.types.is_binary(one.type)]
     if raw:
@@ -383,7 +398,7 @@ def _parquet(path: Path, files: list[File]) -> Source:
         try:
             return parquet.ParquetFile(file.path, memory_map=True)
         except (pa.ArrowInvalid, OSError) as error:
-            raise UsageError(f"cannot read {file.path} as Parquet", cause=str(error)) from error
+            raise UsageError(f"cannot read {file.path} as Parquet", cause=str(error), remedy="write it again, or leave it out") from error
 
     def tables(schema: Any) -> Iterator[tuple[File, Any]]:
         for file in files:
