@@ -17,7 +17,7 @@ from saturate.inference import confirm, order, plan, racing, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.journal import Journal
-from saturate.inference.search import Search, Tried, over_limit
+from saturate.inference.search import Search, Tried, over_limit, surely_over_limit
 from saturate.measure.race import Limits
 from saturate.records.inference import ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -379,6 +379,16 @@ def test_limits_and_time() -> None:
     assert over_limit(*seen, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None
     assert "peak_memory_gb is 5" in (over_limit(*seen, {"peak_memory_gb": 4.9}) or "")
     assert "peak_memory_gb is not known" in (over_limit(seen[0], None, {"peak_memory_gb": 4.9}) or ""), "and not nothing"
+
+
+@pytest.mark.parametrize(("name", "slow", "refused"), [("p99_ms", 1, False), ("p99_ms", 2, True), ("p90_ms", 4, False), ("p90_ms", 5, True),
+                                                      ("p50_ms", 14, False), ("p50_ms", 15, True), ("p99_ms", 0, False)])
+def test_a_screening_refuses_nobody_for_one_call_that_was_held_up(name: str, slow: int, refused: bool) -> None:
+    """Of twenty calls one was slow: the 99th percentile is beyond the limit, and nothing is known of it."""
+    times_ns = [int(30e6)] * slow + [int(10e6)] * (20 - slow) if name != "p50_ms" else [int(30e6)] * slow + [int(10e6)] * (21 - slow)
+    said = surely_over_limit(times_ns, int(1e9), {name: 15.0, "peak_memory_gb": 2.0})
+    assert (said is not None) is refused and (not refused or str(said).startswith(f"{name} is "))
+    assert surely_over_limit(times_ns, int(3e9), {name: 1e3, "peak_memory_gb": 2.0}) == "peak_memory_gb is 3, at most 2 was asked for"
 
 
 def test_memory_that_nobody_knows_wins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import atan2, comb, cos, inf, pi, sin, sqrt
+from math import atan2, comb, cos, exp, fsum, inf, lgamma, log, pi, sin, sqrt
 from statistics import NormalDist, median
 
 #: Robust standard deviations beyond which a value is an outlier; and the fewest values that can show one: of three, two
@@ -99,3 +99,16 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float
     centre = (rate + spread / 2) / (1 + spread)
     half = z / (1 + spread) * sqrt(rate * (1 - rate) / trials + spread / (4 * trials))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def at_least(count: int, draws: int, chance: float) -> float:
+    """P(X >= count) of a binomial X: `draws` independent ones with a `chance` between 0 and 1 each.
+
+    >>> round(at_least(1, 20, 0.01), 3), round(at_least(2, 20, 0.01), 3)
+    (0.182, 0.017)
+    """
+    def term(hits: int) -> float:
+        ways = lgamma(draws + 1) - lgamma(hits + 1) - lgamma(draws - hits + 1)
+        return exp(ways + hits * log(chance) + (draws - hits) * log(1.0 - chance))
+
+    return min(1.0, fsum(term(hits) for hits in range(max(0, count), draws + 1)))
