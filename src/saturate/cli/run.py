@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     must_exist(command)
     if not recipe.techniques:
         if arguments.on_divergence == "stop":
-            print("saturate: the recipe is empty, so the command runs as it is: nothing watches its loss", file=sys.stderr)
+            notices.tell("saturate: the recipe is empty, so the command runs as it is: nothing watches its loss\n")
         _replace(command, _environment())
     chosen = _chosen(recipe)
     doubts = _compare(recipe, command, arguments.strict)
