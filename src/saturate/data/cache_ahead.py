@@ -143,3 +143,4 @@ def _store(reader: Any, indices: list[int], deadline: float) -> None:
         return
     finally:
         cache_probe.restore(random_state)
+        reader.left()

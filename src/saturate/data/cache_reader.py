@@ -19,7 +19,7 @@ from saturate.data.glance import glance
 RECHECKED = 0.005
 
 #: Share of a process's time that goes into looking whether the dataset was changed, and how many seconds more.
-LOOKED, LOOKED_S = 0.01, 0.1
+LOOKED, LOOKED_S = 0.01, 0.03
 
 #: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
 GROUP_BYTES = 1 << 20
@@ -105,11 +105,14 @@ class Reader:
         out: list[Any] = self._at_once(indices) if self._together and indices else []
         while len(out) < len(indices):
             out += self._in_order(indices[len(out):len(out) + self._group])
-        self.attributes = attributes(self.source)
-        self._glance = self._look()
+        self.left()
         self.store.count(self._read, self._stored)
         self._read = self._stored = 0
         return out
+
+    def left(self) -> None:
+        """What items are made from is now as making some of them left it."""
+        self.attributes, self._glance = attributes(self.source), self._look()
 
     def unchanged(self) -> bool:
         """Whether what items are made from is as it was left. False also where that cannot be told."""
@@ -326,7 +329,6 @@ class Reader:
         """Make and store some items, and forget them."""
         before = cache_probe.states()
         made = [(index, self._base(index)) for index in indices]
-        self.attributes, self._glance = attributes(self.source), self._look()
         if cache_probe.drawn_since(before):
             cache_probe.restore(before)
             for index in indices if len(indices) > 1 else []:
