@@ -112,7 +112,9 @@ torch.manual_seed(0)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(4, momentum=0.0 if len(sys.argv) > 1 else 0.1), nn.Linear(4, 1)
+        self.norm, self.out = nn.BatchNorm1d(4, momentum=0.0 if "still" in sys.argv else 0.1), nn.Linear(4, 1)
+        if "script" in sys.argv:
+            self.norm = torch.jit.script(self.norm)
         self.register_buffer("mask", torch.full((3,), float("-inf")))
         self.register_buffer("cache", torch.zeros(1))
         self.register_buffer("nothing", None)
@@ -129,7 +131,7 @@ while True:
 
 def test_the_buffers_of_what_is_trained_are_recorded(script, start, tmp_path: Path) -> None:
     def recorded(*arguments: str) -> series.Series:
-        folder = tmp_path / f"recorded{len(arguments)}"
+        folder = tmp_path / "-".join(["recorded", *arguments])
         folder.mkdir()
         capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
         start(str(script(BUFFERS)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
@@ -140,3 +142,5 @@ def test_the_buffers_of_what_is_trained_are_recorded(script, start, tmp_path: Pa
     assert moving.statistics_segments == [3, 2, 4, 4]           # mask, cache (as it was after the first update), mean, variance
     assert len({tuple(row[5:]) for row in moving.statistics}) == 8 and len({tuple(row[5:]) for row in still.statistics}) == 1
     assert all(map(math.isnan, moving.statistics[-1][3:5]))     # another size: not compared
+    scripted = recorded("script")                               # TorchScript
+    assert scripted.losses == moving.losses and [row[-8:] for row in scripted.statistics] == [row[-8:] for row in moving.statistics]

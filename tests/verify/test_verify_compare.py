@@ -13,7 +13,7 @@ import pytest
 from saturate.verify.compare import bitwise, compare
 from saturate.verify.deviation import deviation
 from saturate.verify.series import Series
-from saturate.verify.tolerance import informative, tolerance, unrepeatable
+from saturate.verify.tolerance import informative, repeated, tolerance, unrepeatable
 
 N, SEGMENTS = 60, [4, 8, 8]
 
@@ -234,23 +234,28 @@ def test_a_short_update_is_held_to_what_cancels_in_it(relative, absolute, passes
     assert compare(baseline, run(1), tolerance(baseline, rounding=2.0**-9)).passed == passes
 
 
-def with_statistics(base=BASE, *, momentum=0.1, times=1, near=lambda value: value, finite=True):
-    """`base` with two buffers, as of a normalisation: one follows what it sees from afar, the other is constant."""
+def with_statistics(base=BASE, *, momentum=0.1, times=1, near=lambda value: value, finite=True, acting=2, clock=None):
+    """`base` with three buffers, as of a normalisation: one follows what it sees, which is elsewhere after twenty updates, another is
+    constant; the third is what `clock` says."""
     seen, rows, mean = random.Random(3), [], [0.0] * 3
     for k in range(N):
-        batch = [near(2.0 + seen.gauss(0, 0.2)) for _ in mean]
-        for _ in range(times if k >= 2 else 1):
-            share = momentum if k >= 2 else 0.1
+        batch = [near((2.0 if k < 20 else 6.0) + seen.gauss(0, 0.2)) for _ in mean]
+        for _ in range(times if k >= acting else 1):
+            share = momentum if k >= acting else 0.1
             mean = [(1 - share) * m + share * b for m, b in zip(mean, batch)]
-        rows.append(array("d", [*mean, 1.0, 7.0] if finite or k < 30 else [math.nan] * 5))
-    return replace(base, statistics=rows, statistics_segments=[3, 2])
+        rows.append(array("d", [*mean, 1.0, 7.0, clock() if clock else 0.0] if finite or k < 30 else [math.nan] * 6))
+    return replace(base, statistics=rows, statistics_segments=[3, 2, 1])
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"momentum": 0.0}, "running statistics of a module go elsewhere: 100% of their way off in update 2, 50% allowed"),
     ({"times": 2}, "running statistics of a module go elsewhere: 90% of their way off in update 2, 50% allowed"),
     ({"near": lambda value: 3 * value}, "running statistics of a module go elsewhere"),
-    ({"finite": False}, "running statistics of a module are not finite after update 30")], ids=["frozen", "twice", "scaled", "nan"])
+    ({"momentum": 0.0, "acting": 4}, "running statistics of a module go elsewhere: 100% of their way off in update 11, 50% allowed"),
+    ({"momentum": 0.0, "acting": 12}, "running statistics of a module go elsewhere: 100% of their way off in update 20, 50% allowed"),
+    ({"times": 2, "acting": 18}, "running statistics of a module go elsewhere: 86% of their way off in update 20, 50% allowed"),
+    ({"finite": False}, "running statistics of a module are not finite, or of another size, after update 30")], ids=[
+    "frozen", "twice", "scaled", "frozen in a window", "frozen later", "twice later", "nan"])
 def test_running_statistics_that_the_training_loss_does_not_show_are_compared(changes, reason):
     """Of a normalisation they are read in evaluation only: losses, gradients and updates were bit-identical with other ones."""
     base, other = with_statistics(), with_statistics(**changes)
@@ -267,3 +272,18 @@ def test_running_statistics_that_only_round_otherwise_pass():
     base, other = with_statistics(), with_statistics(near=lambda value: value * (1 + noise.uniform(-1, 1) * 2**-8))
     assert bitwise(base, with_statistics()) and not bitwise(base, other)
     assert compare(base, other, tolerance(base)).passed
+
+
+def test_buffers_that_the_baseline_itself_does_not_repeat_are_not_compared():
+    """A clock says nothing, neither where it refuses a candidate nor where it would allow one anything."""
+    base, again, other = (with_statistics(clock=random.Random(seed).random) for seed in range(3))
+    frozen = with_statistics(momentum=0.0, clock=random.Random(4).random)
+    assert not bitwise(base, again) and not compare(base, other, tolerance(base)).passed
+    told = repeated(base, again)
+    assert bitwise(told, other) and compare(told, other, tolerance(told, aa=[again])).passed
+    assert not bitwise(told, frozen) and not compare(told, frozen, tolerance(told, aa=[again])).passed
+    assert repeated(told, again) is told and repeated(base, BASE) is base
+    noisy = replace(with_statistics(near=lambda value: 1.001 * value), losses=[[2.0]] * N)
+    assert repeated(base, noisy) is base            # sums in another order, from the first update on: that is what a tolerance is for
+    shrunk = replace(base, statistics=[row[:5] for row in base.statistics], statistics_segments=[3, 2])
+    assert not bitwise(base, shrunk)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 import zlib
 from array import array
 from typing import Any
@@ -32,7 +33,7 @@ class Capture:
         self.updates = 0
         self.on_done: Any = None
         self._parameters: list[Any] = []
-        self._buffers: list[tuple[Any, str, int]] = []  # module, name (some assign a new tensor in each forward), entries
+        self._buffers: list[tuple[Any, str, int]] = []  # module (weakly), name (some assign a new tensor in each forward), entries
         self._arithmetic: set[str] = set()  # formats of 16 bits that the backward passes of this update compute in
         self._kinds: set[str] = set()       # of operators of cuDNN that they are of
         self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
@@ -136,15 +137,15 @@ class Capture:
         statistic moves at all depends on rounding."""
         roots = ordering.holders(session.torch, self._parameters, self._places())
         modules = {id(module): module for root in roots for module in root.modules()}
-        return [(module, name, len(sample.strided(buffer, ENTRIES))) for module in modules.values()
+        return [(weakref.ref(module), name, len(sample.strided(buffer, ENTRIES))) for module in modules.values()
                 for name, buffer in module._buffers.items() if _of_numbers(session.torch, buffer)]
 
     def _write(self, session: Any) -> None:
         freed = session.context.gradient_norms
         norms = [_norm(session.torch, p.grad) if p.grad is not None else freed.pop(id(p), None) for p in self._parameters]
         values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
-        for module, name, entries in self._buffers:
-            found = module._buffers.get(name)
+        for reference, name, entries in self._buffers:
+            found = _buffer(reference(), name)
             now = sample.strided(found, ENTRIES) if _of_numbers(session.torch, found) else []
             values += now if len(now) == entries else [math.nan] * entries      # a cache that grew, or was dropped
         record = {"update": self.updates, "losses": [sample.total(loss) for loss in session.losses],
@@ -155,6 +156,11 @@ class Capture:
         self._log.flush()
         if self.updates == 1 and self.plan.get("perturb"):
             _perturb(session.torch, self._parameters, **self.plan["perturb"])
+
+
+def _buffer(module: Any, name: str) -> Any:
+    """None where it is gone. The buffers of a module of TorchScript are no dictionary, and have no `get`."""
+    return module._buffers[name] if module is not None and name in module._buffers else None
 
 
 def _of_numbers(torch: Any, buffer: Any) -> bool:

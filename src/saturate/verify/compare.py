@@ -28,7 +28,8 @@ class Verdict:
 
 
 def bitwise(baseline: Series, candidate: Series) -> bool:
-    """Whether every loss, gradient norm and sample of parameters and buffers is identical (class `exact`); nan equals nan."""
+    """Whether every loss, gradient norm and sample of parameters and buffers is identical (class `exact`); nan equals nan, and what is
+    nan of the baseline's buffers is not compared (see `repeated`)."""
 
     def same(a: float, b: float) -> bool:
         return a == b or (a != a and b != b)
@@ -37,10 +38,15 @@ def bitwise(baseline: Series, candidate: Series) -> bool:
         return len(left) == len(right) and all(
             len(a) == len(b) and all(map(same, a, b)) for a, b in zip(left, right))
 
+    def buffers_equal() -> bool:
+        ours, theirs = baseline.statistics_segments, candidate.statistics_segments
+        if not ours or not theirs:
+            return True             # of a study that was begun before buffers were recorded, one run has none
+        return ours == theirs and all(a != a or a == b for left, right in zip(baseline.statistics, candidate.statistics)
+                                      for a, b in zip(left, right))
+
     return (equal(baseline.losses, candidate.losses) and equal([baseline.grad_norms], [candidate.grad_norms])
-            and equal(baseline.samples, candidate.samples)
-            # Of a study that was begun before buffers were recorded, one run has none.
-            and (baseline.statistics_segments != candidate.statistics_segments or equal(baseline.statistics, candidate.statistics)))
+            and equal(baseline.samples, candidate.samples) and buffers_equal())
 
 
 def _searches(baseline: Series) -> bool:
@@ -78,11 +84,11 @@ def _broken(baseline: Series, candidate: Series, k: int) -> str | None:
         return f"gradient norm is {found} in update {k}, the baseline's is {expected:.6g}"
     if not all(map(math.isfinite, candidate.samples[k])) and all(map(math.isfinite, baseline.samples[k])):
         return f"parameters are not finite after update {k}"
-    for ours, theirs in zip(baseline.statistics[k:k + 1], candidate.statistics[k:k + 1]):
-        if any(math.isfinite(a) and not math.isfinite(b) for a, b in zip(ours, theirs)):
-            return f"running statistics of a module are not finite after update {k}"
     if k < FIRST_ACTING:
         return None
+    if baseline.statistics and baseline.statistics_segments == candidate.statistics_segments and any(
+            math.isfinite(a) and not math.isfinite(b) for a, b in zip(baseline.statistics[k], candidate.statistics[k])):
+        return f"running statistics of a module are not finite, or of another size, after update {k}"
     change, other = update_of(baseline, k), update_of(candidate, k)
     if not any(other) and tells_of_all(baseline, change, baseline.samples[k]):
         return f"update {k} is missing: no parameter moved, the baseline's did"

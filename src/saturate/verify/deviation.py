@@ -8,7 +8,7 @@ Each number is linear in a small perturbation, so that a tolerance is a multiple
     stretch     |ln(length of the update / baseline's)|
     drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
                 decay does, too small to see in any one update but always of the same sign
-    statistics  of the buffer that strays most, |way that it went since the techniques act - baseline's| / |baseline's|: the running
+    statistics  of the buffer that strays most, |way that it goes in a few updates - baseline's| / |baseline's|: the running
                 statistics of a normalisation have no part in the training loss, only in what the model says when it is evaluated
 
 Turn and stretch are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
@@ -47,6 +47,9 @@ MOVES = 4
 #: A buffer's way counts from this share of its length on. What rounds to 16 bits strays by a few of their units (an estimated
 #: eigenvector that has converged moves by nothing else), and that must be little of the way.
 LEAST_WAY = 2.0**-4
+
+#: Updates after which the ways of buffers are counted anew: what goes wrong late shows as what goes wrong at once.
+WINDOW = 8
 
 METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter drift", "running statistics")
 
@@ -151,8 +154,9 @@ def _drift(base: Series, other: Series, since: int, k: int) -> float:
 
 
 def _strays(base: Series, other: Series, since: int, count: int) -> list[float]:
-    """Per update, how far the way of a buffer since update `since` is from the baseline's, as a share of that: of each buffer the least so
-    far, and of these the largest. nan as long as none went far enough, and where the other run recorded other buffers.
+    """Per update, how far the way of a buffer since the last update before its window is from the baseline's, as a share of that: of each
+    buffer the least in the window so far, and of these the largest. nan as long as none went far enough, and where the other run recorded
+    other buffers. The first window begins behind update `since`.
 
     The least, because a buffer that stands still strays from its first move on. Where rounding is amplified, as in a training with too
     large a learning rate, one strays in the end that went along at first.
@@ -160,10 +164,14 @@ def _strays(base: Series, other: Series, since: int, count: int) -> list[float]:
     found = [math.nan] * count
     least: dict[int, float] = {}
     for k in range(since + 1, count) if base.statistics_segments == other.statistics_segments else ():
+        if (k - since) % WINDOW == 1:
+            start, least = k - 1, {}
         for part, (begin, end) in enumerate(base.statistics_parts()):
-            ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[since][begin:end])) for s in (base, other))
+            ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[start][begin:end])) for s in (base, other))
             length = norm(ours)
-            if math.isfinite(length) and length > LEAST_WAY * norm(base.statistics[k][begin:end]):
+            # The mean of inputs that were centred is nothing but rounding.
+            enough = max(LEAST_WAY * norm(base.statistics[k][begin:end]), QUANTUM * base.rounding * math.sqrt(end - begin))
+            if math.isfinite(length) and length > enough:
                 away = norm(list(map(sub, theirs, ours))) / length
                 least[part] = min(least.get(part, math.inf), away if math.isfinite(away) else math.inf)
         found[k] = max(least.values(), default=math.nan)

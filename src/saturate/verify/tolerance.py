@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from statistics import median
 
 from saturate.verify.deviation import FIRST_ACTING, Deviation, deviation, moves_without_direction, norm, update_of
@@ -142,7 +143,7 @@ def tolerance(
                 while a wrong gradient turns them by tenths
     stretch     1e-3, or four roundings; more where an update is shorter than those around it, as many times as it is
     drift       1e-6, or a fiftieth of the rounding: rounding has no preferred sign
-    statistics  half of a buffer's way
+    statistics  half of a buffer's way; once the trajectories have separated, any
     moves       a tenth, or four times what chance makes of so many
     """
     n = len(baseline)
@@ -172,6 +173,7 @@ def tolerance(
         if turn[k] >= SEPARATED:
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
             gradient[k] = stretch[k] = WIDEST_RATIO
+            statistics[k] = math.inf
     lag = max([LEAST_LAG, *(SAFETY * run.slowest for run in runs if math.isfinite(run.slowest))])
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = max([LEAST_MORE, SAFETY * chance, *(SAFETY * abs(run.moves) for run in runs if math.isfinite(run.moves))])
@@ -238,3 +240,22 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
     if found.loss[0] > REPEATS * abs(baseline.loss(0)) or moved > REPEATS * norm(baseline.samples[0]) or found.turn[1] > SEPARATED / 2:
         return f"the script does not repeat itself: its first updates are others in a second run; {help}"
     return None
+
+
+def repeated(baseline: Series, repetition: Series) -> Series:
+    """The baseline, with nan for those entries of its buffers that its own repetition has otherwise while everything else is the same:
+    a clock, or memory that nothing was written to. They say nothing about a candidate."""
+    if not baseline.statistics or baseline.statistics_segments != repetition.statistics_segments:
+        return baseline
+    alike = takewhile(lambda k: _alike(baseline, repetition, k), range(min(len(baseline), len(repetition))))
+    odd = {at for k in alike for at, (a, b) in enumerate(zip(baseline.statistics[k], repetition.statistics[k])) if a != b and a == a}
+    if not odd:
+        return baseline
+    rows = [[math.nan if at in odd else value for at, value in enumerate(row)] for row in baseline.statistics]
+    return replace(baseline, statistics=rows)
+
+
+def _alike(one: Series, other: Series, k: int) -> bool:
+    """Whether update k is bit by bit the same, but for the buffers."""
+    return (repr(one.losses[k]) == repr(other.losses[k]) and repr(one.grad_norms[k]) == repr(other.grad_norms[k])
+            and one.samples[k] == other.samples[k])
