@@ -1,0 +1,54 @@
+"""What a verifier asks for, and says, where its runs are given instead of recorded."""
+
+from __future__ import annotations
+
+import random
+import types
+from array import array
+
+import pytest
+
+from saturate.study.candidates import Candidate
+from saturate.study.verification import Run, Verifier
+from saturate.techniques import gc_freeze
+from saturate.verify.series import Series
+
+EXACT = (Candidate(gc_freeze, gc_freeze.Options()),)
+
+
+def series(buffers: list[float], change: float = 0.0) -> Series:
+    """A training that moves, with these in its buffer in turn (the last goes on)."""
+    drawn, place, rows = random.Random(0), [1.0] * 8, []
+    for k in range(52):
+        place = [p + drawn.gauss(0, 0.01) + (change if k == 30 else 0.0) for p in place]
+        rows.append(array("d", place))
+    held = [[buffers[min(k, len(buffers) - 1)]] for k in range(52)]
+    return Series([[1.0 + 1 / (k + 1)] for k in range(52)], [1.0] * 52, rows, segments=[8], statistics=held, statistics_segments=[1])
+
+
+class Given(Verifier):
+    """`runs`: what each of the baseline's repetitions, and then what the candidate, recorded."""
+
+    def __init__(self, *runs: Series):
+        nothing = types.SimpleNamespace(answer=lambda question: None, set_answer=lambda question, answer: None)
+        super().__init__(types.SimpleNamespace(store=nothing))
+        *self.repetitions, self.candidate = runs
+        self.asked: list[Run] = []
+
+    def series(self, run: Run) -> Series:
+        self.asked.append(run)
+        return self.candidate if run.techniques else self.repetitions[run.repetition]
+
+
+@pytest.mark.parametrize(("runs", "passed", "reason"), [
+    ((series([1.0]), series([1.0]), series([1.0])), True, "bit-identical to the baseline"),
+    ((series([1.0]), series([1.0]), series([1.0, 2.0])), False, "declared exact, but not bit-identical"),
+    ((series([1.0, 2.0]), series([1.0, 3.0]), series([5.0, 4.0])), True, "bit-identical to the baseline, as far as that repeats itself"),
+    ((series([1.0, 2.0]), series([1.0, 3.0]), series([5.0, 4.0], 1e-9)), False, "declared exact, but not bit-identical"),
+], ids=["same", "another buffer", "a clock", "a clock, and another training"])
+def test_an_exact_technique_is_held_to_the_bits_that_the_baseline_repeats(runs, passed, reason):
+    assert gc_freeze.TECHNIQUE.numerics == "exact"
+    verifier = Given(*runs)
+    found = verifier.verify(EXACT)
+    assert found.passed is passed and found.reason.startswith(reason)
+    assert not any(run.perturb for run in verifier.asked)
