@@ -4,6 +4,7 @@ each."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,8 @@ MODELS = {"transformer": (Transformer, _transformer_batch), "unbiased": (Unbiase
 RATES = {"adamw": 3e-3, "sgd": 0.1}
 #: What they make of the learning rate.
 RATE_BUGS = {"learning rate": 0.9, "half the learning rate": 0.5, "twice the learning rate": 2.0, "ten times the learning rate": 10.0}
+#: What they make of the running statistics of a normalisation, and from which update on. Twice is as a block does that is run again.
+STATISTICS_BUGS = {"frozen statistics": (0.0, 2), "statistics twice": (0.19, 2), "statistics frozen later": (0.0, 20)}
 
 
 def _optimizer(plan: Plan, model: nn.Module):
@@ -128,10 +131,10 @@ def _optimizer(plan: Plan, model: nn.Module):
     return torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=plan.weight_decay / 100)
 
 
-def _sample(model: nn.Module) -> list[torch.Tensor]:
+def _sample(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = []
-    for parameter in model.parameters():
-        flat = parameter.detach().flatten()
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
         found.append(flat[:: max(1, len(flat) // 64)][:64].clone())
     return found
 
@@ -184,7 +187,7 @@ def train(plan: Plan) -> Series:
     model = build().to(plan.dtype)
     optimizer = _optimizer(plan, model)
     generator = torch.Generator().manual_seed(plan.seed + 1000)
-    losses, norms, samples, stale = [], [], [], None
+    losses, norms, samples, statistics, stale = [], [], [], [], None
     for k in range(plan.updates):
         acts = k >= 2 or plan.from_start
         now = plan if acts else replace(plan, bf16=False, reverse_batch=False, wide=False, bug="")
@@ -197,6 +200,10 @@ def train(plan: Plan) -> Series:
         if bug == "no weight decay":
             for group in optimizer.param_groups:
                 group["weight_decay"] = 0.0
+        if bug in STATISTICS_BUGS and k == STATISTICS_BUGS[bug][1]:
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.momentum = STATISTICS_BUGS[bug][0]
         losses.append([])
         for m in range(plan.micro):
             x, y = batch(generator)
@@ -229,11 +236,14 @@ def train(plan: Plan) -> Series:
                         perturb(torch, p, plan.perturb, torch.randint(0, 2, p.shape, generator=noise, dtype=torch.int8) * 2 - 1)
                     else:
                         p.mul_(1 + plan.perturb * (2 * torch.rand(p.shape, generator=noise) - 1))
-        parts = _sample(model)
+        parts = _sample(model.parameters())
         samples.append(torch.cat(parts).tolist())
+        held = _sample(buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.element_size() >= 4)
+        statistics.append(torch.cat(held).tolist() if held else [])
     return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts],
                   precision="float64" if plan.double else "float32", formats=[str(plan.dtype).removeprefix("torch.")] * len(parts),
-                  arithmetic=plan.low or "bfloat16" * plan.autocast)
+                  arithmetic=plan.low or "bfloat16" * plan.autocast,
+                  statistics=statistics if held else [], statistics_segments=[len(part) for part in held])
 
 
 def twins(plan: Plan, perturb: float, count: int = 2) -> list[Series]:
