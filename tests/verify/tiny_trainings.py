@@ -157,7 +157,12 @@ class WideBetweenProducts(torch.overrides.TorchFunctionMode):
 def _in_float32(model, x):
     x, *values = (v.float() if v.is_floating_point() else v for v in (x, *model.parameters(), *model.buffers()))
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    return torch.func.functional_call(model, dict(zip(names, values)), x)
+    given = dict(zip(names, values))
+    out = torch.func.functional_call(model, given, x)
+    for name, buffer in model.named_buffers():      # what a normalisation has counted
+        if given[name] is not buffer:
+            buffer.copy_(given[name])
+    return out
 
 
 def _loss(plan: Plan, model, x, y):
