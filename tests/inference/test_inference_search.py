@@ -17,7 +17,8 @@ from saturate.inference import confirm, order, plan, racing, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.journal import Journal
-from saturate.inference.search import Search, Tried, over_limit, surely_over_limit
+from saturate.inference.limits import over_limit, surely_over_limit
+from saturate.inference.search import Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -540,6 +541,36 @@ def test_limits_hold_for_what_was_stored_and_over_many_calls(limits: dict[str, f
     assert won is not None and won.found.candidate.label() == "other" and final is not None and final.verdict == "faster"
     found = next(one for one in search.tried.values() if one.candidate.label() == "run")
     assert found.fate == "over_limit" and found.reason.startswith(f"loaded from its artifact: {next(iter(limits))} is ")
+
+
+def held_up(slow: set[int]) -> type[FakeWorker]:
+    """A class of workers whose calls take 10 ms, and 30 ms for those of these numbers, counted over all that are made of it."""
+    class Worker(FakeWorker):
+        calls = 0
+
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+            first = type(self).calls
+            type(self).calls += count
+            return [int(30e6 if call in slow else 10e6) for call in range(first, first + count)]
+
+    return Worker
+
+
+@pytest.mark.parametrize(("slow", "seconds", "kept", "calls"), [({12}, 60.0, "kept", 101), ({12, 60}, 60.0, "over_limit", 101),
+                                                               (set(range(0, 999, 9)), 60.0, "over_limit", 12), ({7}, 0.0, "inconclusive", 4)])
+def test_one_slow_call_of_a_dozen_refuses_no_winner(slow: set[int], seconds: float, kept: str, calls: int) -> None:
+    """A slow model has twelve calls in a final race of six rounds: more of them are made before one is its 99th percentile."""
+    world = World({"run": 0.5})
+    search = walk(world, RUN)
+    search.limits, slowed = {"p99_ms": 15.0}, held_up(slow)
+    world.load = lambda artifact: slowed(0.5, artifact)     # type: ignore[method-assign]
+    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, time.monotonic() + seconds)
+    found = next(iter(search.tried.values()))
+    assert found.fate == kept and (won is not None) is (kept == "kept")
+    if won is not None:
+        assert final is not None and final.b is not None and final.b.calls >= calls and final.b.p99 < 15.0
+    elif kept == "inconclusive":
+        assert "too few to tell: give it more time" in found.reason and result.open_ones(search) == [found]
 
 
 def test_a_race_knows_the_faster_and_stops() -> None:

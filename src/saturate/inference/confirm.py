@@ -8,17 +8,20 @@ each other first: the best of many short measurements is partly the luckiest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from saturate.inference import racing
 from saturate.inference.candidates import Candidate
+from saturate.inference.limits import ENOUGH_CALLS, over_limit, surely_over_limit, too_few_calls
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
-from saturate.inference.search import Search, Tried, over_limit
+from saturate.inference.search import Search, Tried
 from saturate.measure.race import Limits
+from saturate.records.inference import Fate
 
 #: So many contenders are stored and confirmed at most.
 MOST = 4
@@ -93,7 +96,7 @@ def promising(found: Tried, search: Search) -> bool:
 def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
              deadline_s: float, mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
-    loaded from its artifact and over many more calls than a screening has; else it gives way to the next one. None: no
+    loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. None: no
     contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
     search's own)."""
     for _ in range(MOST):
@@ -102,22 +105,53 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
             break
         try:
             final = _once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
+            if outcome(final, search.objective) == "faster":
+                final = _once_more(lambda won=won, final=final: with_enough_calls(won, final, yard, search.limits, deadline_s), failed)
         except failed as error:
             won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
             won.found.outside = _outside(error)
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
-        over, verdict = over_limit(final.b or won.found.timing, won.memory_bytes, search.limits), outcome(final, search.objective)
+        verdict = outcome(final, search.objective)
+        over = refused(won, final, verdict, search.limits)
         if over is not None:
-            won.found.fate, won.found.reason = "over_limit", f"loaded from its artifact: {over}"
+            won.found.fate, won.found.reason = over
         else:
             settle(won, final, verdict)
             if verdict == "faster":
                 return won, final
         search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
-        if over is None and not (search.time_left() and waiting(search)):
+        if won.found.fate != "over_limit" and not (search.time_left() and waiting(search)):
             break               # another race would have no time either, or no chance
     return None, None
+
+
+def with_enough_calls(won: Confirmed, final: Race, yard: Yard, limits: Mapping[str, float], deadline_s: float) -> Race:
+    """The final race with more calls of the artifact, where it had too few to tell whether they keep a limit that they seem to
+    pass: a slow model may have a dozen, and one that something else held up is their 99th percentile."""
+    times = list(final.times_b)
+    if not too_few_calls(times, won.memory_bytes, limits):
+        return final
+    with racing.lane(lambda: yard.load(won.artifact)) as more:
+        # To the end, also where the percentile falls below the limit on the way: stopping there would favour the artifact.
+        while (len(times) < ENOUGH_CALLS and surely_over_limit(times, won.memory_bytes, limits) is None
+               and time.monotonic() < deadline_s):
+            before = len(more.times_ns)
+            more.run()
+            times += more.times_ns[before:]
+    return replace(final, b=racing.timing(times), times_b=tuple(times))
+
+
+def refused(won: Confirmed, final: Race, verdict: str, limits: Mapping[str, float]) -> tuple[Fate, str] | None:
+    """The fate of what passes a limit in its final race, and the reason. `inconclusive`: it is faster, and time ended before there
+    were enough calls."""
+    over = over_limit(final.b or won.found.timing, won.memory_bytes, limits)
+    if over is None:
+        return None
+    if too_few_calls(final.times_b, won.memory_bytes, limits):
+        few = f"the time ended after {len(final.times_b)} calls, too few to tell: give it more time"
+        return ("inconclusive", f"loaded from its artifact: {over}; {few}") if verdict == "faster" else None
+    return "over_limit", f"loaded from its artifact: {over}"
 
 
 def outcome(final: Race, objective: str) -> str:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference import order, plan, racing
 from saturate.inference.candidates import Candidate
+from saturate.inference.limits import surely_over_limit
 from saturate.inference.techniques._api import COMPRESSED_BYTES
 from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
-from saturate.measure.stats import at_least
-from saturate.records.inference import Timing, Verdict
+from saturate.records.inference import Verdict
 
 Objective = Literal["latency", "throughput", "memory"]
 
@@ -33,9 +33,6 @@ WORTH_REPAIRING = 1.03
 
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
-
-#: A screening refuses a candidate for its slow calls where chance would show as many of them less often than this.
-DOUBT = 0.05
 
 
 class Lab(Protocol):
@@ -345,34 +342,6 @@ class Search:
             self.progress(f"{found.candidate.label()}: not repaired, the model itself does not start: {error}")
         finally:
             self.end_s = end_s
-
-
-def over_limit(timing: Timing | None, memory_bytes: int | None, limits: dict[str, float]) -> str | None:
-    """Which of the user's limits this passes."""
-    for name, most in limits.items():
-        if name == "peak_memory_gb":
-            if memory_bytes is None:
-                return f"{name} is not known here, at most {most:g} was asked for"
-            have = memory_bytes / 1e9
-        else:                               # p50_ms, p90_ms, p99_ms
-            have = getattr(timing, name.removesuffix("_ms")) if timing else math.inf
-        if have > most:
-            return f"{name} is {have:.3g}, at most {most:g} was asked for"
-    return None
-
-
-def surely_over_limit(times_ns: Sequence[int], memory_bytes: int | None, limits: dict[str, float]) -> str | None:
-    """The same of a screening, beyond doubt. Of twenty calls the slowest is the 99th percentile, and one that something else on the
-    machine has held up is no reason to refuse a candidate: the final race has many more calls, and decides."""
-    sure = {name: most for name, most in limits.items() if name == "peak_memory_gb" or _exceeded(name, times_ns, most)}
-    return over_limit(racing.timing(list(times_ns)), memory_bytes, sure)
-
-
-def _exceeded(name: str, times_ns: Sequence[int], most_ms: float) -> bool:
-    """Whether more calls were slower than chance allows, if this percentile ("p99_ms") kept the limit."""
-    share = 1.0 - int(name[1:].partition("_")[0]) / 100
-    slower = sum(value > most_ms * 1e6 for value in times_ns)
-    return slower > 0 and at_least(slower, len(times_ns), share) < DOUBT
 
 
 def compressed_bytes(notes: Mapping[str, str]) -> int | None:

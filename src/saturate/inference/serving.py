@@ -19,9 +19,9 @@ from typing import Any
 
 from saturate.inference import racing
 from saturate.inference.lab import Lab
+from saturate.inference.limits import over_limit
 from saturate.inference.process import Worker, WorkerFailed
 from saturate.inference.racing import Race
-from saturate.inference.search import over_limit
 from saturate.inference.source import Source
 from saturate.records.inference import ThroughputRow
 

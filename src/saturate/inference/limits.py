@@ -1,0 +1,54 @@
+"""The user's limits on the time of a call and on memory: does what was measured pass one, and are there enough calls to tell?
+
+Of a few calls the slowest is the 99th percentile, and something else on the machine may have held that one up. So a few calls
+refuse nobody, unless more of them were slow than chance allows; from `ENOUGH_CALLS` on the percentile itself decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from saturate.inference import racing
+from saturate.measure.stats import at_least
+from saturate.records.inference import Timing
+
+#: Fewer calls than `ENOUGH_CALLS` pass a limit where chance would show as many slow ones less often than this.
+DOUBT = 0.05
+
+#: Of so many calls one slow one is not the 99th percentile.
+ENOUGH_CALLS = 101
+
+
+def over_limit(timing: Timing | None, memory_bytes: int | None, limits: Mapping[str, float]) -> str | None:
+    """Which of the user's limits this passes."""
+    for name, most in limits.items():
+        if name == "peak_memory_gb":
+            if memory_bytes is None:
+                return f"{name} is not known here, at most {most:g} was asked for"
+            have = memory_bytes / 1e9
+        else:                               # p50_ms, p90_ms, p99_ms
+            have = getattr(timing, name.removesuffix("_ms")) if timing else math.inf
+        if have > most:
+            return f"{name} is {have:.3g}, at most {most:g} was asked for"
+    return None
+
+
+def surely_over_limit(times_ns: Sequence[int], memory_bytes: int | None, limits: Mapping[str, float]) -> str | None:
+    """The same of a few calls, beyond doubt."""
+    sure = {name: most for name, most in limits.items() if name == "peak_memory_gb" or _exceeded(name, times_ns, most)}
+    return over_limit(racing.timing(list(times_ns)), memory_bytes, sure)
+
+
+def too_few_calls(times_ns: Sequence[int], memory_bytes: int | None, limits: Mapping[str, float]) -> bool:
+    """Whether these pass a limit, and more calls might not."""
+    return (len(times_ns) < ENOUGH_CALLS and over_limit(racing.timing(list(times_ns)), memory_bytes, limits) is not None
+            and surely_over_limit(times_ns, memory_bytes, limits) is None)
+
+
+def _exceeded(name: str, times_ns: Sequence[int], most_ms: float) -> bool:
+    """Whether more calls were slower than chance allows, if this percentile ("p99_ms") kept the limit. One never is more: of five
+    calls chance alone would hardly show it, but whatever else the machine does may hold one up."""
+    share = 1.0 - int(name[1:].partition("_")[0]) / 100
+    slower = sum(value > most_ms * 1e6 for value in times_ns)
+    return slower > 1 and at_least(slower, len(times_ns), share) < DOUBT
