@@ -53,7 +53,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, *ends: str) -> tuple[Any, list[str]
     monkeypatch.setattr(racing, "race", race)
     found = object.__new__(Serving)
     found.batch, found.cores = 8, 1
-    found.rate = lambda what, setting: (100.0, None)    # type: ignore[method-assign]
+    found.rate = lambda what, setting, until_s: (100.0, None)    # type: ignore[method-assign]
     return found, told
 
 
@@ -68,7 +68,7 @@ def test_a_setting_beyond_a_limit_is_shown_and_is_nobodys_best(monkeypatch: pyte
     """Calls of twice the batch take twice as long: whoever may wait for 20 ms is not served by the largest batch."""
     raced: list[Setting] = []
     found = serving(monkeypatch)[0]
-    found.rate = lambda what, setting: (100.0 * setting.batch, f"p99_ms is {setting.batch}" if setting.batch > 20 or what is None else None)
+    found.rate = lambda what, setting, until_s: (100.0 * setting.batch, f"p99_ms is {setting.batch}" if setting.batch > 20 or what is None else None)
     monkeypatch.setattr(found, "fleet", lambda what, setting: raced.append(setting))
     monkeypatch.setattr(racing, "race", lambda one, other, **more: (one(), other(), racing.Race("faster", None, None, None, ""))[-1])
     rows, _ = found.search(Path("artifact"), lambda text: None, time.monotonic() + 60.0)
@@ -87,6 +87,30 @@ def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pyte
         monkeypatch.setattr(found, "fleet", lambda what, setting: Fleet([worker, worker], 8, SimpleNamespace(folder=Path("none"))))   # type: ignore[list-item, arg-type]
         measured = found.rate(None, Setting(8, 2))
         assert measured is not None and (measured[1] or "").startswith(said or "") and (measured[1] is None) is (said is None)
+
+
+@pytest.mark.parametrize(("slow", "seconds", "of", "over"), [
+    ({20}, 60.0, None, False), ({20}, 60.0, "best", False), ({20, 60}, 60.0, None, True), (set(range(0, 999, 9)), 60.0, "best", True),
+    ({20}, -1.0, None, False), ({20}, -1.0, "best", True)])
+def test_one_slow_call_of_forty_refuses_no_setting(monkeypatch: pytest.MonkeyPatch, slow: set[int], seconds: float, of: Any, over: bool) -> None:
+    """While there is time, more calls tell; behind its end the model itself has the benefit, and the winner has not."""
+    made: list[int] = []
+
+    def block(count: int) -> list[int]:
+        first = len(made)
+        made.extend(int(100e6 if call in slow else 30e6) for call in range(first, first + count))
+        return made[first:]
+
+    clock = SimpleNamespace(perf_counter_ns=lambda: 30_000_000 * len(made), monotonic=time.monotonic)
+    monkeypatch.setattr("saturate.inference.serving.time", clock)
+    found = serving(monkeypatch)[0]
+    found.limits = {"p99_ms": 50.0}
+    del found.rate
+    worker = SimpleNamespace(block=block, memory_bytes=lambda: 10**9, close=lambda: None)
+    monkeypatch.setattr(found, "fleet", lambda what, setting: Fleet([worker], 8, SimpleNamespace(folder=Path("none"))))   # type: ignore[list-item, arg-type]
+    measured = found.rate(of and Path(of), Setting(8), time.monotonic() + seconds)
+    assert measured is not None and (measured[1] is not None) is over
+    assert len(made) == 3 + (40 if seconds < 0 or len(slow) > 2 else 104)
 
 
 def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:

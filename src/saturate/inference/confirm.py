@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from saturate.inference import racing
 from saturate.inference.candidates import Candidate
-from saturate.inference.limits import ENOUGH_CALLS, over_limit, surely_over_limit, too_few_calls
+from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
 from saturate.inference.search import Search, Tried
@@ -133,9 +133,7 @@ def with_enough_calls(won: Confirmed, final: Race, yard: Yard, limits: Mapping[s
     if not too_few_calls(times, won.memory_bytes, limits):
         return final
     with racing.lane(lambda: yard.load(won.artifact)) as more:
-        # To the end, also where the percentile falls below the limit on the way: stopping there would favour the artifact.
-        while (len(times) < ENOUGH_CALLS and surely_over_limit(times, won.memory_bytes, limits) is None
-               and time.monotonic() < deadline_s):
+        while not decided(times, won.memory_bytes, limits) and time.monotonic() < deadline_s:
             before = len(more.times_ns)
             more.run()
             times += more.times_ns[before:]

@@ -42,8 +42,13 @@ def surely_over_limit(times_ns: Sequence[int], memory_bytes: int | None, limits:
 
 def too_few_calls(times_ns: Sequence[int], memory_bytes: int | None, limits: Mapping[str, float]) -> bool:
     """Whether these pass a limit, and more calls might not."""
-    return (len(times_ns) < ENOUGH_CALLS and over_limit(racing.timing(list(times_ns)), memory_bytes, limits) is not None
-            and surely_over_limit(times_ns, memory_bytes, limits) is None)
+    return over_limit(racing.timing(list(times_ns)), memory_bytes, limits) is not None and not decided(times_ns, memory_bytes, limits)
+
+
+def decided(times_ns: Sequence[int], memory_bytes: int | None, limits: Mapping[str, float]) -> bool:
+    """Whether more calls need not be made where the first seemed to pass a limit. That the percentile falls below the limit on the way
+    is no reason to stop: it would favour who is judged."""
+    return len(times_ns) >= ENOUGH_CALLS or surely_over_limit(times_ns, memory_bytes, limits) is not None
 
 
 def _exceeded(name: str, times_ns: Sequence[int], most_ms: float) -> bool:

@@ -8,6 +8,7 @@ takes more memory, serves nobody: it is shown, and neither of the two climbs bey
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 from saturate.inference import racing
 from saturate.inference.lab import Lab
-from saturate.inference.limits import over_limit
+from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.process import Worker, WorkerFailed
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
@@ -143,8 +144,10 @@ class Serving:
             raise
         return Fleet(workers, setting.batch, source)
 
-    def rate(self, artifact: Path | None, setting: Setting) -> tuple[float, str | None] | None:
-        """Samples per second, the median of some rounds, and which limit is passed; None where the setting does not run."""
+    def rate(self, artifact: Path | None, setting: Setting, until_s: float = math.inf) -> tuple[float, str | None] | None:
+        """Samples per second, the median of some rounds, and which limit is passed; None where the setting does not run. There are more
+        rounds where their calls are too few to tell, until `until_s` (`time.monotonic()`). Of what nobody can tell even then the
+        model itself has the benefit, and the winner has not: what is claimed is its advantage."""
         try:
             fleet = self.fleet(artifact, setting)
         except WorkerFailed:
@@ -156,6 +159,12 @@ class Serving:
             fleet.calls_ns.clear()          # first calls allocate
             found = 1e9 / median(fleet.block(count)[0] for _ in range(_ROUNDS))
             memory_bytes = fleet.memory_bytes() if "peak_memory_gb" in self.limits else None
+            judged = fleet.calls_ns, memory_bytes, self.limits
+            if too_few_calls(*judged):
+                while not decided(*judged) and time.monotonic() < until_s:
+                    fleet.block(count)
+            if artifact is None and too_few_calls(*judged):
+                return found, None
             return found, over_limit(racing.timing(fleet.calls_ns), memory_bytes, self.limits)
         except WorkerFailed:
             return None
@@ -172,12 +181,12 @@ class Serving:
             most = 0.0
             passed: dict[Setting, str | None] = {}
 
-            def rate(one: Setting, what: Path | None = what, passed: dict[Setting, str | None] = passed) -> float | None:
-                measured = self.rate(what, one)
+            def rate(one: Setting, what: Path | None = what, passed: dict[Setting, str | None] = passed, until: float = until) -> float | None:
+                # The one that it came with stays: the winner was held to the limits there, in its final race; the model
+                # itself never was.
+                measured = self.rate(what, one, until if passed else 0.0)
                 if measured is None:
                     return None
-                # The one that it came with stays: the winner was held to the limits there, over many more calls; the
-                # model itself never was.
                 passed[one] = measured[1] if passed else None
                 return measured[0]
 
