@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+from saturate.inference.accuracy import Judgement, UnusableScores  # noqa: E402
 from saturate.inference.generation import Budget, conclusion, decode, generate, host, tune  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 from saturate.inference.journal import Journal  # noqa: E402
@@ -191,6 +193,28 @@ def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked,
 def test_what_nobody_decided_is_open_also_where_it_changes_numbers(changes, is_open):
     row = GenerationCandidate(id="int8", numerics="precision", fate="failed", reason="")
     assert conclusion.is_open(tune._with(row, **changes)) is is_open
+
+
+@pytest.mark.parametrize(("raced", "verdict", "fate"), [
+    ("dominated", "pass", "dominated"), ("dominated", "undecided", "undecided"), ("inconclusive", "undecided", "inconclusive"),
+    ("slower", "undecided", "slower"), ("slower", "fail", "rejected_accuracy"), ("inconclusive", "unusable", "inconclusive"),
+    ("dominated", "unusable", "undecided")])
+def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, verdict, fate):
+    """A way that nobody knows to be faster was closed by it, remembered as such, and "nothing helps" was said."""
+    search = tune.Search.__new__(tune.Search)
+    search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
+    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=tune.Scores(1.0), problem=None))
+
+    def compared(scores, chosen):
+        if verdict == "unusable":
+            raise UnusableScores("the check gave 3 values, and 4 before")
+        return Judgement(verdict, 0.0, None, None, None, "a drop of 0.00")
+
+    search._compared = compared
+    row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.01)
+    found = search._scored(row, None, raced, "8 rounds do not tell", False)
+    assert found.fate == fate and found.reason.endswith("8 rounds do not tell")
+    assert conclusion.is_open(found) is (fate in ("dominated", "inconclusive")), "an undecided check of one that is hardly faster is not open"
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch):

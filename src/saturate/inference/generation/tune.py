@@ -305,16 +305,17 @@ class Search:
         if answer.scores is None:
             what = answer.problem.what if answer.problem else "the check gave no scores"
             return _with(record, fate="rejected_behaviour", reason=what)
+        unknown: Fate = "undecided" if fate == "dominated" else fate        # one that is not known to be faster stays that
         try:
             judged = self._compared(answer.scores, chosen)
         except UnusableScores as error:
-            return _with(record, fate="undecided", reason=str(error))
+            return _with(record, fate=unknown, reason="; ".join(filter(None, (str(error), reason))))
         record = _with(
             record, accuracy=answer.scores.mean, accuracy_drop=judged.drop, accuracy_drop_ci=judged.drop_ci,
             verdict=judged.verdict,
         )
         if judged.verdict != "pass":
-            fate = "undecided" if judged.verdict == "undecided" else "rejected_accuracy"
+            fate = unknown if judged.verdict == "undecided" else "rejected_accuracy"
         return _with(record, fate=fate, reason="; ".join(filter(None, (judged.reason, reason))))
 
     def _compared(self, scores: Scores, chosen: bool) -> Judgement:
