@@ -104,9 +104,9 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
         if won is None:
             break
         try:
-            final = _once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
+            final = once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
             if outcome(final, search.objective) == "faster":
-                final = _once_more(lambda won=won, final=final: with_enough_calls(won, final, yard, search.limits, deadline_s), failed)
+                final = once_more(lambda won=won, final=final: with_enough_calls(won, final, yard, search.limits, deadline_s), failed)
         except failed as error:
             won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
             won.found.outside = _outside(error)
@@ -222,7 +222,7 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
         progress(f"{found.candidate.label()}: cannot be stored, {error}")
         return None
     try:
-        confirmed = _once_more(lambda: _served(found, artifact, yard, check_failed), failed)
+        confirmed = once_more(lambda: _served(found, artifact, yard, check_failed), failed)
     except failed as error:
         found.fate, found.reason = "not_deployable", f"its artifact does not serve in a fresh process: {error}"
         if error.kind == "timeout":             # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Con
     return best
 
 
-def _once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
+def once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
     """What it gives; tried again where it was no fault of the candidate's that a process ended."""
     try:
         return trial()

@@ -126,7 +126,7 @@ def test_the_winner_is_scored_on_samples_that_did_not_choose_it():
     search.budget, search._halves = Budget(max_drop=0.5), (range(30), range(30, 60))
     search._scores = tune.Scores(1.0, (1.0,) * 60)
     lucky = tune.Scores(0.5, (1.0,) * 30 + (0.0,) * 30)
-    assert search._compared(lucky, chosen=False).drop == 0 and search._compared(lucky, chosen=True).drop == 1
+    assert search._compared(lucky, None).drop == 0 and search._compared(lucky, 0).drop == 1
 
 
 def test_those_that_are_confirmed_share_the_confidence_and_few_samples_certify_nothing():
@@ -134,10 +134,10 @@ def test_those_that_are_confirmed_share_the_confidence_and_few_samples_certify_n
     search = tune.Search.__new__(tune.Search)
     search.budget, search._halves = Budget(max_drop=0.2), (range(30), range(30, 60))
     search._scores = same = tune.Scores(1.0, (1.0,) * 60)
-    highs = [search._compared(same, chosen=True).drop_ci[1] for _ in range(3)]
-    assert highs == sorted(highs) and highs[0] < highs[2] and search._compared(same, chosen=False).drop_ci[1] < highs[0]
+    highs = [search._compared(same, turn).drop_ci[1] for turn in range(3)]
+    assert highs == sorted(highs) and highs[0] < highs[2] and search._compared(same, None).drop_ci[1] < highs[0]
     search.budget, search._halves, search._scores = Budget(max_drop=0.4), None, tune.Scores(1.0, (1.0,) * 19)
-    judged = search._compared(tune.Scores(1.0, (1.0,) * 19), chosen=True)
+    judged = search._compared(tune.Scores(1.0, (1.0,) * 19), 0)
     assert judged.verdict == "undecided" and "too few to split" in judged.reason
 
 

@@ -17,7 +17,7 @@ import generation_models as toys  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference.accuracy import Judgement, UnusableScores  # noqa: E402
-from saturate.inference.generation import Budget, conclusion, decode, generate, host, tune  # noqa: E402
+from saturate.inference.generation import Budget, conclusion, decode, generate, host, remembered, tune  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 from saturate.inference.journal import Journal  # noqa: E402
 from saturate.inference.process import WorkerFailed  # noqa: E402
@@ -161,6 +161,7 @@ def ways(*speedups, deadline=float("inf")):
     rows = [GenerationCandidate(id=f"way {number}", numerics="reordering", fate="dominated", reason="", speedup=speedup)
             for number, speedup in enumerate(speedups)]
     search.found, search.notes, search.cut_short, search.deadline, search.say = list(rows), [], set(), deadline, lambda line: None
+    search.memory = remembered.Memory()
     search._ready = [tune.Ready(row.id, tune.Recipe(compile_mode=row.id), row) for row in rows]
     plain = GenerationCandidate(id="plain", numerics="exact", fate="dominated", reason="", speedup=1.0)
     return search, tune.Ready("plain", tune.PLAIN, plain)
@@ -186,6 +187,51 @@ def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked,
     assert [row.id for row in search.found if conclusion.is_open(row)] == open_rows
 
 
+def test_who_had_no_turn_to_be_confirmed_says_why():
+    for speedups, deadline, why in (((5.0, 4.0, 3.0, 2.0), float("inf"), "not confirmed: 3 others were"), ((3.0, 2.0), 0.0, "not confirmed: the time was over")):
+        search, plain = ways(*speedups, deadline=deadline)
+        search._again = lambda best: tune._with(best.record, fate="slower")
+        assert search._conclude(plain) is plain and search.found[-1].reason == why
+    search, plain = ways(3.0, 2.0)
+    search._again = lambda best: best.record
+    assert search._conclude(plain).label == "way 0" and search.found[-1].reason == "", "another one was kept"
+
+
+@pytest.mark.parametrize(("fate", "asked"), [("slower", ["way 3"]), ("inconclusive", ["way 0", "way 1", "way 2"])])
+def test_who_did_not_hold_is_remembered_so_that_others_have_a_turn(tmp_path, fate, asked):
+    """The same call in the same folder confirmed the same three again, and never a fourth."""
+    for turn in range(2):
+        search, plain = ways(5.0, 4.0, 3.0, 2.0)
+        search.memory, turns = remembered.Memory(Journal(tmp_path, "k")), []
+        search._again = lambda best, turns=turns: (turns.append(best.label), tune._with(best.record, fate=fate, reason="planted"))[1]
+        assert search._conclude(plain) is plain and turns == (asked if turn else ["way 0", "way 1", "way 2"])
+        assert search.found[0].fate == fate and search.found[0].reason == "on other prompts: planted" and len(search.notes) == (4 if fate == "slower" and turn else 3)
+
+
+def test_a_place_among_those_that_are_confirmed_is_kept_in_the_folder(tmp_path):
+    """Each search began to count anew, so repeated ones spent more than the promised chance of error."""
+    rows = [GenerationCandidate(id=name, numerics="precision", fate="dominated", reason="") for name in ("int8", "int4", "fp8")]
+    for check, places in (("a", [0, 1, 0, 1]), ("a", [0, 1, 0, 1]), ("b", [0, 1, 0, 1])):
+        memory = remembered.Memory(Journal(tmp_path, "k", more={"check": check}))
+        assert [memory.turn(row) for row in (*rows[:2], *rows[:2])] == places
+    assert remembered.Memory(Journal(tmp_path, "k", more={"check": "b"})).turn(rows[2]) == 2
+    assert remembered.Memory().turn(rows[1]) == 0
+
+
+@pytest.mark.parametrize(("outside", "label"), [(True, "way 0"), (False, "way 1")])
+def test_a_confirmation_that_was_ended_from_outside_is_made_once_more(outside, label):
+    search, plain = ways(3.0, 2.0)
+    ends = [WorkerFailed("failed", "signal 9", outside=outside)]
+
+    def again(best):
+        if ends:
+            raise ends.pop()
+        return best.record
+
+    search._again = again
+    assert search._conclude(plain).label == label and bool(search.cut_short) is False
+
+
 @pytest.mark.parametrize(("changes", "is_open"), [
     ({"fate": "undecided", "speedup": 1.8}, True), ({"fate": "undecided", "speedup": 0.9}, False), ({"fate": "inconclusive"}, True),
     ({"fate": "not_tried", "reason": conclusion.TIME_OVER}, True), ({"fate": "not_tried", "reason": "pass check="}, False),
@@ -205,7 +251,7 @@ def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, 
     search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
     monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=tune.Scores(1.0), problem=None))
 
-    def compared(scores, chosen):
+    def compared(scores, turn):
         if verdict == "unusable":
             raise UnusableScores("the check gave 3 values, and 4 before")
         return Judgement(verdict, 0.0, None, None, None, "a drop of 0.00")
@@ -319,7 +365,7 @@ def test_a_full_disk_ends_no_search_and_another_check_is_asked_anew(tmp_path, mo
         patch.setattr(Journal, "add", full)
         found = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(0, 10_000), ways=("draft",), workdir=tmp_path)
     assert found.best == "speculative, draft model" and any("No space left" in note for note in found.record.notes)
-    one, other = tune.rests(torch, lambda generate, prompts: [1.0]), tune.rests(torch, lambda generate, prompts: [0.5])
-    assert one != other and tune.rests(torch, None) == {"check": ""}
+    one, other = remembered.rests(torch, lambda generate, prompts: [1.0]), remembered.rests(torch, lambda generate, prompts: [0.5])
+    assert one != other and remembered.rests(torch, None) == {"check": ""}
     Journal(tmp_path, "k", more=one).add("int8", {"record": {}}, rests=("check",))
     assert "int8" in Journal(tmp_path, "k", more=one).known and "int8" not in Journal(tmp_path, "k", more=other).known

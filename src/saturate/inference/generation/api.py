@@ -16,7 +16,7 @@ from saturate.errors import EnvironmentProblem, UsageError
 from saturate.inference import folders
 from saturate.inference.accuracy import Budget
 from saturate.inference.api import memory_limit, running_model, seconds_of
-from saturate.inference.generation import artifact, conclusion, tune
+from saturate.inference.generation import artifact, conclusion, remembered, tune
 from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
@@ -242,12 +242,13 @@ def optimize(
     with evaluating(torch, *_models(model, given.draft)), _folder(workdir, isolate) as folder:
         plain = build(torch, model, given.way(tune.PLAIN), selection[0], request)
         yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
-        journal = None
+        journal: Journal | None = None
+        notes: list[str] = []
         if workdir is not None and folder is not None:
-            journal = Journal(folder, tune.key_of(torch, given, yard, (selection, confirmation, request, budget)),
-                              more=tune.rests(torch, check))
+            journal = Journal(folder, remembered.key_of(torch, given, yard, (selection, confirmation, request, budget)),
+                              more=remembered.rests(torch, check))
         search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
-                             say, frozenset(ways), journal)
+                             say, frozenset(ways), remembered.Memory(journal, notes), notes)
         with running_model():
             best, base = search.run()
     record = conclusion.record_of(search, best, base, clock.monotonic() - started)

@@ -8,8 +8,6 @@ processes, on prompts and samples that took no part in choosing it; one that doe
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from saturate import __version__
-from saturate.errors import CheckUnusable, EnvironmentProblem
-from saturate.inference import accuracy, identity
+from saturate.errors import CheckUnusable
+from saturate.inference import accuracy
 from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores
 from saturate.inference.checking import controls, scored
+from saturate.inference.confirm import once_more
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
 from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, race_words, speculation_words
@@ -29,10 +27,9 @@ from saturate.inference.generation.decode import Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
 from saturate.inference.generation.prompts import as_lists
 from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
+from saturate.inference.generation.remembered import Memory
 from saturate.inference.generation.sampling import GREEDY
-from saturate.inference.journal import Journal
 from saturate.inference.process import WorkerFailed
-from saturate.machine import facts as machine
 from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
@@ -80,13 +77,12 @@ class Search:
     budget: Budget | None = None
     say: Callable[[str], None] = lambda line: None
     kinds: frozenset[str] = frozenset(KINDS)
-    journal: Journal | None = None
+    memory: Memory = field(default_factory=Memory)
     notes: list[str] = field(default_factory=list)
     found: list[GenerationCandidate] = field(default_factory=list)
     interrupted: bool = False
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
     _ready: list[Ready] = field(default_factory=list)
-    _turns: int = 0                     # of ways that met the samples of the confirmation
     _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
     _scores: Scores | None = None
     _halves: tuple[Sequence[int], Sequence[int]] | None = None
@@ -161,9 +157,9 @@ class Search:
 
     def _try(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> Ready | None:
         """Start, compare, race. None where it does not work, is wrong, or there is no time."""
-        known = self.journal.known.get(label) if self.journal else None
+        known = self.memory.tried(label)
         if known is not None:
-            record = msgspec.convert(known["record"], GenerationCandidate)
+            record = known
             self.say(f"{label}: known from the search before")
         else:
             if time.monotonic() > self.deadline:
@@ -172,22 +168,12 @@ class Search:
             self.say(label)
             record, lasting = self._tried(label, numerics, recipe, like)
             if lasting:
-                self._keep(label, record)
+                self.memory.keep_tried(record)
         self.found.append(record)
         ready = Ready(label, recipe, record, like)
         self._ready.append(ready)
         self._best = self._better(self._best, ready)
         return ready if record.fate in _WORKED else None
-
-    def _keep(self, label: str, record: GenerationCandidate) -> None:
-        """For another search in the same folder. A disk that takes no more ends no search: what is found is still told."""
-        if self.journal is None:
-            return
-        try:
-            self.journal.add(label, {"record": msgspec.to_builtins(record)}, rests=("check",) if record.numerics == "precision" else ())
-        except EnvironmentProblem as error:
-            self.notes.append(f"{error.message} ({error.cause}): another search in this folder begins anew")
-            self.journal = None
 
     def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
         """The record, and whether the same would come of it another time."""
@@ -205,9 +191,8 @@ class Search:
         except Refused as refusal:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
         except WorkerFailed as error:
-            lasting = not error.outside and error.kind not in ("timeout", "out_of_memory", "disk_full")
             self._note_cut(label, error)
-            return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason), lasting
+            return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason), _own_doing(error)
 
     def _note_cut(self, label: str, error: WorkerFailed) -> None:
         """What ended it was not its own doing, or only the time: it may be the answer."""
@@ -307,7 +292,7 @@ class Search:
             return _with(record, fate="rejected_behaviour", reason=what)
         unknown: Fate = "undecided" if fate == "dominated" else fate        # one that is not known to be faster stays that
         try:
-            judged = self._compared(answer.scores, chosen)
+            judged = self._compared(answer.scores, self.memory.turn(record) if chosen else None)
         except UnusableScores as error:
             return _with(record, fate=unknown, reason="; ".join(filter(None, (str(error), reason))))
         record = _with(
@@ -318,17 +303,17 @@ class Search:
             fate = unknown if judged.verdict == "undecided" else "rejected_accuracy"
         return _with(record, fate=fate, reason="; ".join(filter(None, (judged.reason, reason))))
 
-    def _compared(self, scores: Scores, chosen: bool) -> Judgement:
+    def _compared(self, scores: Scores, turn: int | None) -> Judgement:
+        """By the samples of the selection (`turn` None), or of the confirmation, for the way that meets those as number `turn`."""
         assert self.budget is not None and self._scores is not None
         before, share, budget = self._scores, 1.0, self.budget
-        confidence = accuracy.level(budget.confidence, self._turns if chosen else 0)
-        if chosen:      # all that are confirmed meet the same samples, so they share what the confidence leaves
-            self._turns += 1
+        confidence = accuracy.level(budget.confidence, turn or 0)
+        if turn is not None:        # all that are confirmed meet the same samples, so they share what the confidence leaves
             budget = replace(budget, confidence=confidence)
         if self._halves is not None and scores.values is not None and before.values is not None:
             if len(scores.values) != len(before.values):
                 raise UnusableScores(f"the check gave {len(scores.values)} values, and {len(before.values)} before")
-            half = self._halves[chosen]
+            half = self._halves[turn is not None]
             share = len(half) / len(before.values)
             before, scores = before.at(half), scores.at(half)
         judged = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
@@ -343,34 +328,57 @@ class Search:
 
     def _conclude(self, plain: Ready) -> Ready:
         """The best way that holds in fresh processes, on prompts that did not choose it; else the plain loop. The next one has its
-        turn while there is time."""
-        for turn in range(_MOST_CONFIRMED):
-            best = self._better(plain, *self._ready)
-            if best is plain or (turn and time.monotonic() > self.deadline):
+        turn while there is time. Who did not hold in an earlier search in the same folder needs no turn."""
+        for ready in self._ready:
+            known = self.memory.refused(ready.label) if ready.record.fate == "dominated" else None
+            if known is not None:
+                self.say(f"{ready.label}: known from the search before not to hold on other prompts")
+                self._refuse(ready, known)
+        turns = 0
+        while (best := self._better(plain, *self._ready)) is not plain:
+            late = turns > 0 and time.monotonic() > self.deadline
+            if late or turns == _MOST_CONFIRMED:
+                self._unconfirmed(TIME_OVER if late else f"{_MOST_CONFIRMED} others were")
                 break
+            turns += 1
             self._best = best           # of a search that is interrupted now
             if self._confirmed(best):
                 return best
         return plain
+
+    def _unconfirmed(self, why: str) -> None:
+        """Those that were faster, where none held and time or turns are spent: nobody knows of them."""
+        self.found = [_with(row, reason="; ".join(filter(None, (row.reason, f"not confirmed: {why}")))) if row.fate == "dominated" else row
+                      for row in self.found]
 
     def _confirmed(self, best: Ready) -> bool:
         """Whether a way holds as it will run; its row says what came of it."""
         self.say(f"confirm: {best.label}")
         tried, best.recipe = best.record, replace(best.recipe, may_stop=True)
         try:
-            record = self._again(best)
+            record = once_more(lambda: self._again(best), WorkerFailed)
+            lasting = record.fate != "inconclusive"
         except (Refused, WorkerFailed) as error:
             record = _with(tried, fate="failed", reason=str(error))
+            lasting = not isinstance(error, WorkerFailed) or _own_doing(error)
             if isinstance(error, WorkerFailed):
                 self._note_cut(best.label, error)
-        kept = record.fate == "dominated"
-        changes: dict[str, Any] = {"fate": "kept"} if kept else {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
-        self.found = [_with(row, **changes) if row.id == best.label else row for row in self.found]
-        best.record = _with(record, fate="kept") if kept else _with(tried, **changes)
-        if not kept:
-            self.notes.append(f"{best.label} was faster on the prompts that chose it, and not on others" if record.fate in _WORKED
-                              else f"{best.label} was faster on the prompts that chose it, and does not hold on others: {record.reason}")
-        return kept
+        if record.fate != "dominated":
+            if lasting:
+                self.memory.keep_refused(record)
+            self._refuse(best, record)
+            return False
+        best.record = _with(record, fate="kept")
+        self.found = [_with(row, fate="kept") if row.id == best.label else row for row in self.found]
+        return True
+
+    def _refuse(self, ready: Ready, record: GenerationCandidate) -> None:
+        """What the row and a note say of a way that does not hold; record: of its confirmation."""
+        changes: dict[str, Any] = {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
+        self.found = [_with(row, **changes) if row.id == ready.label else row for row in self.found]
+        ready.record = _with(ready.record, **changes)
+        self.notes.append(f"{ready.label} was faster on the prompts that chose it, and not on others" if record.fate in _WORKED
+                          else f"{ready.label} was faster on the prompts that chose it, and does not hold on others: {record.reason}")
 
     def _again(self, best: Ready) -> GenerationCandidate:
         """The winner's record, from races in fresh pairs of processes."""
@@ -397,16 +405,9 @@ class Search:
                     return self._judged(best.record, host, best.like, found, before, after, chosen=True)
 
 
-def key_of(torch: Any, given: Given, yard: Yard, more: Any) -> str:
-    """What all of a search's results depend on, for the journal."""
-    models = yard.source.model_hash if yard.source else identity.of_model(torch, given.module(torch))
-    here = __version__, torch.__version__, torch.get_num_threads(), yard.isolated, machine.cpu_name()
-    return hashlib.blake2b(repr((models, here, more)).encode(), digest_size=12).hexdigest()
-
-
-def rests(torch: Any, check: Callable[..., Any] | None) -> dict[str, str]:
-    """What some of a search's results depend on. A check whose code nobody can see may be another one each time."""
-    return {"check": "" if check is None else identity.of_callable(torch, check) or secrets.token_hex(8)}
+def _own_doing(error: WorkerFailed) -> bool:
+    """Whether a way would end like this another time, too."""
+    return not error.outside and error.kind not in ("timeout", "out_of_memory", "disk_full")
 
 
 def _length(runs: list[Any]) -> int:
