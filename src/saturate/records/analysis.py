@@ -53,7 +53,7 @@ class DataWait(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the device's idle time inside its span [first start, last end], by cause; they sum to 1. None: no gap; `input`
-    alone: the loader was not recorded, and what it took counts as host_late."""
+    alone: the loader was not recorded, and what it took counts under the other causes."""
 
     input: float | None
     host_late: float | None

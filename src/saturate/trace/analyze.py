@@ -145,7 +145,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
     roof = _roofline(seen, ceilings, blocked)
     limit, why = _verdict(seen, roof, blocked)
     idle_in_span = sum(seen.gap_ns.values())
-    # What of the idle time is input counts as late launches where the loader was not recorded: it is not known, and not zero.
+    # What of the idle time is input counts under the other causes where the loader was not recorded: it is not known, and not zero.
     told = [cause for cause in gaps.CLASSES if cause != "input" or seen.waiting is not None]
     device = Device(
         id=seen.device, name=info.name if info else _host_name(seen), rank=trace.rank,
@@ -167,7 +167,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
             (not parts.communication_ns, "communication_overlap", "no communication was recorded"),
             (seen.waiting is None, "data_wait", OF_WHOM if here.untold else NO_LOADER),
             (not idle_in_span, "gaps", "the device was never idle inside its span"),
-            (seen.waiting is None and idle_in_span, "gaps.input", "what of it was waiting for input is not known, and counts as host late"),
+            (seen.waiting is None and idle_in_span, "gaps.input", "what of it was waiting for input is not known, and counts under the other causes"),
             (roof.coverage is None, "roofline", roof.source or "there is no kernel time to model")):
         if missing:
             unknown.setdefault(field, reason)
