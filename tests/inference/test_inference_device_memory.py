@@ -79,6 +79,7 @@ def test_what_is_taken_beside_the_allocator_counts(monkeypatch):
     device = Device()
     memory = watched(device, monkeypatch)
     assert memory.peak_bytes() == 0, "the context is nobody's"
+    assert not memory.whole_device
     device.reserve(300 * MIB)
     device.reserve(-100 * MIB)
     device.plain += 900 * MIB
@@ -104,6 +105,7 @@ def test_in_a_container_another_process_may_have_this_one_s_number(monkeypatch):
     memory = watched(device, monkeypatch, container=True)
     device.others += 5 * MIB
     assert memory.peak_bytes() == 5 * MIB, "the device's growth"
+    assert memory.whole_device
 
 
 def test_what_nobody_tells_is_not_known(monkeypatch):

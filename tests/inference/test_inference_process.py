@@ -161,6 +161,7 @@ def test_memory_that_is_given_back_at_once_is_seen(shared: Worker) -> None:
     before = shared.memory_bytes()
     shared.ask("misbehaves:misbehave", "allocate")
     assert 190 * 2**20 < shared.memory_bytes() - before < 220 * 2**20
+    assert 10 * 2**20 < shared.file_bytes() < before and not shared.ready.whole_device, "torch's libraries"
 
 
 def test_what_the_model_prints_goes_to_the_log(shared: Worker, capfd: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,8 @@ def test_a_setting_beyond_a_limit_is_shown_and_is_nobodys_best(monkeypatch: pyte
 
 
 def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = SimpleNamespace(block=lambda count: [4_000_000] * count, memory_bytes=lambda: 10**9, close=lambda: None)
+    worker = SimpleNamespace(block=lambda count: [4_000_000] * count, memory_bytes=lambda: 10**9, file_bytes=lambda: 0, close=lambda: None,
+                             ready=SimpleNamespace(whole_device=False))
     for limits, said in (({"p99_ms": 5.0, "peak_memory_gb": 2.0}, None), ({"p99_ms": 3.0}, "p99_ms is 4"), ({"peak_memory_gb": 1.5}, "peak_memory_gb is 2")):
         found = serving(monkeypatch)[0]
         found.limits = limits
@@ -87,6 +88,17 @@ def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pyte
         monkeypatch.setattr(found, "fleet", lambda what, setting: Fleet([worker, worker], 8, SimpleNamespace(folder=Path("none"))))   # type: ignore[list-item, arg-type]
         measured = found.rate(None, Setting(8, 2))
         assert measured is not None and (measured[1] or "").startswith(said or "") and (measured[1] is None) is (said is None)
+
+
+@pytest.mark.parametrize(("takes", "files", "whole_device", "together"), [
+    ((900, 800), (300, 280), False, 1420),          # libraries count once
+    ((900, 800), (0, 0), False, 1700),              # on a GPU whose driver knows processes
+    ((1700, 800), (0, 0), True, 1700),              # in the growth of the device since the first began is the second
+    ((900, None), (0, 0), True, None)])
+def test_memory_of_several_processes_is_counted_once(takes: Any, files: Any, whole_device: bool, together: Any) -> None:
+    workers = [SimpleNamespace(memory_bytes=lambda one=one: one, file_bytes=lambda file=file: file, ready=SimpleNamespace(whole_device=whole_device))
+               for one, file in zip(takes, files)]
+    assert Fleet(workers, 8, SimpleNamespace(folder=Path("none"))).memory_bytes() == together      # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("slow", "seconds", "of", "over"), [

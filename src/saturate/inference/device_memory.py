@@ -31,10 +31,11 @@ class DeviceMemory:
     def __init__(self, torch: Any, nvml_module: Any = None, proc: Path = Path("/proc")):
         self._cuda = torch.cuda
         self._used: Callable[[], int | None] = self._of_the_device
+        self.whole_device = True        # what others take from now on is counted, too
         self._of_the_device()           # CUDA's context is made by the first question, and is no growth
         nvml, _ = driver.start(nvml_module) if knows_processes(proc) else (None, "")
         if nvml is not None and process_bytes(nvml, os.getpid()) is not None:
-            self._used = lambda: process_bytes(nvml, os.getpid())
+            self._used, self.whole_device = (lambda: process_bytes(nvml, os.getpid())), False
         self._began = self._beside()
 
     def peak_bytes(self) -> int | None:

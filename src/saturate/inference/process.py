@@ -100,6 +100,7 @@ class Ready:
     done: list[str]                     # what each technique said that it did, in the order of application
     proofs: list[Proof]                 # whether it took effect, in the same order
     peak_memory_bytes: int | None       # until now: see `Worker.memory_bytes`
+    whole_device: bool                  # ... in which is what other processes take of the GPU meanwhile
     facts: ModelFacts
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -193,6 +194,10 @@ class Worker:
         """The most that was taken since the preparation: of a GPU's memory, without CUDA's own context (see `device_memory`), and
         on a CPU resident in all processes (where torch itself is part of it). None: not measurable."""
         return self._meter.peak_bytes() or None if self._on_cpu and self._meter else self._ask("memory")
+
+    def file_bytes(self) -> int:
+        """What of that are mapped files on a CPU, which other processes of the same program map, too."""
+        return meter.file_bytes(self._supervisor.pid) if self._on_cpu else 0
 
     def store(self, folder: Path, limit_s: float = 1800.0) -> Entry:
         """Store the program in `folder`. WorkerFailed of kind not_applied where it cannot be stored."""

@@ -96,9 +96,15 @@ class Fleet:
         return [max(1, round(taken / (len(self.workers) * self.batch * count)))] * count
 
     def memory_bytes(self) -> int | None:
-        """Of all processes together; None where one of them does not tell."""
+        """Of all processes together, with the files that they all map counted once; None where one of them does not tell."""
         found = [worker.memory_bytes() for worker in self.workers]
-        return None if None in found else sum(one or 0 for one in found)
+        known = [one for one in found if one is not None]
+        if len(known) < len(found):
+            return None
+        if any(worker.ready.whole_device for worker in self.workers):
+            return max(known)           # that of the first, in which is what the others took after it
+        files = [worker.file_bytes() for worker in self.workers]
+        return sum(known) - (sum(files) - max(files))
 
     def freeze(self) -> None:
         for worker in self.workers:

@@ -163,6 +163,7 @@ class Server:
         return {"prepare_s": time.monotonic() - began - (called - prepared), "first_call_s": called - prepared,
                 "longest_call_s": longest, "batch_bytes": max(trees.size_bytes(self.torch, batch) for batch in self.inputs),
                 "done": done, "proofs": proofs, "device_peak_bytes": peak, "facts": self.facts,
+                "whole_device": self._memory is not None and self._memory.whole_device,
                 "notes": dict(self.context.notes) if self.context else {}}
 
     def _become_candidate(self, order: Order, source: Source, began: float) -> list[str]:

@@ -57,6 +57,11 @@ def resident(pid: int) -> Resident:
     return Resident(total, plain - total, True)
 
 
+def file_bytes(pid: int) -> int:
+    """What the descendants of `pid` map of files now, as `resident` counts it."""
+    return max((_sizes(f"/proc/{child}/status").get("RssFile", 0) for child in tree.descendants(pid)), default=0)
+
+
 def queued_ns() -> int:
     """How long the calling thread was ready to run so far and waited for a core; 0 where the kernel keeps no count of it.
     Source: kernel Documentation/scheduler/sched-stats, /proc/PID/schedstat."""
