@@ -77,3 +77,11 @@ def test_glibc_is_offered_where_memory_goes_back_and_forth(monkeypatch):
     assert by_chance.steadies and by_chance.reason.startswith("up to 5,000 page faults per step: in some processes")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
     assert allocator.environment(allocator.Options("glibc")) == {**allocator.GLIBC, "MALLOC_TOP_PAD_": "7"}, "the user's own stays"
+
+
+@pytest.mark.parametrize("library", ["/a" * 200 + "/libmimalloc.so", "/lib" * 200, "/" * 1000, "/usr/lib/libjemalloc.so" + ".so" * 200 + "x"])
+def test_a_path_of_many_folders_is_refused_without_trying_every_way_to_divide_it(library):
+    """A recipe is somebody's text: reading one may not take for ever."""
+    with pytest.raises(ValueError, match="absolute path of a libjemalloc"):
+        allocator.Options("jemalloc", library)
+    assert allocator.preloadable("jemalloc", "/a" * 200 + "/libjemalloc.so.2")
