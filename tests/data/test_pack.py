@@ -333,6 +333,18 @@ def test_a_column_in_the_names_of_folders_is_not_lost(tmp_path: Path, folder: st
     assert open_source(source).schema.names == ["a"], "a folder by itself has lost nothing that it had"
 
 
+def test_folders_that_name_a_column_of_the_files_take_nothing_from_them(tmp_path: Path) -> None:
+    """As a sweep writes its runs: each file holds its setting itself. A setting that it does not hold would be lost all the same."""
+    for rate in ("0.1", "0.2"):
+        (tmp_path / "sweep" / f"lr={rate}").mkdir(parents=True)
+        (tmp_path / "sweep" / f"lr={rate}" / "metrics.csv").write_text(f"lr,loss\n{rate},3.5\n", encoding="utf-8")
+    packing.pack(open_source(tmp_path / "sweep"), tmp_path / "out")
+    assert read_back(tmp_path / "out") == [{"lr": 0.1, "loss": 3.5}, {"lr": 0.2, "loss": 3.5}]
+    (tmp_path / "sweep" / "lr=0.2").rename(tmp_path / "sweep" / "seed=0")
+    with pytest.raises(UsageError, match="in the names of folders, not in the files: seed=0"):
+        open_source(tmp_path / "sweep")
+
+
 @pytest.mark.parametrize("content", ["", "a,b\n1.5,x\n", "a,b\n1\n"])
 def test_an_error_in_one_of_several_tables_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "tables").mkdir()

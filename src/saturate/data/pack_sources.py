@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from saturate.errors import UsageError
 
@@ -93,18 +94,20 @@ def _opened(path: Path, kind: str | None) -> Source:
     if not files:
         raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
                          remedy="name another folder, or another --kind")
+    source = {"images": _images, "text": _text, "csv": _csv, "parquet": _parquet}[kind](path, files)
     if kind in TABLES.values():
-        _refuse_partitions(files)
-    return {"images": _images, "text": _text, "csv": _csv, "parquet": _parquet}[kind](path, files)
+        _refuse_partitions(files, source.schema.names)
+    return source
 
 
-def _refuse_partitions(files: list[File]) -> None:
+def _refuse_partitions(files: list[File], columns: list[str]) -> None:
     """Spark, Hive and pyarrow leave a column out of the files and put it into the names of their folders: day=3/part-0.parquet. Packed,
-    its values would be gone."""
+    its values would be gone. A folder that is named after a column of the files, as of an experiment, takes nothing from them."""
     for file in files:
-        column = next((folder for folder in Path(file.name).parts[:-1] if re.fullmatch(r"[^=]+=.*", folder)), None)
-        if column is not None:
-            raise UsageError(f"a column stands in the names of folders, not in the files: {column}", evidence=file.name,
+        lost = next((folder for folder in Path(file.name).parts[:-1] if re.fullmatch(r"[^=]+=.*", folder)
+                     and unquote(folder.partition("=")[0]) not in columns), None)
+        if lost is not None:
+            raise UsageError(f"a column stands in the names of folders, not in the files: {lost}", evidence=file.name,
                              cause="files are packed with the columns that they hold, so its values would be lost",
                              remedy="write it into the files: pyarrow.dataset.dataset(SRC, partitioning='hive') reads both; or pack each folder apart")
 
