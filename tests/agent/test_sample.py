@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from saturate.agent import capture, observe
-from saturate.agent.sample import few, strided
+from saturate.agent.sample import digest, few, spread, strided
 
 
 def test_few() -> None:
@@ -21,6 +21,25 @@ def test_strided() -> None:
     assert strided(torch.arange(100.0).reshape(10, 10), 4) == [0.0, 25.0, 50.0, 75.0]
     assert strided(torch.empty(0), 4) == []
     assert strided(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), 4) == [1.0, 1.0]
+
+
+def test_what_is_not_contiguous_is_read_in_the_same_order() -> None:
+    base = torch.arange(360.0).reshape(6, 5, 4, 3)
+    pairs = torch.complex(base, -base).conj()
+    views = (base.transpose(0, 2), base.to(memory_format=torch.channels_last), base[1::2, :, ::3], base[:, :1].expand(6, 9, 4, 3),
+             base[0, 0, 0, 0].expand(7, 8), base[:0].transpose(0, 1), base[0, 0, 0, 0], pairs.transpose(1, 3), pairs.imag.transpose(0, 1))
+    for view in views:
+        for entries in (1, 4, 7, 64, 4096):
+            flat = view.reshape(-1)
+            assert torch.equal(spread(view, entries), flat[:: max(1, flat.numel() // entries)][:entries])
+        assert strided(view, 7) == strided(view.contiguous(), 7) and digest(view) == digest(view.contiguous())
+
+
+def test_an_expanded_tensor_is_not_copied_to_read_some_of_it() -> None:
+    """Sixteen terabytes of indices over three numbers."""
+    mask = torch.arange(3.0).reshape(1, 3).expand(1 << 40, 3)
+    assert strided(mask, 4) == [(index * (mask.numel() // 4)) % 3 for index in range(4)]
+    assert len(digest(mask)) == 8
 
 
 def test_a_shard_stands_for_its_tensor() -> None:

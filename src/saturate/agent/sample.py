@@ -19,8 +19,31 @@ def strided(parameter: Any, entries: int) -> list[float]:
     import torch
 
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    flat = local.detach().reshape(-1)
-    return _common.reals(flat[:: max(1, flat.numel() // entries)][:entries], torch).reshape(-1).tolist()
+    return _common.reals(spread(local, entries), torch).reshape(-1).tolist()
+
+
+def spread(tensor: Any, entries: int) -> Any:
+    """Up to `entries` values of a tensor, as evenly spread over the order of its indices as a whole step allows, in one dimension."""
+    import torch
+
+    whole = tensor.detach()
+    step = max(1, whole.numel() // entries)
+    if not _is_copied_flat(torch, whole):
+        return whole.reshape(-1)[::step][:entries]
+    # `reshape` would copy all of it for the sake of a few: of an expanded buffer, many times what it holds in memory.
+    rest = torch.arange(0, whole.numel(), step, device="cpu")[:entries]
+    places, last = torch.zeros_like(rest), 0
+    for size, stride in zip(reversed(whole.shape), reversed(whole.stride())):
+        places += rest % size * stride
+        rest = rest // size
+        last += (size - 1) * stride
+    return whole.as_strided((last + 1,), (1,))[places]
+
+
+def _is_copied_flat(torch: Any, tensor: Any) -> bool:
+    """Whether `reshape(-1)` copies a tensor whose memory can be read by strides."""
+    return (type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+            and not tensor.is_contiguous())
 
 
 def total(loss: Any) -> float:
@@ -37,8 +60,7 @@ def double(tensor: Any) -> bool:
 
 def digest(tensor: Any, entries: int = 4096) -> str:
     """Stands for a tensor: its shape, and up to `entries` values spread over it."""
-    flat = tensor.detach().reshape(-1)
-    seen = flat[:: max(1, flat.numel() // entries)][:entries].tolist()
+    seen = spread(tensor, entries).tolist()
     return f"{zlib.crc32(repr((tuple(tensor.shape), seen)).encode()):08x}"
 
 
