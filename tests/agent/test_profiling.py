@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from saturate.agent import profiling
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 MODEL = """
@@ -615,3 +617,16 @@ def test_a_trace_that_cannot_be_written_ends_nothing(record):
     found, trial = record("import resource, sys\nsys.dont_write_bytecode = True\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + PLAIN)
     assert found["problem"].startswith("the trace could not be written") and "trace" not in found
     assert len(trial.run_block(0, 2).timed_ns) == 2
+
+
+def test_nothing_of_a_trace_is_left_where_its_gzip_does_not_fit(tmp_path, monkeypatch):
+    """Half of one would be taken for a trace, and diagnosed."""
+    def full(source, target, length):
+        target.write(source.read(length))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "trace-rank0.json").write_text('{"traceEvents": []}' + " " * 100_000, encoding="utf-8")
+    monkeypatch.setattr(profiling.shutil, "copyfileobj", full)
+    with pytest.raises(OSError, match="No space left"):
+        profiling._compressed(str(tmp_path / "trace-rank0.json"))
+    assert list(tmp_path.iterdir()) == []

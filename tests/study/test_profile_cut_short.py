@@ -52,6 +52,18 @@ def test_only_our_own_failure_behind_the_recording_is_no_end(kind, record, trace
     assert ("own code failed" in said[-1]) is kept
 
 
+@pytest.mark.parametrize(("record", "kept"), [(RECORDED, ["trace-rank0.json.gz", "trace-rank1.json.gz"]),
+                                              ({"problem": "the trace could not be written (No space left on device)"}, [])])
+def test_no_trace_is_read_where_the_recording_has_a_problem(record, kept, tmp_path):
+    """Of two ranks the first could not write its own: the other's would be read as if it were of the only one."""
+    for rank in (0, 1):
+        (tmp_path / "t001").mkdir(exist_ok=True)
+        (tmp_path / "t001" / f"trace-rank{rank}.json.gz").touch()
+    seen = Seen(Facts(), record=record)
+    study_profile._keep_traces(SimpleNamespace(folder=tmp_path), tmp_path / "t001", seen)      # type: ignore[arg-type]
+    assert [path.name for path in seen.traces] == [path.name for path in sorted(tmp_path.glob("*.gz"))] == kept
+
+
 def test_lines_that_are_not_known_have_their_reason():
     def why(**modules):
         return memory.breakdown(Seen(Facts(), modules=modules, notes={"modules": "it failed"}), str).unknown["lines"]

@@ -12,6 +12,7 @@ opened (the script profiles itself), `result["problem"]` says why, and the run g
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import os
@@ -356,9 +357,16 @@ def _exported(profile: Any, folder: str, name: str) -> str:
 
 
 def _compressed(path: str) -> str:
-    """Replace an exported trace by its gzip, without the name of this machine; its path."""
-    with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=3) as target:
-        target.write(_HOST_NAME.sub(rb'\1""', source.read(_HEAD_BYTES)))
-        shutil.copyfileobj(source, target, 1 << 20)
+    """Replace an exported trace by its gzip, without the name of this machine; its path. Where that fails, nothing of the trace is left:
+    half of one could be taken for a trace, and fills the disk."""
+    try:
+        with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=3) as target:
+            target.write(_HOST_NAME.sub(rb'\1""', source.read(_HEAD_BYTES)))
+            shutil.copyfileobj(source, target, 1 << 20)
+    except OSError:
+        for part in (path, f"{path}.gz"):
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        raise
     os.unlink(path)
     return f"{path}.gz"
