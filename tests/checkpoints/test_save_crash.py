@@ -13,6 +13,8 @@ import pytest
 import torch
 from saving_kit import applied, same, state
 
+from saturate.checkpoints import durable
+
 PROGRAM = Path(__file__).with_name("crashing.py")
 
 
@@ -20,6 +22,13 @@ def run(*arguments: object, timeout: float = 300.0) -> dict:
     done = subprocess.run([sys.executable, str(PROGRAM), *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_link_that_leads_to_itself_is_refused_as_open_refuses_it(tmp_path):
+    (tmp_path / "last.pt").symlink_to("last.pt")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        durable.replace(tmp_path / "last.pt", lambda stream: stream.write(b"new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"] and (tmp_path / "last.pt").is_symlink()
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

@@ -679,3 +679,10 @@ def test_another_batch_size():
     assert examples.of_size(torch, inputs, 1)[0].tolist() == [[0, 1]]
     assert examples.of_size(torch, (torch.zeros(2, 3), torch.zeros(4)), 2) is None
     assert examples.of_size(torch, (torch.tensor(1.0),), 2) is None
+
+
+def test_an_artifact_is_not_built_at_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to("model")
+    with pytest.raises(UsageError, match="is a file"), folders.building(tmp_path / "model", artifact.is_artifact):
+        pytest.fail("there is no folder to fill")
+    assert (tmp_path / "model").is_symlink()

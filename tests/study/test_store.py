@@ -283,3 +283,12 @@ def test_what_a_link_leads_to_is_not_cleared_away(tmp_path):
     (run.parent / "fedcba-0101-000000").symlink_to(tmp_path)
     StudyLock(tmp_path / "study").release()
     assert (model / "layers" / "first.py").exists()
+
+
+def test_links_that_lead_round_in_a_loop_stop_no_study(tmp_path):
+    (tmp_path / "abcdef-0101-000000").symlink_to("abcdef-0101-000000")
+    run = new_run(tmp_path, "abcdef123")
+    for name, leads_to in (("t001", "t001"), ("t002", "p1"), ("p1", "t002")):
+        (run / name).symlink_to(leads_to)
+    StudyLock(tmp_path).release()
+    assert sorted(path.name for path in run.iterdir()) == ["p1", "t001", "t002"], "what is not understood is left as it is"

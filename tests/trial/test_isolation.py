@@ -134,6 +134,13 @@ def test_a_script_that_resumes_starts_from_the_same_state(world, mode):
 
 
 @needs_overlays
+def test_a_cache_whose_link_leads_to_itself_is_not_followed(world):
+    (world["home"] / ".triton").symlink_to(".triton")
+    _, done = run(world, "overlay", "one", script(world["work"], "train.py", "print('done')"))
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@needs_overlays
 def test_caches_are_handed_on_and_nothing_else(world):
     (world["home"] / ".cache" / "old").mkdir(parents=True)
     code = script(world["work"], "train.py", """

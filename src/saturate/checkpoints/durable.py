@@ -27,13 +27,21 @@ def publish(temporary_path: Path, stream: BinaryIO, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def target(path: Path) -> Path:
+    """Where links lead that stand at `path`. Raises OSError where they lead round in a loop, as `open` does."""
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return found
+
+
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let `write(stream)` fill a new file, then put it in the place of `path`, which keeps its permissions.
 
     Whatever happens, `path` holds the old bytes or the new ones. A symbolic link stays one: its target is replaced.
     Raises OSError, also where something else than a regular file is there.
     """
-    path = path.resolve()
+    path = target(path)
     if path.exists() and not path.is_file():        # a rename would take the place of a pipe or a device
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     new = temporary(path.parent)

@@ -45,7 +45,7 @@ class Pointer:
 def write(path: Path, store: Store, manifest: manifests.Manifest) -> None:
     """Put a pointer in the place of `path`."""
     folder = store.folder.resolve()
-    fields = {"schema": SCHEMA, "store": str(folder), "relative": os.path.relpath(folder, path.resolve().parent),
+    fields = {"schema": SCHEMA, "store": str(folder), "relative": os.path.relpath(folder, durable.target(path).parent),
               "checkpoint": manifest.id}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:

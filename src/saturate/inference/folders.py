@@ -62,7 +62,7 @@ def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
     What `target` holds is replaced where it is empty or `ours(target)`. Raises UsageError where it is neither, and
     EnvironmentProblem when the file system refuses; both leave `target` as it was.
     """
-    target = Path(target).absolute().resolve()
+    target = Path(os.path.realpath(target))
     tidy(target)
     if os.path.lexists(target) and not target.is_dir():
         raise UsageError(f"{target} is a file", remedy="name a folder that is new, empty, or an artifact to replace")

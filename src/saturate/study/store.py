@@ -55,7 +55,7 @@ class StudyLock(FolderLock):
         super().__init__(folder)
         # The processes of a drill have folders of their own in that of their cage.
         for trial in (*folder.glob(f"{_RUN}/*/p[0-9]*"), *folder.glob(f"{_RUN}/*")):
-            with suppress(OSError):     # another user's, say: that stops no new study
+            with suppress(OSError, RuntimeError):       # another user's, or (before Python 3.13) a loop of links: that stops no new study
                 # What a link leads to is not ours: a project may have folders called `layers` and `shadow` of its own.
                 if trial.resolve().is_relative_to(folder.resolve()) and layers.left_behind(trial):
                     layers.clear_away(trial)

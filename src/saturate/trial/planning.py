@@ -212,7 +212,7 @@ def _caches(environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
     home = Path(environ.get("HOME") or os.path.expanduser("~"))
     wanted = [home / ".cache", home / ".triton", home / ".nv", Path("/tmp") / f"torchinductor_{_user()}"]
     wanted += [Path(environ[name]) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))]
-    found = {path.resolve() for path in wanted}
+    found = {Path(os.path.realpath(path)) for path in wanted}      # `resolve` raises for a loop of links, before Python 3.13
     return tuple(sorted(
         str(path) for path in found
         if not any(path != other and _below(path, other) for other in found) and not _below(path, study_dir)
