@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import socket
 import threading
 import time
@@ -139,3 +140,35 @@ def test_two_classes_of_one_name_are_not_confused() -> None:
     assert name not in pickles.sent_classes()
     with pytest.raises(wire.Unreadable, match="no class"):
         sent(one, home=frozenset({name}))
+
+
+def test_an_answer_that_drips_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte comes in time, and the last one never."""
+    monkeypatch.setattr(wire, "_LATE_S", 0.2)
+    here, there = socket.socketpair()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            there.sendall(wire._HEADER.pack(1 << 20, 0))
+            while True:
+                there.sendall(b"x")
+                time.sleep(0.001)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with here, there:
+        with pytest.raises(TimeoutError):
+            wire.receive(here, time.monotonic() + 0.1)
+        here.close()
+        dripping.join()
+
+
+def test_a_large_answer_that_is_coming_when_the_time_is_over_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_MOMENT_S", 10.0)        # another thread sends, and may have to wait for a core
+    here, there = socket.socketpair()
+    with here, there:
+        tensor = torch.arange(3_000_000)
+        sending = threading.Thread(target=wire.send, args=(there, tensor))
+        sending.start()
+        assert torch.equal(wire.receive(here, time.monotonic() - 60), tensor)
+        sending.join()

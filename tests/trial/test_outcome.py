@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import types
 
 import pytest
@@ -200,6 +202,35 @@ def test_what_came_while_this_process_was_stopped_has_come() -> None:
             assert server.wait_gates(0.0, lambda: True) == [{"at": "gate"}]
             with pytest.raises(gate.GateTimeout):
                 server.wait_gates(0.0, lambda: True)
+    finally:
+        server.close()
+
+
+def test_who_always_has_another_message_does_not_postpone_the_timeout(monkeypatch) -> None:
+    """None of them says that it stands at the gate."""
+    monkeypatch.setattr(gate, "_LATE_S", 0.1)
+    server = gate.GateServer(f"saturate-test-chatty-{os.getpid()}", "token")
+    ended = threading.Event()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:
+            rank.connect(f"\0saturate-test-chatty-{os.getpid()}")
+            rank.sendall(json.dumps({"at": "hello", "token": "token", "rank": 0, "world_size": 1}).encode() + b"\n")
+
+            def chat() -> None:
+                with contextlib.suppress(OSError):
+                    while not ended.is_set():
+                        rank.sendall(b'{"at": "motif_changed"}\n' * 100)
+
+            chatty = threading.Thread(target=chat)
+            chatty.start()
+            try:
+                for wait in (lambda: server.wait_gates(0.1, lambda: True), lambda: server.ask({}, 0.1, lambda: True)):
+                    with pytest.raises(gate.GateTimeout):
+                        wait()
+            finally:
+                ended.set()
+                rank.shutdown(socket.SHUT_RDWR)
+                chatty.join()
     finally:
         server.close()
 

@@ -13,16 +13,18 @@ import pickle
 import socket
 import struct
 import sys
-import time
 from typing import Any
 
 from saturate.inference import pickles
+from saturate.trial.deadline import Deadline
 
 #: Bytes of the pickle, number of buffers; then the length of each buffer.
 _HEADER = struct.Struct("!QI")
 _LENGTH = struct.Struct("!Q")
 
+#: What each part may take when the time is over, and how long parts may come then: one by one, they could come for ever.
 _MOMENT_S = 0.01
+_LATE_S = 30.0
 
 
 class Closed(Exception):
@@ -52,9 +54,10 @@ def send(stream: socket.socket, message: Any, deadline_s: float | None = None,
         raise Unsendable(f"{type(error).__name__}: {error}") from error
     payload, buffers = data.getbuffer(), [pickles.memory_of(tensor) for tensor in sender.tensors]
     head = _HEADER.pack(len(payload), len(buffers)) + b"".join(_LENGTH.pack(len(buffer)) for buffer in buffers)
+    deadline = _deadline(deadline_s)
     try:
         for part in (head, payload, *buffers):
-            stream.settimeout(_left(deadline_s))
+            stream.settimeout(_left(deadline))
             stream.sendall(part)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise Closed from error
@@ -62,22 +65,23 @@ def send(stream: socket.socket, message: Any, deadline_s: float | None = None,
 
 def receive(stream: socket.socket, deadline_s: float | None = None, device: str = "cpu") -> Any:
     """Wait for one message; its tensors are put on `device`. Raises Closed, Unreadable, or TimeoutError at
-    `deadline_s`."""
-    size, count = _HEADER.unpack(_exactly(stream, _HEADER.size, deadline_s))
-    lengths = [_LENGTH.unpack(_exactly(stream, _LENGTH.size, deadline_s))[0] for _ in range(count)]
-    payload = _exactly(stream, size, deadline_s)
-    buffers = [_exactly(stream, length, deadline_s) for length in lengths]
+    `deadline_s`, a little later where the message is just coming."""
+    deadline = _deadline(deadline_s)
+    size, count = _HEADER.unpack(_exactly(stream, _HEADER.size, deadline))
+    lengths = [_LENGTH.unpack(_exactly(stream, _LENGTH.size, deadline))[0] for _ in range(count)]
+    payload = _exactly(stream, size, deadline)
+    buffers = [_exactly(stream, length, deadline) for length in lengths]
     try:
         return _Receiver(io.BytesIO(payload), buffers, device).load()
     except Exception as error:  # an object's own __setstate__ may raise anything; it is named and raised again
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
-def _exactly(stream: socket.socket, size: int, deadline_s: float | None) -> bytearray:
+def _exactly(stream: socket.socket, size: int, deadline: Deadline | None) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
-        stream.settimeout(_left(deadline_s))
+        stream.settimeout(_left(deadline))
         try:
             got = stream.recv_into(view)
         except ConnectionResetError as error:
@@ -88,10 +92,13 @@ def _exactly(stream: socket.socket, size: int, deadline_s: float | None) -> byte
     return data
 
 
-def _left(deadline_s: float | None) -> float | None:
-    """Seconds to wait, a moment also when the time is over: it may be over because this process was stopped, and what came
-    meanwhile did come."""
-    return None if deadline_s is None else max(_MOMENT_S, deadline_s - time.monotonic())
+def _deadline(at: float | None) -> Deadline | None:
+    return None if at is None else Deadline(at, _LATE_S)
+
+
+def _left(deadline: Deadline | None) -> float | None:
+    """Seconds to wait, a moment also when the time is over."""
+    return None if deadline is None else max(_MOMENT_S, deadline.left())
 
 
 @functools.cache

@@ -12,9 +12,12 @@ import socket
 import time
 from typing import Any
 
+from saturate.trial.deadline import Deadline
 from saturate.trial.outcome import exception_line
 
 _LIMIT_BYTES = 16 * 1024 * 1024
+#: How long messages are read that were there when the time was over: more may come as fast as they are read.
+_LATE_S = 2.0
 
 
 class GateClosed(Exception):
@@ -96,7 +99,7 @@ class GateServer:
         """
         waiting: dict[int, dict[str, Any]] = {}
         began = time.monotonic()
-        deadline, sign = began + timeout_s, sign_of_life()
+        deadline, sign = Deadline(began + timeout_s, _LATE_S), sign_of_life()
         while True:
             try:
                 received = self._receive(deadline, alive)
@@ -104,7 +107,7 @@ class GateServer:
                 before, sign = sign, sign_of_life()
                 if sign == before or time.monotonic() - began >= longest_s:
                     raise
-                deadline = time.monotonic() + timeout_s
+                deadline = Deadline(time.monotonic() + timeout_s, _LATE_S)
                 continue
             for rank, message in received:
                 if message["at"] == "gate":
@@ -118,7 +121,7 @@ class GateServer:
         """Rank 0's answer to a question, while all ranks stand at the gate."""
         first = next(r for r in self.ranks if r.hello and r.hello["rank"] == 0)
         self._send(first, order)
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(time.monotonic() + timeout_s, _LATE_S)
         while True:
             for rank, message in self._receive(deadline, alive):
                 if rank is first and message["at"] == "answer":
@@ -141,15 +144,17 @@ class GateServer:
         except OSError as error:
             raise GateClosed(str(error)) from error
 
-    def _receive(self, deadline: float, alive: Any) -> list[tuple[_Rank, dict[str, Any]]]:
+    def _receive(self, deadline: Deadline, alive: Any) -> list[tuple[_Rank, dict[str, Any]]]:
         """Wait for the next messages; greetings and notices are kept, the rest is returned."""
         sockets = {self.listener: None, **{rank.connection: rank for rank in self.ranks}}
-        left = deadline - time.monotonic()
-        # Looked at also when the time is over: it may be over because this process was stopped, and what came meanwhile did come.
-        ready, _, _ = select.select(list(sockets), [], [], min(max(left, 0.0), 0.5))
+        try:
+            left = deadline.left()
+        except TimeoutError:
+            raise GateTimeout from None
+        ready, _, _ = select.select(list(sockets), [], [], min(left, 0.5))
         if not ready and not alive():
             raise GateClosed("the process ended")
-        if not ready and left <= 0:
+        if not ready and not left:
             raise GateTimeout
         found: list[tuple[_Rank, dict[str, Any]]] = []
         for sock in ready:
