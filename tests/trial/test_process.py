@@ -292,6 +292,22 @@ def test_what_python_starts_beside_multiprocessing_is_no_process_that_was_left(s
     assert ended.value.outcome.kind == "never_trained" and "left" not in ended.value.outcome.reason
 
 
+def test_what_a_fork_server_has_forked_is_a_process_that_was_left(script, start) -> None:
+    """It has the command line of the server, which ends by itself."""
+    source = """
+import multiprocessing, os, time
+if __name__ == "__main__":
+    import torch
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,))
+    process.start()
+    os._exit(0)
+"""
+    trial = start(sys.executable, str(script(source)))
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+    assert ended.value.outcome.kind == "never_trained" and "left a process running" in ended.value.outcome.reason
+
+
 @pytest.mark.parametrize("piped", [True, False])
 def test_a_command_that_misses_its_piped_input_is_told_so(piped, script, start) -> None:
     """Seen: `echo lr=0.1 | saturate tune -- ...` was told to make the command work first."""

@@ -40,15 +40,22 @@ def descendants(pid: int) -> list[int]:
 
 def state(pid: int) -> str:
     """The kernel's one-letter process state, "" when gone."""
+    return next(iter(_stat(pid)), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """What stands behind the name in /proc/PID/stat, see proc(5); nothing when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 #: Processes that Python starts beside those of `multiprocessing`, and that end a moment after the one that started them.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+#: Of the flags in /proc/PID/stat: it was forked, and runs the program of the process that forked it (PF_FORKNOEXEC of linux/sched.h).
+_FORKED = 0x40
 
 
 def running(pid: int) -> int:
@@ -57,6 +64,10 @@ def running(pid: int) -> int:
 
 
 def _is_helper(pid: int) -> bool:
+    """What a fork server has forked has its command line, and is the script's: only what was started by that command is a helper."""
+    fields = _stat(pid)
+    if len(fields) < 7 or int(fields[6]) & _FORKED:
+        return False
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(4096)
