@@ -42,6 +42,16 @@ def test_a_path_of_the_host_leaves_the_topmost_folder(tmp_path: Path) -> None:
     assert host_memory.available_bytes(plant(tmp_path, {"proc/self/cgroup": "0::/kubepods/pod1/box\n", **files})) == 5 * GIB
 
 
+def test_the_limit_of_the_topmost_folder_counts_where_the_group_is_not_told(tmp_path: Path) -> None:
+    assert host_memory.available_bytes(plant(tmp_path, group("sys/fs/cgroup", str(8 * GIB), 3 * GIB, 0))) == 5 * GIB
+
+
+def test_a_path_of_several_slashes_ends(tmp_path: Path) -> None:
+    files = {**group("sys/fs/cgroup/job", "max", 2 * GIB, 0), **group("sys/fs/cgroup", str(8 * GIB), 3 * GIB, 0)}
+    for line in ("0:://", "0:://job", "0::"):
+        assert host_memory.available_bytes(plant(tmp_path, {"proc/self/cgroup": line + "\n", **files})) == 5 * GIB
+
+
 def test_groups_of_the_first_version(tmp_path: Path) -> None:
     folder = "sys/fs/cgroup/memory/job"
     files = {f"{folder}/memory.limit_in_bytes": str(4 * GIB), f"{folder}/memory.usage_in_bytes": str(3 * GIB),

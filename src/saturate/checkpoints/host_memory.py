@@ -46,7 +46,7 @@ def _left(folder: str, version: int) -> int | None:
 def _groups(root: str) -> tuple[tuple[str, int], ...]:
     """Folders of the groups that this process is in, innermost first, each with its version. In a container the path may be one of
     the host, where nothing stands; the limit is then that of the topmost folder."""
-    lines = _read(f"{root}proc/self/cgroup").splitlines()
+    lines = _read(f"{root}proc/self/cgroup").splitlines() or ["0::/"]       # not told: that of the topmost folder, if it has one
     return _folders(root, tuple(lines))
 
 
@@ -55,6 +55,7 @@ def _folders(root: str, lines: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     found = []
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        path = "/" + path.strip("/")
         if controllers and "memory" not in controllers.split(","):
             continue
         top, version = (f"{root}sys/fs/cgroup/memory", 1) if controllers else (f"{root}sys/fs/cgroup", 2)
@@ -62,7 +63,7 @@ def _folders(root: str, lines: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
             folder = top + path.rstrip("/")
             if os.path.isdir(folder):
                 found.append((folder, version))
-            if path in ("", "/"):
+            if path == "/":
                 break
             path = os.path.dirname(path)
     return tuple(found)
