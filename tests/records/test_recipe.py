@@ -248,6 +248,17 @@ def test_write_replaces_at_once_and_keeps_comments(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["recipe.toml"], "no temporary file stays"
 
 
+def test_a_new_text_is_never_readable_where_the_old_one_was_not(tmp_path, monkeypatch):
+    """The temporary file gets its mode before its text, also of a text that is larger than what is written at once."""
+    long = Recipe(techniques=[Entry(id="x", options={"a": "y" * 100_000})])
+    recipes.write(tmp_path / "recipe.toml", long)
+    (tmp_path / "recipe.toml").chmod(0o600)
+    sizes, fchmod = [], os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda handle, mode: (sizes.append(os.fstat(handle).st_size), fchmod(handle, mode)))
+    recipes.write(tmp_path / "recipe.toml", long)
+    assert sizes == [0] and stat.S_IMODE((tmp_path / "recipe.toml").stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664)])
 def test_the_users_umask_says_who_reads_a_new_recipe(umask, mode, tmp_path):
     before = os.umask(umask)

@@ -47,9 +47,9 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     new = temporary(path.parent)
     try:
         with open(new, "xb") as stream:
-            write(stream)
-            if path.exists():
+            if path.exists():       # before a byte of it is there: who may not read the old ones may not read the new ones
                 os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
+            write(stream)
             publish(new, stream, path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -117,9 +117,9 @@ def _replace(target: Path, text: str) -> None:
     temporary = target.with_name(f".recipe-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            if target.exists():
+            if target.exists():     # before a word of it is there: who may not read the old text may not read the new one
                 os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
