@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import saturate
 from saturate.techniques._interrupts import from_signal_handler
 
 torch = pytest.importorskip("torch")
@@ -115,6 +118,21 @@ def test_what_was_half_done_is_taken_back(capsys: Any) -> None:
         session.guard(session.whole, interrupted)
     assert session.dead and undone == [1]
     assert "was interrupted by a signal handler of the script and withdrew" in capsys.readouterr().err
+
+
+def test_it_passes_through_what_is_told_before_the_agent_is_there(monkeypatch: Any) -> None:
+    """Any other error of the stream is nobody's concern."""
+    source = Path(saturate.__file__).parent / "agent" / "inject" / "sitecustomize.py"
+    monkeypatch.setattr(sys, "_saturate_awake", True, raising=False)        # nothing is to begin here
+    module: dict[str, Any] = {"__name__": "sitecustomize", "__file__": str(source)}
+    with pytest.raises(ModuleNotFoundError, match="sitecustomize"):
+        exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), module)
+    signal.signal(signal.SIGUSR1, function)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=lambda text: interrupted()))
+    with pytest.raises(TimeUp):
+        module["_tell"]("something")
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=lambda text: 1 / 0))
+    module["_tell"]("something")
 
 
 def test_our_own_errors_stay_ours(capsys: Any) -> None:

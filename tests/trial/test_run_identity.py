@@ -169,6 +169,10 @@ def test_a_module_of_the_users_that_is_called_saturate(place: Place) -> None:
         ours = place.under(["zero-grad-none"], sys.executable, "prep/train.py")
         assert (ours.returncode, ours.stdout) == (0, b"5\n")
         assert str(place.folder / "prep/saturate.py").encode() in ours.stderr and b"nothing was changed" in ours.stderr
+    no_text = os.fsdecode(b"caf\xe9")
+    place.write("", f"{no_text}/saturate.py")
+    place.write("import torch\n", f"{no_text}/train.py")
+    assert b"/caf\\udce9/saturate.py, and both cannot be loaded" in place.under(["zero-grad-none"], sys.executable, f"{no_text}/train.py").stderr
     strict = place.under(["zero-grad-none"], sys.executable, "prep/train.py", options=("--strict",))
     assert (strict.returncode, strict.stdout) == (3, b"")
 

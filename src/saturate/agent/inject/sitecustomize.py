@@ -46,8 +46,7 @@ class _Guest:
             if callback is not None:
                 callback(module)
         except Exception as error:  # a guest fails open: the user's program must run whatever happens here
-            interrupts = sys.modules.get("saturate.techniques._interrupts")
-            interrupted = interrupts is not None and interrupts.from_signal_handler(error)
+            interrupted = _from_signal_handler(error)
             self.stays_out(f"the agent could not start ({type(error).__name__}: {error})", leaves=not interrupted)
             if interrupted:             # a time limit, say: the program's to catch
                 raise
@@ -95,14 +94,24 @@ class _Guest:
 
 def _tell(text):
     """As `saturate.notices.tell`, which may not be loaded yet."""
-    try:
-        if sys.stderr is sys.__stderr__:
-            sys.stderr.flush()
-            os.write(sys.stderr.fileno(), f"saturate: {text}\n".encode())
+    for stream in (sys.stderr, sys.__stderr__):
+        try:
+            if stream is sys.__stderr__:
+                stream.flush()
+                os.write(stream.fileno(), f"saturate: {text}\n".encode(stream.encoding, "backslashreplace"))     # paths may be no text
+            else:
+                stream.write(f"saturate: {text}\n")
+        except Exception as error:      # closed, full, nothing, or another thing altogether: nothing may come of it
+            if _from_signal_handler(error):
+                raise
         else:
-            sys.stderr.write(f"saturate: {text}\n")
-    except Exception:  # noqa: BLE001, S110 - closed, full, nothing, or another thing altogether: nothing may come of it
-        pass
+            return
+
+
+def _from_signal_handler(error):
+    """Whether the program's handler of a signal raised it, as far as can be told before the agent is loaded."""
+    interrupts = sys.modules.get("saturate.techniques._interrupts")
+    return interrupts is not None and interrupts.from_signal_handler(error)
 
 
 def _namesake():
