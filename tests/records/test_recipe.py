@@ -198,6 +198,13 @@ def test_validate_names_each_mistake(entries, message, key):
     assert problems[0].key == key and problems[0].remedy
 
 
+def test_a_class_that_was_stronger_once_can_be_brought_up_to_date():
+    """A technique may promise less in a later version; the remedy says what to write, and that is then accepted."""
+    for written, wrong in (("exact", 1), ("stream", 0)):
+        problems = recipes.validate(Recipe(techniques=[Entry(id="compile", numerics=written)]), REGISTRY)
+        assert len(problems) == wrong and all('write numerics = "stream" there' in problem.remedy for problem in problems)
+
+
 def test_validate_suggests_the_nearest():
     assert recipes.validate(Recipe(techniques=[Entry(id="bf16_autocats")]), REGISTRY)[0].remedy == "did you mean 'bf16-autocast'?"
 

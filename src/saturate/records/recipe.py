@@ -74,10 +74,12 @@ def validate(recipe: Recipe, registry: Mapping[str, Any]) -> list[Problem]:
                 key=(*key, "options", wrong.name) if wrong.name else (*key, "options"),
                 remedy=wrong.remedy or f"saturate explain {entry.id}",
             ))
-        if entry.numerics and entry.numerics != module.TECHNIQUE.numerics:
+        numerics = module.TECHNIQUE.numerics
+        if entry.numerics and entry.numerics != numerics:
             found.append(Problem(
-                message=f"{entry.id} is of numerics class {module.TECHNIQUE.numerics}, not {clip(entry.numerics)}",
-                key=(*key, "numerics"), remedy="run saturate tune again: what was verified may not be what is applied",
+                message=f"{entry.id} is of numerics class {numerics}, not {clip(entry.numerics)}", key=(*key, "numerics"),
+                remedy=f"run saturate tune again: what was verified may not be what is applied; or write numerics = \"{numerics}\" there, "
+                       f"if that will do (saturate explain {numerics})",
             ))
         owners.append((index, entry, module))
     return found + _conflicts(owners)
