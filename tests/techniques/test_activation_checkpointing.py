@@ -634,8 +634,7 @@ def test_the_class_allows_what_a_missing_cache_changes():
 
     pairs = [(gradients(seed, True), gradients(seed, False)) for seed in range(40)]
     torch.testing.assert_close([pair[0] for pair in pairs], [pair[1] for pair in pairs], rtol=1e-4, atol=1e-6)
-    same = all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair))
-    assert same or technique.TECHNIQUE.numerics == "reordering"
+    assert technique.TECHNIQUE.numerics == "reordering"
 
 
 def test_a_cache_of_keys_and_values_that_the_script_uses():
