@@ -141,3 +141,78 @@ def test_a_pass_goes_on_where_the_technique_is_taken_back():
     first = next(batches)
     context.undo()
     assert [first, *batches] == [([n, n + 1], True) for n in range(0, 12, 2)]
+
+
+class Hardest(torch.utils.data.Dataset):
+    """Of each group of examples the one that the model is worst at; from `start` on. What it is told by the model it reads from
+    `found`, or from a global."""
+
+    def __init__(self, start=0, found=None):
+        self.start, self.found = start, found
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        group = torch.arange(3.0).reshape(3, 1) + index
+        if index < self.start:
+            return group[0]
+        with torch.no_grad():
+            return group[torch.sin(20 * (self.found or judge)(group)).argmax()]
+
+
+def judge(group):
+    return scorer(group)
+
+
+def frozen(group):
+    return extractor(group)
+
+
+scorer = extractor = None
+
+
+def trained_losses(start, found, technique, peek=False):
+    """Of a training that mines its examples, and how many of its loaders' workers were left at the end."""
+    global scorer, extractor
+    torch.manual_seed(0)
+    scorer, extractor, context, changes = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).eval(), Context(torch), {}
+    dataset = Hardest(start, {"global": None, "held": scorer, "closure": lambda group, own=scorer: own(group), "frozen": frozen}[found])
+    optimizers = []
+    context.built_optimizers = lambda: list(optimizers)
+    if technique:
+        loader_workers.apply(context, loader_workers.Options(workers=2))
+        arguments = {"batch_size": 4, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+        changes = context.loader_rewrites[0](dataset, arguments, frozenset())
+        assert changes["num_workers"] == 2
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, **changes)
+    try:
+        if peek:
+            next(iter(loader))
+        optimizers.append(torch.optim.SGD(scorer.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(3):
+            for batch in loader:
+                optimizers[0].zero_grad()
+                loss = (scorer(batch) - 3 * batch).pow(2).mean()
+                loss.backward()
+                optimizers[0].step()
+                losses.append(loss.item())
+        return losses, loader.num_workers
+    finally:
+        context.undo()
+
+
+@pytest.mark.parametrize(("found", "start", "peek"), [("global", 0, False), ("held", 0, True), ("closure", 0, False), ("held", 20, False),
+                                                      ("global", 0, True)])
+def test_examples_that_are_chosen_by_the_model_are_chosen_by_the_one_that_trains(found, start, peek, capfd):
+    """Workers would ask a copy, as it was when they began."""
+    loader_workers._say_once.cache_clear()
+    plain, _ = trained_losses(start, found, technique=False, peek=peek)
+    assert trained_losses(start, found, technique=True, peek=peek) == (plain, 0)
+    assert capfd.readouterr().err.count("Hardest or its collate_fn calls the model that is being trained") == 1
+
+
+def test_workers_call_models_that_are_not_trained():
+    plain, _ = trained_losses(0, "frozen", technique=False)
+    assert trained_losses(0, "frozen", technique=True) == (plain, 2)

@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import itertools
+import multiprocessing
 import os
 import random
 import socket
@@ -586,6 +587,23 @@ def _curriculum(loader, dataset):
 def test_passes_and_changed_datasets_are_as_without_the_technique(script, own):
     plain, changed = _passes(script, own)
     assert changed == plain
+
+
+def test_workers_live_on_behind_a_pass_that_was_broken_off():
+    def script(loader, dataset):
+        for _ in range(3):
+            for batch in loader:
+                yield batch.tolist()
+                break
+            if loader.num_workers:
+                began.append([worker.pid for worker in loader._iterator._workers])
+                alive.append(len(multiprocessing.active_children()))
+
+    began, alive = [], []
+    others = len(multiprocessing.active_children())
+    plain, changed = _passes(script)
+    assert changed == plain
+    assert began == [began[0]] * 3 and alive == [others + 2] * 3
 
 
 class FromOneFile(torch.utils.data.Dataset):

@@ -1,10 +1,12 @@
-"""A pass over a loader whose workers cannot make its batches: forked from a process that uses CUDA, or has only counted its devices,
-they must not, and a collate function that moves its batch to a device raises there. The training process makes them itself then, as
-the script wrote it. Used by `loader-workers`."""
+"""A pass over a loader whose workers cannot make its batches. Forked from a process that uses CUDA, or has only counted its devices,
+they must not use it, and a collate function that moves its batch to a device raises there. And a dataset that calls the model which is
+being trained (to choose hard examples, say) would call a copy of it there, as it was when the worker began: `refusing_models` makes
+that raise. The training process makes the batches itself then, as the script wrote it. Used by `loader-workers`."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
@@ -12,6 +14,34 @@ from typing import Any
 
 #: From torch.cuda, raised in the worker and again in the training process, with the worker's traceback.
 REFUSAL = "Cannot re-initialize CUDA in forked subprocess"
+#: From `refusing_models`, in the same way.
+TRAINED = "a worker process has no model that is being trained, but a copy"
+
+#: What is said of a dataset whose batches no worker can make.
+_REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
+            TRAINED: "calls the model that is being trained, of which workers have a copy as it was when they began"}
+
+
+@contextlib.contextmanager
+def refusing_models(torch: Any, optimizers: list[Any]) -> Iterator[None]:
+    """Where workers are forked inside of this, a call of a module whose parameters one of the optimizers holds raises in them. What is
+    told is the call: parameters that an item is computed from in another way are not."""
+    trained = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    trains: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()      # by module
+
+    def refuse(module: Any, inputs: Any) -> None:
+        if torch.utils.data.get_worker_info() is None:
+            return
+        if module not in trains:
+            trains[module] = not trained.isdisjoint(map(id, module.parameters()))
+        if trains[module]:
+            raise RuntimeError(f"{TRAINED} ({type(module).__name__})")
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class Asked:
@@ -39,7 +69,7 @@ class Asked:
 
 
 class Passes:
-    """Those that may have to go on in the training process: where torch was built for GPUs."""
+    """Those that may have to go on in the training process."""
 
     def __init__(self, torch: Any):
         self._torch = torch
@@ -48,8 +78,7 @@ class Passes:
     def began(self, iterator: Any, loader: Any) -> None:
         """Workers have not been asked for anything yet."""
         self._asked.pop(iterator, None)
-        # Not whether CUDA is in use: the process may begin to use it while workers live, and `is_available` is enough to refuse it to them.
-        if (self._torch.version.cuda or self._torch.version.hip) and getattr(iterator, "_in_order", True):
+        if getattr(iterator, "_in_order", True):
             iterator._sampler_iter = asked = Asked(iterator._sampler_iter)
             self._asked[iterator] = asked, weakref.ref(loader)
 
@@ -57,9 +86,10 @@ class Passes:
         if iterator in self._asked:
             self._asked[iterator][0].came()
 
-    def must_go_on_here(self, iterator: Any, error: BaseException) -> bool:
-        """Whether workers failed for a reason that the training process has not."""
-        return iterator in self._asked and REFUSAL in str(error)
+    def must_go_on_here(self, iterator: Any, error: BaseException) -> str:
+        """The reason for which workers failed, if it is one that the training process has not; else ""."""
+        found = (said for refusal, said in _REASONS.items() if refusal in str(error))
+        return next(found, "") if iterator in self._asked else ""
 
     def go_on_here(self, iterator: Any) -> Any:
         """The batch that has failed. Those after it, of later passes too, come without workers."""

@@ -35,7 +35,9 @@ Arguments of `DataLoader` that stand at their defaults are changed when it is bu
 (theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
-function uses CUDA, the training process makes the batches from there on. Counts respect the CPU quota, memory and /dev/shm.
+function uses CUDA, or calls the model that is being trained (to choose hard examples, say), the training process makes the batches
+from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen.
+Counts respect the CPU quota, memory and /dev/shm.
 
 References
 ----------
@@ -62,7 +64,7 @@ from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
-from saturate.techniques._cuda_in_workers import Passes
+from saturate.techniques._cuda_in_workers import Passes, refusing_models
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given, referable
 
@@ -235,14 +237,15 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
         try:
             batch = next_data(self)
         except RuntimeError as error:
-            if not passes.must_go_on_here(self, error):
+            reason = passes.must_go_on_here(self, error)
+            if not reason:
                 raise
         else:
             passes.came(self)
             return batch
         if self in orders:
             orders.pop(self).settle()
-        _say_once(f"{type(self._dataset).__name__} or its collate_fn uses CUDA, which forked workers cannot: there are none")
+        _say_once(f"{type(self._dataset).__name__} or its collate_fn {reason}: there are none")
         return passes.go_on_here(self)
 
     def undo() -> None:
@@ -274,10 +277,10 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waitin
                 self in given and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
-            return original(self)
+            return begin(self, original)
         if _busy(self, waiting):
-            return self._get_iterator()
-        now = _held(self)
+            return begin(self, type(self)._get_iterator)
+        now = _held(self), bool(context.built_optimizers())      # of workers that began before, no optimizer tells what trains
         if self not in seen:
             for other in [other for other in once if other._iterator is not None and not _busy(other, waiting)]:
                 _end_workers(other)
@@ -287,7 +290,13 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waitin
             if self._iterator is not None and seen[self] != now:
                 _end_workers(self)
         seen[self] = now
-        return original(self)
+        return begin(self, original)
+
+    def begin(loader: Any, make: Callable[[Any], Any]) -> Any:
+        if loader.num_workers and loader in given:
+            with refusing_models(context.torch, context.built_optimizers()):
+                return make(loader)
+        return make(loader)
 
     context.set_attribute(kind, "__iter__", iterate)
 
@@ -336,9 +345,10 @@ def _end_workers(loader: Any) -> None:
 
 def _busy(loader: Any, waiting: Any) -> bool:
     """Whether the script is in the middle of a pass over the loader. One that it broke off, it has let go."""
+    references = _references(loader)        # before there is one more here
     iterator = loader._iterator
     begun = iterator is not None and (iterator in waiting or iterator._rcvd_idx < iterator._send_idx)
-    return begun and _references(loader) > _ALONE
+    return begun and references > _ALONE
 
 
 def _references(loader: Any) -> int:
