@@ -27,14 +27,9 @@ def refusing_models(torch: Any, optimizers: list[Any]) -> Iterator[None]:
     """Where workers are forked inside of this, a call of a module whose parameters one of the optimizers holds raises in them. What is
     told is the call: parameters that an item is computed from in another way are not."""
     trained = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    trains: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()      # by module
 
     def refuse(module: Any, inputs: Any) -> None:
-        if torch.utils.data.get_worker_info() is None:
-            return
-        if module not in trains:
-            trains[module] = not trained.isdisjoint(map(id, module.parameters()))
-        if trains[module]:
+        if torch.utils.data.get_worker_info() is not None and not trained.isdisjoint(map(id, module.parameters())):
             raise RuntimeError(f"{TRAINED} ({type(module).__name__})")
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
