@@ -169,6 +169,14 @@ def frozen(group):
     return extractor(group)
 
 
+def named(group):
+    """As datasets do that say which item it was."""
+    try:
+        return scorer(group)
+    except Exception as error:
+        raise ValueError("no such item") from error
+
+
 scorer = extractor = None
 
 
@@ -177,8 +185,9 @@ def trained_losses(start, found, technique, peek=False):
     global scorer, extractor
     torch.manual_seed(0)
     scorer, extractor, context, changes = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).eval(), Context(torch), {}
-    dataset = Hardest(start, {"global": None, "held": scorer, "closure": lambda group, own=scorer: own(group), "frozen": frozen}[found])
-    optimizers = []
+    dataset = Hardest(start, {"global": None, "held": scorer, "closure": lambda group, own=scorer: own(group), "frozen": frozen, "named": named}[found])
+    # Another model is trained as well, and the making of one optimizer has failed.
+    optimizers = [types.SimpleNamespace(), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1e-3)]
     context.built_optimizers = lambda: list(optimizers)
     if technique:
         loader_workers.apply(context, loader_workers.Options(workers=2))
@@ -193,10 +202,10 @@ def trained_losses(start, found, technique, peek=False):
         losses = []
         for _ in range(3):
             for batch in loader:
-                optimizers[0].zero_grad()
+                optimizers[-1].zero_grad()
                 loss = (scorer(batch) - 3 * batch).pow(2).mean()
                 loss.backward()
-                optimizers[0].step()
+                optimizers[-1].step()
                 losses.append(loss.item())
         return losses, loader.num_workers
     finally:
@@ -204,7 +213,7 @@ def trained_losses(start, found, technique, peek=False):
 
 
 @pytest.mark.parametrize(("found", "start", "peek"), [("global", 0, False), ("held", 0, True), ("closure", 0, False), ("held", 20, False),
-                                                      ("global", 0, True)])
+                                                      ("global", 0, True), ("named", 0, True)])
 def test_examples_that_are_chosen_by_the_model_are_chosen_by_the_one_that_trains(found, start, peek, capfd):
     """Workers would ask a copy, as it was when they began."""
     loader_workers._say_once.cache_clear()

@@ -285,5 +285,11 @@ def test_buffers_that_the_baseline_itself_does_not_repeat_are_not_compared():
     assert repeated(told, again) is told and repeated(base, BASE) is base
     noisy = replace(with_statistics(near=lambda value: 1.001 * value), losses=[[2.0]] * N)
     assert repeated(base, noisy) is base            # sums in another order, from the first update on: that is what a tolerance is for
+    rounded = with_statistics(near=lambda value: value * (1 + 2**-24), clock=random.Random(5).random)
+    assert sum(map(math.isnan, repeated(base, rounded).statistics[-1])) == 1        # the clock, not what is a bit otherwise
+    half = replace(told, statistics=[[math.nan, *row[1:]] for row in told.statistics])
+    assert not compare(half, frozen, tolerance(half)).passed                        # the rest of that buffer is compared
+    turned = replace(base, statistics=[[*row[3:], *row[:3]] for row in base.statistics], statistics_segments=[2, 1, 3])
+    assert bitwise(base, turned)
     shrunk = replace(base, statistics=[row[:5] for row in base.statistics], statistics_segments=[3, 2])
     assert not bitwise(base, shrunk)

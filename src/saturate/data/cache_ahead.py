@@ -9,6 +9,7 @@ torch's samplers do it; the last batch of one that draws once more behind it is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -143,4 +144,5 @@ def _store(reader: Any, indices: list[int], deadline: float) -> None:
         return
     finally:
         cache_probe.restore(random_state)
-        reader.left()
+        with contextlib.suppress(Exception):    # an object that raises when it is looked at
+            reader.left()

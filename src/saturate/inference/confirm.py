@@ -130,7 +130,7 @@ def with_enough_calls(won: Confirmed, final: Race, yard: Yard, limits: Mapping[s
     """The final race with more calls of the artifact, where it had too few to tell whether they keep a limit that they seem to
     pass: a slow model may have a dozen, and one that something else held up is their 99th percentile."""
     times = list(final.times_b)
-    if not too_few_calls(times, won.memory_bytes, limits):
+    if not too_few_calls(times, won.memory_bytes, limits) or time.monotonic() >= deadline_s:
         return final
     with racing.lane(lambda: yard.load(won.artifact)) as more:
         while not decided(times, won.memory_bytes, limits) and time.monotonic() < deadline_s:

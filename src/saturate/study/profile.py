@@ -347,6 +347,8 @@ def _keep_traces(study: Study, run_dir: Path, seen: Seen) -> None:
     """Move the traces out of the trial's folder, by rank; none where the recording has a problem: those of the other ranks alone would
     be read as if they were all."""
     if seen.record.get("problem"):
+        for path in run_dir.glob("trace-rank*.json*"):
+            path.unlink(missing_ok=True)
         return
     found = sorted(run_dir.glob("trace-rank*.json.gz"), key=lambda path: int(path.name[10:].partition(".")[0]))
     for rank, path in enumerate(found):

@@ -22,11 +22,16 @@ _REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
             TRAINED: "calls the model that is being trained, of which workers have a copy as it was when they began"}
 
 
+def trained_by(optimizers: list[Any]) -> frozenset[int]:
+    """The parameters that they train, by id. One whose making has failed has no groups."""
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    return frozenset(id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad)
+
+
 @contextlib.contextmanager
-def refusing_models(torch: Any, optimizers: list[Any]) -> Iterator[None]:
-    """Where workers are forked inside of this, a call of a module whose parameters one of the optimizers holds raises in them. What is
+def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
+    """Where workers are forked inside of this, a call of a module that holds any of these parameters raises in them. What is
     told is the call: parameters that an item is computed from in another way are not."""
-    trained = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
     def refuse(module: Any, inputs: Any) -> None:
         if torch.utils.data.get_worker_info() is not None and not trained.isdisjoint(map(id, module.parameters())):

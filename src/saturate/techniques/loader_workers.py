@@ -36,7 +36,8 @@ Arguments of `DataLoader` that stand at their defaults are changed when it is bu
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
 function uses CUDA, or calls the model that is being trained (to choose hard examples, say), the training process makes the batches
-from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen.
+from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
+nor where the dataset itself catches what that raises.
 Counts respect the CPU quota, memory and /dev/shm.
 
 References
@@ -64,7 +65,7 @@ from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
-from saturate.techniques._cuda_in_workers import Passes, refusing_models
+from saturate.techniques._cuda_in_workers import Passes, refusing_models, trained_by
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given, referable
 
@@ -236,7 +237,7 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
             orders[self].reached()
         try:
             batch = next_data(self)
-        except RuntimeError as error:
+        except Exception as error:      # a dataset may have made another one of it
             reason = passes.must_go_on_here(self, error)
             if not reason:
                 raise
@@ -245,7 +246,7 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
             return batch
         if self in orders:
             orders.pop(self).settle()
-        _say_once(f"{type(self._dataset).__name__} or its collate_fn {reason}: there are none")
+        _say_once(f"{self._dataset.__class__.__name__} or its collate_fn {reason}: there are none")
         return passes.go_on_here(self)
 
     def undo() -> None:
@@ -280,7 +281,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waitin
             return begin(self, original)
         if _busy(self, waiting):
             return begin(self, type(self)._get_iterator)
-        now = _held(self), bool(context.built_optimizers())      # of workers that began before, no optimizer tells what trains
+        now = _held(self), trained_by(context.built_optimizers())
         if self not in seen:
             for other in [other for other in once if other._iterator is not None and not _busy(other, waiting)]:
                 _end_workers(other)
@@ -293,8 +294,8 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waitin
         return begin(self, original)
 
     def begin(loader: Any, make: Callable[[Any], Any]) -> Any:
-        if loader.num_workers and loader in given:
-            with refusing_models(context.torch, context.built_optimizers()):
+        if loader.num_workers and loader in given and (loader._iterator is None or make is not original):     # workers are forked
+            with refusing_models(context.torch, trained_by(context.built_optimizers())):
                 return make(loader)
         return make(loader)
 

@@ -167,10 +167,12 @@ def _strays(base: Series, other: Series, since: int, count: int) -> list[float]:
         if (k - since) % WINDOW == 1:
             start, least = k - 1, {}
         for part, (begin, end) in enumerate(base.statistics_parts()):
-            ours, theirs = (list(map(sub, s.statistics[k][begin:end], s.statistics[start][begin:end])) for s in (base, other))
+            held = base.statistics[k]
+            places = [at for at in range(begin, end) if math.isfinite(held[at])]        # see `repeated`; of masks, what is not infinite
+            ours, theirs = ([s.statistics[k][at] - s.statistics[start][at] for at in places] for s in (base, other))
             length = norm(ours)
             # The mean of inputs that were centred is nothing but rounding.
-            enough = max(LEAST_WAY * norm(base.statistics[k][begin:end]), QUANTUM * base.rounding * math.sqrt(end - begin))
+            enough = max(LEAST_WAY * norm([held[at] for at in places]), QUANTUM * base.rounding * math.sqrt(len(places)))
             if math.isfinite(length) and length > enough:
                 away = norm(list(map(sub, theirs, ours))) / length
                 least[part] = min(least.get(part, math.inf), away if math.isfinite(away) else math.inf)

@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import median
 
-from saturate.verify.deviation import FIRST_ACTING, Deviation, deviation, moves_without_direction, norm, update_of
+from saturate.verify.deviation import (
+    FIRST_ACTING,
+    QUANTUM,
+    Deviation,
+    deviation,
+    moves_without_direction,
+    norm,
+    update_of,
+)
 from saturate.verify.series import COARSE, ROUNDING, Series
 
 #: Fewer updates than this prove too little.
@@ -243,12 +251,13 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
 
 
 def repeated(baseline: Series, repetition: Series) -> Series:
-    """The baseline, with nan for those entries of its buffers that its own repetition has otherwise while everything else is the same:
-    a clock, or memory that nothing was written to. They say nothing about a candidate."""
+    """The baseline, with nan for those entries of its buffers that its own repetition has otherwise, by more than a few roundings, while
+    everything else is the same: a clock, or memory that nothing was written to. They say nothing about a candidate."""
     if not baseline.statistics or baseline.statistics_segments != repetition.statistics_segments:
         return baseline
     alike = takewhile(lambda k: _alike(baseline, repetition, k), range(min(len(baseline), len(repetition))))
-    odd = {at for k in alike for at, (a, b) in enumerate(zip(baseline.statistics[k], repetition.statistics[k])) if a != b and a == a}
+    odd = {at for k in alike for at, (a, b) in enumerate(zip(baseline.statistics[k], repetition.statistics[k]))
+           if a != b and a == a and not abs(a - b) <= QUANTUM * baseline.rounding * max(abs(a), abs(b))}
     if not odd:
         return baseline
     rows = [[math.nan if at in odd else value for at, value in enumerate(row)] for row in baseline.statistics]

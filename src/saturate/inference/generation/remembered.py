@@ -29,7 +29,8 @@ class Memory:
 
     def __init__(self, journal: Journal | None = None, notes: list[str] | None = None):
         self._journal, self._notes = journal, [] if notes is None else notes
-        self._turns = [name for name in journal.known if name.startswith(_TURN)] if journal else []
+        self._known = journal.known if journal else {}      # also when the disk has taken no more
+        self._turns = [name for name in self._known if name.startswith(_TURN)]
 
     def tried(self, label: str) -> GenerationCandidate | None:
         return self._record(label)
@@ -53,7 +54,7 @@ class Memory:
         return self._turns.index(name)
 
     def _record(self, name: str) -> GenerationCandidate | None:
-        known = self._journal.known.get(name) if self._journal else None
+        known = self._known.get(name)
         return None if known is None else msgspec.convert(known["record"], GenerationCandidate)
 
     def _add(self, name: str, numerics: str, entry: dict[str, Any]) -> None:
