@@ -108,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=2400)
     parser.add_argument("--budget", type=float, default=420.0, help="of tune, seconds")
-    parser.add_argument("--repeats", type=int, default=4, help="pairs of a cold epoch and the decode rate")
+    parser.add_argument("--repeats", type=int, default=8, help="pairs of a cold epoch and the decode rate")
     parser.add_argument("--smoke", action="store_true", help="as little as runs: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
