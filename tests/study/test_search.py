@@ -261,12 +261,14 @@ class Uneven(World):
     `steady` ends that."""
 
     slow: frozenset[int] = frozenset({1, 3})
+    steadied: int = 0                   # races for it
 
     def run(self, question: str, a: Any, b: Any, limits: Any, deadline: float, share_base: bool = False, min_pairs: int = 1) -> Result:
         result = super().run(question, a, b, limits, deadline, share_base, min_pairs)
         if not question.startswith("steady with"):
             return result
         assert not share_base, "the shared process is in one state for ever"
+        self.steadied += 1
         uneven = [number in self.slow for number in range(min_pairs)]
         pairs = [[(0.22 if slow else 0.0) + noise for noise in (0.01, -0.01, 0.02, -0.02, 0.0, 0.01)] for slow in uneven]
         work = [(KernelWork(1400.0 if slow else 1.0, 0.0), KernelWork(0.0, 0.0)) for slow in uneven]
@@ -290,10 +292,21 @@ def test_what_makes_processes_alike_comes_first_and_the_rest_stands_on_it() -> N
     assert sum(one.record.question.startswith("steady with") for one in walk.results) == 1, "one race, told once"
 
 
+def test_what_may_make_processes_alike_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of four minutes went into four pairs that said nothing, and nothing else was tried."""
+    monkeypatch.setattr("saturate.study.search.STEADYING", 0.0)
+    world = Uneven({"steady": (1.0, 0.0), "fast": (0.8, 0.0)}, None, slow=frozenset())
+    walk = search(world, FAST, steadying())
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast"]
+    assert world.steadied == 1
+
+
 @pytest.mark.parametrize(("slow", "wrong"), [(frozenset(), frozenset()), (frozenset({1, 3}), frozenset({"steady"}))])
 def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozenset[int], wrong: frozenset[str]) -> None:
     world = Uneven({"steady": (1.0, 0.0), "fast": (0.8, 0.0)}, None, wrong=wrong, slow=slow)
     walk = search(world, FAST, steadying())
     walk.run()
+    assert world.steadied > 1
     assert [c.id for c in walk.kept] == ["fast"]
     assert walk.fates["steady"].fate == ("rejected_numerics" if wrong else "no_difference")

@@ -36,6 +36,9 @@ SMALLEST_BOUND = 0.01
 SCREEN = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
 ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 
+#: Of the time that is left, what the races for processes that are alike may take where the first says nothing: they need fresh pairs.
+STEADYING = 0.25
+
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
 RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
@@ -207,6 +210,8 @@ class Search:
         if conflict(self.kept, candidate):
             return False
         together = ordered((*self.kept, candidate))
+        began = time.monotonic()
+        end = began + STEADYING * (self.deadline - began)
         for most in range(1, ADD.max_pairs + 1):
             before = len(self.results)
             result = self.race(f"steady with {candidate.label()}", self.kept, together, dataclasses.replace(ADD, max_pairs=most), candidate,
@@ -219,7 +224,8 @@ class Search:
                 self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
                 self._keep(candidate, together, result, f"{in_words(result)[1]} ({result.decision.reason})")
                 return True
-            if time.monotonic() > self.deadline:
+            now = time.monotonic()
+            if now + (now - began) / most > end:            # another pair takes as long as these did
                 return False
         return False
 
