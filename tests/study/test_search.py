@@ -236,6 +236,23 @@ def test_what_seems_to_give_much_by_itself_has_its_own_race_first() -> None:
     assert not any(" and " in question for question in world.asked)
 
 
+def test_what_is_certain_joins_before_what_changes_where_it_runs_is_screened() -> None:
+    """A short budget went into threads, on top of nothing; the second of two certain gains was never added."""
+    world = Noisy({"fast": (0.94, 0.0), "slow": (0.96, 0.0), "warm": (0.99, 0.0), "other": (1.1, 0.0)}, None)
+    walk = search(world, technique("other"), WARM, SLOW, FAST)
+    walk.run()
+    assert world.asked.index("add slow to fast") < world.asked.index("screen warm with fast + slow")
+    assert world.asked.index("screen other") < world.asked.index("add slow to fast"), "all that changes the work has its turn first"
+
+
+def test_a_promised_technique_with_a_small_gain_waits_for_its_pair() -> None:
+    world = Together({"small": (0.95, 0.0), "warm": (0.99, 0.0), "other": (0.995, 0.0)}, None, factor=0.75)
+    walk = search(world, SMALL, WARM, OTHER)
+    walk.findings = (promise(1.8),)
+    walk.run()
+    assert "screen small and warm with baseline" in world.asked and {c.id for c in walk.kept} == {"small", "warm"}
+
+
 def test_every_technique_has_a_turn_before_any_has_a_second() -> None:
     """Three variants of loader workers, all slower, took the time in which compile would have been found."""
     world = Noisy({"one": (1.2, 0.0), "one level=2": (1.2, 0.0), "one level=3": (0.7, 0.0), "other": (1.1, 0.0)}, None)

@@ -2,7 +2,8 @@
 
 A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
 measured and verified. What is large and beyond doubt joins while the others are still screened, and they are screened on
-top of it: a faster optimizer is not seen behind a loader that starves it. What the diagnosis promised and screening did not
+top of it: a faster optimizer is not seen behind a loader that starves it. What is beyond doubt but not large joins before what
+changes where the work runs is screened. What the diagnosis promised and screening did not
 show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
@@ -189,6 +190,8 @@ class Search:
                 continue
             if first.id in self.racer.steadying and self._steady(first):
                 continue
+            if first.module.TECHNIQUE.stage == "environment":
+                waiting = self._add_certain(waiting)
             best = self._best_of([first], None)
             if best is not None and self._gives_much(best):
                 self._try_to_add(self._best_of(others, best) or best)
@@ -203,6 +206,20 @@ class Search:
             else:
                 scored.append((self.screened[best.id].gain, best))
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
+
+    def _add_certain(self, waiting: list[tuple[list[Candidate], Candidate | None]]) -> list[tuple[list[Candidate], Candidate | None]]:
+        """Add what is faster beyond doubt, the largest gain first; what still waits. What changes where the work runs depends on the
+        work: screened before, it would be raced on top of the kept set once more, in time that a short budget has for one of the two."""
+        expected = {candidate.id for candidate in self._disappointing()}        # to be tried in pairs
+        certain = [(others, best) for others, best in waiting
+                   if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"]
+        added: set[str] = set()
+        for others, best in sorted(certain, key=lambda entry: -self.screened[entry[1].id].gain):
+            if time.monotonic() > self.deadline:
+                break
+            self._try_to_add(self._best_of(others, best) or best)
+            added.add(best.id)
+        return [(others, best) for others, best in waiting if best is None or best.id not in added]
 
     def _steady(self, candidate: Candidate) -> bool:
         """Keep what makes processes of the baseline alike, if that is faster and verifies; whether its fate is settled. Raced in fresh
