@@ -233,7 +233,7 @@ def test_of_a_lossless_winner_is_said_what_the_check_said(monkeypatch: pytest.Mo
     assert found.candidate.lossless
     race = types.SimpleNamespace(estimate=types.SimpleNamespace(speedup=2.0, speedup_ci=(1.9, 2.1)), b=Timing(p50=1, p90=1, p99=1, calls=9))
     won = Confirmed(found, Path("nowhere"), judgement, read([0.5, 1.0]))
-    best = best_of(won, won, race, None, Lab(None, Path("nowhere"), 1, 0.0))            # type: ignore[arg-type]
+    best = best_of(won, won, race, None)            # type: ignore[arg-type]
     assert best is not None and (best.verdict, best.samples_needed, best.accuracy_drop) == ("undecided", 900, 0.03)
 
 

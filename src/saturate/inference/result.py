@@ -121,7 +121,7 @@ class Result:
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won, final = confirm.champion(search, lab, search.failed, search.check_failed, until_s, mend=lambda found: None)
         lab.discard(won.artifact if won is not None else None)
-        best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None, lab)
+        best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None)
         if won is None or best is None:
             raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
@@ -181,7 +181,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
     waiting = untried(search, lab.threads)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
-    best = best_of(won, lossless, final, versus, lab) if verdict == "faster" else None
+    best = best_of(won, lossless, final, versus) if verdict == "faster" else None
     rows = [rowed(found, lab) for found in search.tried.values()]
     rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
              for id, reason in search.pool.refused.items()]
@@ -218,7 +218,7 @@ def cut_short(found: Tried) -> bool:
     return found.outside or (found.fate == "failed" and found.reason.startswith("timeout"))
 
 
-def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, lab: Lab) -> Best | None:
+def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None) -> Best | None:
     if won is None or final is None or final.estimate is None or final.b is None:
         return None
     judgement, own = won.judgement, lossless is won

@@ -235,7 +235,7 @@ class Bench:
         self.check_memory(techniques)
         trial, hello = self.ready(purpose, techniques, started=started)
         try:
-            self.check_applied(trial, techniques, hello)
+            self.check_applied(trial, hello)
         except TrialEnded:
             self.finish(trial, techniques)
             raise
@@ -296,7 +296,7 @@ class Bench:
                 return "runs out of memory" if kind in OUT_OF_MEMORY else ended.outcome.reason
         return self.peaks.too_much(techniques)
 
-    def check_applied(self, trial: Trial, techniques: Set, hello: dict[str, Any]) -> None:
+    def check_applied(self, trial: Trial, hello: dict[str, Any]) -> None:
         """Raise TrialEnded unless every technique was applied."""
         for applied in hello["applied"]:
             if applied["problem"]:
@@ -353,7 +353,7 @@ class Bench:
     def prove_still(self, live: Live) -> None:
         """Raise TrialEnded unless every technique is still in effect: the training may have gone on with another model since."""
         live.trial.thaw()
-        self.check_applied(live.trial, live.techniques, live.trial.greeting())
+        self.check_applied(live.trial, live.trial.greeting())
         self._prove(live.trial, live.techniques)
 
     def _check_events(self, trial: Trial, rates: dict[str, float], steps: int) -> None:

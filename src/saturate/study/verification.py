@@ -294,7 +294,7 @@ class Verifier:
             for run, begun in zip(runs, started):
                 trial, hello = self.bench.ready(_purpose(run), run.techniques, self._capture(run), begun)
                 try:
-                    self.bench.check_applied(trial, run.techniques, hello)
+                    self.bench.check_applied(trial, hello)
                 finally:
                     self.bench.finish(trial, run.techniques)
                 self._series[_name(run)] = read(trial.spec.folder)

@@ -21,7 +21,7 @@ def compare(module: Any, inner: Any, skeleton: Any, inputs: list[Any], plan: Pla
 
     Raises NotSplittable with the reason where they do not agree.
     """
-    state = Randomness(torch, devices_of(module, torch))
+    state = Randomness(torch, devices_of(module))
     try:
         while most > 1:
             try:

@@ -127,7 +127,7 @@ class Guard:
             self._give_up(_in_words(error))
             return inner(module, *args, **kwargs)
         if watch is not None:
-            return self._first_look(inner, module, skeleton, inputs, args, kwargs, size, key, watch)
+            return self._first_look(inner, module, skeleton, inputs, args, kwargs, key, watch)
         if plan is None or not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
             return inner(module, *args, **kwargs)
         return self._run(inner, module, args, kwargs, skeleton, inputs, plan, key, size, chunks)
@@ -138,7 +138,7 @@ class Guard:
         torch = self.torch
         self.cut[key] += chunks > 1
         samples = plan.samples(inputs)
-        state = Randomness(torch, devices_of(module, torch))
+        state = Randomness(torch, devices_of(module))
         while True:
             try:
                 listener = Listener(
@@ -174,8 +174,8 @@ class Guard:
 
     # -- whether it can be cut -------------------------------------------------------------------------------------
 
-    def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, size: int,
-                    key: Any, watch: Watch) -> Any:
+    def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, key: Any,
+                    watch: Watch) -> Any:
         """The script's own forward, watched; then the proof."""
         output = self._as_written(inner, module, inputs, args, kwargs)
         if key in self.plans:

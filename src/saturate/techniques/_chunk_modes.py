@@ -65,7 +65,7 @@ def drawing_again(state: Randomness) -> Iterator[None]:
         now.restore()
 
 
-def devices_of(module: Any, torch: Any) -> tuple[Any, ...]:
+def devices_of(module: Any) -> tuple[Any, ...]:
     """The CUDA devices that hold parameters of a module."""
     return tuple(dict.fromkeys(p.device for p in module.parameters() if p.device.type == "cuda"))
 

@@ -125,7 +125,7 @@ class Watch:
 def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any) -> Plan:
     """How this structure of arguments can be cut. Raises NotSplittable with the reason when it cannot."""
     reasons = []
-    state = Randomness(torch, devices_of(module, torch))
+    state = Randomness(torch, devices_of(module))
     try:
         for dim in (0, 1):
             for samples in SAMPLES:
@@ -155,7 +155,7 @@ class Proof:
         self.skeleton = skeleton
         self.torch = torch
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        devices = devices_of(module, torch)
+        devices = devices_of(module)
         self.autocast = Autocast(torch, devices[0].type if devices else "cpu")
         self.plan_of_inputs = self._inputs(inputs, dim)
         self.all = self.plan_of_inputs.samples(inputs)
@@ -345,7 +345,7 @@ class Proof:
 
     def _repeats(self, part: tuple[int, int]) -> None:
         """Raise NotSplittable unless a chunk can be run again with the same random numbers."""
-        state = Randomness(self.torch, devices_of(self.module, self.torch))
+        state = Randomness(self.torch, devices_of(self.module))
         with self.torch.no_grad():
             once = self._run(*part)[2]
             with drawing_again(state):

@@ -138,7 +138,7 @@ class Rescue:
         batch = self.arrived[0]
         _release([root.grad_fn for root in roots])
         free(torch)
-        state = Randomness(torch, devices_of(batch.module, torch))
+        state = Randomness(torch, devices_of(batch.module))
         with torch.enable_grad(), batch.autocast.entered():
             outputs = _trees.taken_apart(batch.again(failure), torch)[1]
         if state.was_drawn_from():

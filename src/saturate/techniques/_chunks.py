@@ -104,7 +104,7 @@ class Call:
         self.bounds = bounds(samples, chunks)
         self.listener = listener or Listener()
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.devices = devices_of(module, torch)
+        self.devices = devices_of(module)
         self.autocast = Autocast(torch, self.devices[0].type if self.devices else "cpu")
         self.held = Held(module, torch)
         self.pieces: list[Piece] = []

@@ -31,13 +31,13 @@ def collect_caches(run_dir: Path, study_dir: Path, plan: CagePlan) -> Path:
         for layer in json.loads(index.read_text()):
             if layer["at"] in plan.caches:
                 target = Path(f"{handed}{layer['at']}")
-                _like(layer["at"], target, handed)
+                _like(layer["at"], target)
                 _merge(run_dir / layer["upper"], target)
     return handed
 
 
-def _like(path: str, target: Path, top: Path) -> None:
-    """Make `target`, the mirror of `path` below `top`, with the mode and owner of the original's last folder."""
+def _like(path: str, target: Path) -> None:
+    """Make `target`, the mirror of `path`, with the mode and owner of the original's last folder."""
     target.mkdir(parents=True, exist_ok=True)
     try:
         seen = os.stat(path)

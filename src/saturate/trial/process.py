@@ -263,8 +263,8 @@ class Trial:
             raise self.end(unseen(error.events, error.wrong_step, error.replayed)) from None
         except SeveralTrainings as error:
             raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
-        except GateClosed as error:
-            raise self._collect(str(error)) from None
+        except GateClosed:
+            raise self._collect() from None
 
     def _printed(self) -> tuple[int, int]:
         """The size of the log, and when something came: what exceeds a log shows in the time alone."""
@@ -290,7 +290,7 @@ class Trial:
     def freeze(self) -> None:
         """Stop the whole tree. Only at a gate."""
         if not self._alive():
-            raise self._collect("its supervisor is gone, and with it the list of what to freeze")
+            raise self._collect()           # its supervisor is gone, and with it the list of what to freeze
         if not self.frozen and not tree.freeze(self.supervisor.pid):
             raise self.end(Outcome("hung", "a process of the workload could not be stopped"))
         self.frozen = True
@@ -308,7 +308,7 @@ class Trial:
 
     def finished(self) -> Outcome | None:
         """How the workload ended by itself, or None while it runs: for who follows it by other means than the gate."""
-        return None if self._alive() else self._collect("the process ended").outcome
+        return None if self._alive() else self._collect().outcome
 
     def end(self, outcome: Outcome) -> TrialEnded:
         """Kill the tree, record `outcome`, and return the exception to raise."""
@@ -316,7 +316,7 @@ class Trial:
         self._shut()            # again after an interruption in the middle of it
         return TrialEnded(self.ended)
 
-    def _collect(self, why: str) -> TrialEnded:
+    def _collect(self) -> TrialEnded:
         """The gate closed by itself: find out how the workload ended."""
         if self.ended is not None:
             return TrialEnded(self.ended)

@@ -53,7 +53,7 @@ def quantized(torch: Any, model: Any, technique: Any, folder: Path) -> Any:
         threads=torch.get_num_threads(),
     )
     options = technique.variants(facts)[0]
-    with _compiler_as_it_was(torch):
+    with _compiler_as_it_was():
         technique.apply(context, options)
     proof = technique.active(context, options)
     if not proof.active:
@@ -88,7 +88,7 @@ def _version(package: str) -> str | None:
 
 
 @contextmanager
-def _compiler_as_it_was(torch: Any) -> Iterator[None]:
+def _compiler_as_it_was() -> Iterator[None]:
     import torch._inductor.config as settings
 
     before = {name: getattr(settings, name) for name in _COMPILER_SETTINGS if hasattr(settings, name)}
