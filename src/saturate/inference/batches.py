@@ -124,7 +124,7 @@ def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named
     return bound.args if len(bound.args) > len(signature.parameters) else bound.args[:max(last + 1, len(inputs))]
 
 
-def check_call(call: Callable[..., Any], batch: tuple[Any, ...], what: str = "inputs") -> None:
+def check_call(call: Callable[..., Any], batch: tuple[Any, ...]) -> None:
     """Raises UsageError where `call` cannot take that many positional inputs: a loader's batch often holds the target
     too."""
     signature = signature_of(call)
@@ -133,11 +133,11 @@ def check_call(call: Callable[..., Any], batch: tuple[Any, ...], what: str = "in
     try:
         signature.bind(*batch)
     except TypeError as error:
-        raise UsageError(f"the model does not take a batch of `{what}`: {len(batch)} positional inputs",
-                         cause=str(error), remedy=_fitting(signature, batch, what)) from None
+        raise UsageError(f"the model does not take a batch of `inputs`: {len(batch)} positional inputs",
+                         cause=str(error), remedy=_fitting(signature, batch)) from None
 
 
-def _fitting(signature: inspect.Signature, batch: tuple[Any, ...], what: str) -> str:
+def _fitting(signature: inspect.Signature, batch: tuple[Any, ...]) -> str:
     """What the user can do about a batch that does not go into the call."""
     parameters = signature.parameters.values()
     if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
@@ -148,7 +148,7 @@ def _fitting(signature: inspect.Signature, batch: tuple[Any, ...], what: str) ->
     if len(batch) < needed:
         return f"each batch is a tuple of all {needed} inputs: {', '.join(one.name for one in places[:needed])}"
     if len(batch) == 1 + len(places):
-        return f"leave the targets out: {what}=(batch[:-1] for batch in loader)"
+        return "leave the targets out: inputs=(batch[:-1] for batch in loader)"
     return f"each batch is a tuple of what the forward takes: {', '.join(one.name for one in places) or 'nothing'}"
 
 

@@ -131,24 +131,24 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
                   recorder.calls, printed.text(), time.monotonic() - start, recorder.failure, recorder.fractions)
 
 
-def controls(check: Check, run: Callable[..., Any], budget: Budget, *, echo: TextIO | None = None) -> Controls:
+def controls(check: Check, run: Callable[..., Any], budget: Budget) -> Controls:
     """Whether the check can judge candidates within this budget; `run` is the baseline. Two runs of the check on it, and
     mostly one on noise."""
     pool = _Pool(run)
-    first = scored(check, pool, budget.metric, echo=echo)
+    first = scored(check, pool, budget.metric)
     if first.scores is None:
         return Controls(first, problem=first.problem)
     mismatch = budget.problem(first.scores)
     if mismatch is not None:
         return Controls(first, problem=Problem("budget", mismatch, Budget.REMEDY))
-    again = scored(check, run, budget.metric, echo=echo)
+    again = scored(check, run, budget.metric)
     if again.scores is None:
         return Controls(first, problem=_only_once(again.problem))
     spread = abs(first.scores.mean - again.scores.mean)
     problem, notes = _repeatable(first, first.scores, again, again.scores, budget)
     if problem is not None:
         return Controls(first, spread, problem=problem)
-    return _against_noise(check, pool, budget, Controls(first, spread, notes=notes), first.scores, echo)
+    return _against_noise(check, pool, budget, Controls(first, spread, notes=notes), first.scores)
 
 
 def _only_once(problem: Problem | None) -> Problem | None:
@@ -193,8 +193,7 @@ def _same_in_another_order(before: Scores, after: Scores) -> bool:
     return len(one) == len(other) > 0 and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in zip(one, other))
 
 
-def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, baseline: Scores,
-                   echo: TextIO | None) -> Controls:
+def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, baseline: Scores) -> Controls:
     """`known`, with what the check says to noise in place of the answers: it must score worse."""
 
     def result(note: str = "", noise: float | None = None, problem: Problem | None = None) -> Controls:
@@ -205,7 +204,7 @@ def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, b
         return result("the answers of the model hold one number only, so noise made of them tells nothing about the check")
     verdicts = []
     for seed in _SEEDS:
-        found = scored(check, pool.noise(seed), budget.metric, echo=echo)
+        found = scored(check, pool.noise(seed), budget.metric)
         if found.problem is not None and found.problem.kind == "run":
             return result(problem=found.problem)
         if found.scores is None:

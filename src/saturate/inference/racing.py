@@ -114,9 +114,9 @@ def round_of(a: Lane, b: Lane, index: int) -> float:
     return math.log(behind / ahead) if index % 2 else math.log(ahead / behind)
 
 
-def screen(a: Lane, b: Lane, rounds: int = SCREEN_ROUNDS) -> float:
+def screen(a: Lane, b: Lane) -> float:
     """The speed-up of B over A from a few rounds of two living processes."""
-    return math.exp(median(round_of(a, b, index) for index in range(rounds)))
+    return math.exp(median(round_of(a, b, index) for index in range(SCREEN_ROUNDS)))
 
 
 def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: Limits = USUAL,

@@ -26,13 +26,11 @@ LARGEST_SHARE = 0.5
 
 class Repair:
     """Sets of layers to keep, one at a time. `ranking`: names, the most sensitive first. `ends`: the first and the last
-    layer in the order of the model. `largest`: at most so many layers, by default half of them."""
+    layer in the order of the model."""
 
-    def __init__(self, ranking: Sequence[str], ends: Sequence[str] = (), largest: int | None = None):
+    def __init__(self, ranking: Sequence[str], ends: Sequence[str] = ()):
         self.ranking = list(dict.fromkeys(ranking))
-        if largest is None:
-            largest = int(len(self.ranking) * LARGEST_SHARE)
-        self.largest = max(0, min(largest, len(self.ranking)))
+        self.largest = int(len(self.ranking) * LARGEST_SHARE)
         self.best: frozenset[str] | None = None
         self._ends = frozenset(ends) & frozenset(self.ranking)
         self._asked: frozenset[str] | None = None

@@ -72,7 +72,7 @@ def kept(device_name: str | None = None, *, device: str | None = None, torch: st
 
 def obtain(python: str | None, device: str, *, device_name: str | None = None, torch: str | None = None,
            threads: int | None = None, environment: Mapping[str, str] | None = None, index: int = 0,
-           timeout_s: float = _TIMEOUT_S, where: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Ceilings:
+           where: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Ceilings:
     """The kept record of this device, driver, torch and number of threads, or else a new one, which takes a while: `say` is
     told. Raises as `measure`, and where another device was measured than the one that is called `device_name`."""
     name = cpu_name() if device == "cpu" else device_name
@@ -81,8 +81,7 @@ def obtain(python: str | None, device: str, *, device_name: str | None = None, t
     if found.records:
         return found.records[0]
     say("measuring what this device reaches (kept for the next time)")
-    record = measure(python, device, threads=threads, environment=environment, index=index, name=name or "", timeout_s=timeout_s,
-                     where=where)
+    record = measure(python, device, threads=threads, environment=environment, index=index, name=name or "", where=where)
     if name and record.device_name != name:
         raise EnvironmentProblem(f"the ceilings of {name} could not be measured", cause=f"{record.device_name} was found in its place")
     return record

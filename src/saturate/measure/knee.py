@@ -19,20 +19,17 @@ GAIN = 0.02
 MOST_LOSS = 0.05
 
 
-def interval(rates: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Median and interval of positive rates, one per round; in their unit. Symmetric in the logarithm.
+def interval(rates: Sequence[float]) -> tuple[float, float, float]:
+    """Median and 95 % interval of positive rates, one per round; in their unit. Symmetric in the logarithm.
     Raises ValueError for fewer than two rounds."""
+    if len(rates) < 2:
+        raise ValueError("fewer than two rounds have no interval")
     logs = [log(rate) for rate in rates]
-    centre = median(logs)
-    half = t_quantile(0.5 + confidence / 2, len(logs) - 1) * median_se(logs) if len(logs) > 1 else _too_few()
+    centre, half = median(logs), t_quantile(0.975, len(logs) - 1) * median_se(logs)
     return exp(centre), exp(centre - half), exp(centre + half)
 
 
-def _too_few() -> float:
-    raise ValueError("one round has no interval")
-
-
-def knee(rounds: Mapping[int, Sequence[float]], gain: float = GAIN) -> int:
+def knee(rounds: Mapping[int, Sequence[float]]) -> int:
     """The smallest size whose throughput is within the noise of the best. `rounds`: samples per second by size, each with
     one rate per round, the same rounds for all. Raises ValueError without sizes, or for fewer than two rounds."""
     if not rounds:
@@ -43,6 +40,6 @@ def knee(rounds: Mapping[int, Sequence[float]], gain: float = GAIN) -> int:
             break
         lost = [log(fast / slow) for fast, slow in zip(rounds[best], rounds[size])]
         low = log(interval([exp(value) for value in lost])[1])
-        if low <= log1p(gain) and median(lost) <= log1p(MOST_LOSS):
+        if low <= log1p(GAIN) and median(lost) <= log1p(MOST_LOSS):
             return size
     return best

@@ -157,10 +157,10 @@ def between_sd(aa_pairs: Pairs, prior: float = PRIOR_BETWEEN_SD) -> float:
     return sqrt((PRIOR_PAIRS * prior**2 + observed) / (PRIOR_PAIRS + len(known)))
 
 
-def noise_floor(aa_pairs: Pairs, prior: float = PRIOR_BETWEEN_SD) -> float:
+def noise_floor(aa_pairs: Pairs) -> float:
     """Half-width of the 95 % interval of this A/A race, as a share (0.012: 1.2 %): smaller gains cannot be seen with
     as many pairs. Raises ValueError without pairs."""
-    found = estimate(aa_pairs, between_sd(aa_pairs, prior))
+    found = estimate(aa_pairs, between_sd(aa_pairs))
     return expm1((found.high - found.low) / 2)
 
 

@@ -24,6 +24,9 @@ ERRORS = 3.0
 #: ... as long as that error is below this share of the step, or the tail is long enough to stop asking.
 RESOLUTION = 0.10
 
+#: A timed block lasts at least this long.
+BLOCK_MS = 300.0
+
 
 def _event_level(times: Sequence[float]) -> float:
     """Above this a step is an event: relative to the slowest steps that are common, so that every n-th step may be
@@ -113,19 +116,18 @@ def block_steps(
     *,
     loader_bound: bool = True,
     queued: bool = False,
-    min_block_ms: float = 300.0,
 ) -> tuple[int, int]:
     """How many steps to discard after a thaw, and how many to time then: `(skip, steps)`.
 
     A frozen process continues with a cold cache, so its first step is 4-9 % slow and never counts; a device begins with an empty
     queue (`queued`, see `lead_steps`). When the loop waits for loader workers, batches that were finished before the freeze
     are free afterwards: those (workers x prefetch) are discarded, and the block spans at least twice that queue and whole
-    turns of the workers, because their steps alternate. Otherwise the block is as long as `min_block_ms`, at least two steps.
+    turns of the workers, because their steps alternate. Otherwise the block is as long as `BLOCK_MS`, at least two steps.
     Raises ValueError for a step time that is not positive.
     """
     if not step_ms > 0:
         raise ValueError(f"a step takes a positive time, not {step_ms} ms")
-    steps = max(2, ceil(min_block_ms / step_ms))
+    steps = max(2, ceil(BLOCK_MS / step_ms))
     if workers <= 0 or not loader_bound:
         return lead_steps(step_ms, queued), steps
     queue = workers * max(1, prefetch)

@@ -93,11 +93,11 @@ class Verifier:
     """Runs and caches verification runs. Baseline runs are shared by all candidates. `side_by_side`: two of them may run at once,
     beside what stands frozen; nothing in them is timed, and most of a short one is its start."""
 
-    def __init__(self, bench: Bench, reference: Set = (), side_by_side: bool = False):
+    def __init__(self, bench: Bench, side_by_side: bool = False):
         self.bench = bench
         self._series: dict[str, Series] = {}
         self.side_by_side = side_by_side
-        self.reference = reference              # what everything is compared with; the baseline, if that runs
+        self.reference: Set = ()                # what everything is compared with; the baseline, if that runs
         self.refusal: str | None = None         # why nothing can be verified in this workload
         self.note: str | None = None            # what the user should know of how it was verified
 

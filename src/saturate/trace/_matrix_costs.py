@@ -154,13 +154,13 @@ def _recurrent(factor: int, inputs: Tensor, weights: list[Tensor]) -> Cost:
     return _cost("matrix", factor * 2 * prod(inputs.dims[:-1]) * matrices, inputs.dtype, inputs, *weights)
 
 
-def _convolution(weight: int = 1, bias: int | None = 2, stride: int = 3, padding: int = 4, dilation: int | None = 5,
+def _convolution(bias: int | None = 2, stride: int = 3, padding: int = 4, dilation: int | None = 5,
                  transposed: int | bool = False, output_padding: int | None = None, groups: int | None = 6) -> Formula:
-    """A forward convolution. The parameters are positions of arguments: each implementation has an order of its
-    own. None: it has no such argument."""
+    """A forward convolution. The parameters are positions of arguments, behind the input and the weight: each implementation
+    has an order of its own. None: it has no such argument."""
 
     def formula(args: Arguments) -> Cost:
-        inputs, weights = args.tensor(0), args.tensor(weight)
+        inputs, weights = args.tensor(0), args.tensor(1)
         spatial = len(weights.dims) - 2
         _check(spatial > 0 and len(inputs.dims) in (spatial + 1, spatial + 2))
         kernel = weights.dims[2:]

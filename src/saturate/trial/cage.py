@@ -238,7 +238,7 @@ class _Stage:
         size = os.statvfs(at)
         limit = f",size={size.f_blocks * size.f_frsize}" if size.f_blocks else ""
         staged = bool(os.listdir(self.real[at]))
-        self._mount("tmpfs", at, "mode=1777" + limit)
+        self._tmpfs(at, "mode=1777" + limit)
         if staged:
             own = self._handle(self.prefix + at)
             self._layer_overlay(at, [self.real[at]], own)
@@ -268,13 +268,13 @@ class _Stage:
         and put the run folder and the shared cache back, for real."""
         plan = self.plan
         if _inside(plan.run_dir, plan.study_dir) and not _inside(plan.cwd, plan.study_dir):
-            self._mount("tmpfs", plan.study_dir, "mode=755,size=64k")
+            self._tmpfs(plan.study_dir, "mode=755,size=64k")
         writable = []
         for at, source in ((plan.run_dir, self.run), (plan.shared_cache, self.real[plan.shared_cache])):
             os.makedirs(self.prefix + at, exist_ok=True)
             self._bind(source, at)
             writable.append(at)
-        self._mount("tmpfs", os.path.join(plan.run_dir, LAYERS), "mode=755,size=64k")
+        self._tmpfs(os.path.join(plan.run_dir, LAYERS), "mode=755,size=64k")
         return writable
 
     def _freeze(self, writable: list[str]) -> None:
@@ -317,8 +317,8 @@ class _Stage:
         mounts.mount("overlay", target, "overlay", 0, options)
         self.made.append(target)
 
-    def _mount(self, kind: str, at: str, options: str) -> None:
-        mounts.mount(kind, self.prefix + at, kind, 0, options)
+    def _tmpfs(self, at: str, options: str) -> None:
+        mounts.mount("tmpfs", self.prefix + at, "tmpfs", 0, options)
         self.made.append(self.prefix + at)
 
     def _bind(self, source: str, at: str, recursive: bool = False) -> None:

@@ -223,9 +223,9 @@ def _times_moved(series: Series, updates: Sequence[int]) -> dict[int, int]:
     return times
 
 
-def moves_without_direction(series: Series, acting: int = FIRST_ACTING) -> int:
+def moves_without_direction(series: Series) -> int:
     """How many sampled entries move in the updates in which no tensor has a direction, all of them together."""
-    return sum(_times_moved(series, _without_direction(series, acting, len(series))).values())
+    return sum(_times_moved(series, _without_direction(series, FIRST_ACTING, len(series))).values())
 
 
 def _without_direction(series: Series, first: int, count: int) -> list[int]:

@@ -188,14 +188,14 @@ def tolerance(
     return Tolerance(loss, gradient, turn, stretch, drift, statistics, min(lag, WIDEST_RATIO), min(more, WIDEST_RATIO))
 
 
-def informative(baseline: Series, least_updates: int = LEAST_UPDATES) -> str | None:
+def informative(baseline: Series) -> str | None:
     """Why nothing can be verified with this baseline, in words for the user; None when it can.
 
     A comparison that would pass whatever the candidate did is refused instead.
     """
     n = len(baseline)
-    if n < least_updates:
-        return f"only {n} updates were recorded, {least_updates} are needed"
+    if n < LEAST_UPDATES:
+        return f"only {n} updates were recorded, {LEAST_UPDATES} are needed"
     losses = [baseline.loss(k) for k in range(n) if baseline.losses[k]]
     if not losses:
         return "no loss was seen: the script does not call backward() on one"

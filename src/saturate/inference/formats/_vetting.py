@@ -148,9 +148,9 @@ def _check_tensors(configuration: dict[str, Any], kind: str) -> None:
             raise Unsafe(f"{kind} {name!r} is stored as a pickle")
 
 
-def _entries(value: Any, where: str = "the program") -> Iterator[tuple[str, str, Any]]:
+def _entries(program: Any) -> Iterator[tuple[str, str, Any]]:
     """(place, key, value) of every entry of every object, however deep. Iterative: depth is the file's choice."""
-    pending = [(where, value)]
+    pending = [("the program", program)]
     while pending:
         where, value = pending.pop()
         if isinstance(value, dict):
