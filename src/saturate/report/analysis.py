@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from saturate.records.analysis import Analysis, Device, Finding, ModuleCost, Profile, Sync
 from saturate.report import analysis_words as say
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit, wrap
+from saturate.report.paint import BLUE, BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled_line, paints
 
 LABEL = 11  # width of the label column
-MIN_WIDTH = 40  # narrower terminals wrap by themselves; cutting further would leave nothing to read
 BAR = 60  # the longest bar: a finer one says no more
 
 #: Rows of each table: the page and `--json` hold them all.
@@ -22,7 +22,6 @@ _TOLD = frozenset({"data_wait", "roofline", "communication_overlap", "verdict"})
 #: What only accelerators have.
 _OF_DEVICES = frozenset({"short_kernels", "median_kernel_ns", "median_launch_delay_ns", "gaps", "occupancy"})
 
-_BOLD, _DIM, _RED, _GREEN, _YELLOW, _BLUE = "1", "2", "31", "32", "33", "34"
 _BLOCKS = "\u2588\u2593\u2592\u2591"
 Rows = list[tuple[str, str]]
 
@@ -65,31 +64,17 @@ def summary(analysis: Analysis, *, width: int, color: bool, blocks: bool = True)
     return finished(headline(analysis, width, paint), rows, say.next_command(analysis), paint, blocks)
 
 
-def finished(head: list[str], rows: Rows, command: str, paint: Callable[..., str], blocks: bool) -> str:
+def finished(head: list[str], rows: Rows, command: str, paint: Paint, blocks: bool) -> str:
     """Head, labelled rows and the next command as one text, in ASCII without `blocks`."""
-    lines = [*head, *(paint(f"{label:<{LABEL}}", _DIM) + text for label, text in rows)]
-    lines.append(paint(f"{'next':<{LABEL}}", _DIM) + paint(command, _BOLD))
+    lines = [*head, *(labelled_line(label, text, LABEL, paint) for label, text in rows), labelled_line("next", command, LABEL, paint, BOLD)]
     text = "\n".join(lines)
     return text if blocks else text.encode("ascii", "replace").decode()
 
 
-def paints(color: bool) -> Callable[..., str]:
-    """What puts ANSI codes around text, or does not."""
-    return _paint if color else _plain
-
-
-def _plain(text: str, *_: str) -> str:
-    return text
-
-
-def _paint(text: str, *codes: str) -> str:
-    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes and text else text
-
-
-def headline(analysis: Analysis, width: int, paint: Callable[..., str]) -> list[str]:
+def headline(analysis: Analysis, width: int, paint: Paint) -> list[str]:
     """The verdict and the number it rests on, in at most three lines."""
     title = say.title(analysis)
-    codes = (_BOLD, _GREEN) if analysis.verdict == "compute-bound" else (_BOLD, _YELLOW)
+    codes = (BOLD, GREEN) if analysis.verdict == "compute-bound" else (BOLD, YELLOW)
     lines = wrap(f"{title}: {say.because(analysis)}", width, 3)
     return [paint(title, *codes) + lines[0].removeprefix(title), *lines[1:]] if lines[0].startswith(title) else lines
 
@@ -114,7 +99,7 @@ def flow(parts: Sequence[str], width: int, separator: str = ", ") -> list[str]:
     return lines
 
 
-def drawn(parts: Sequence[say.Part], width: int, paint: Callable[..., str], blocks: bool) -> str:
+def drawn(parts: Sequence[say.Part], width: int, paint: Paint, blocks: bool) -> str:
     """A bar of `width` cells: each boundary is where it belongs to half a cell, so that errors do not add up."""
     total = sum(part.ns for part in parts)
     if total <= 0 or any(part.ns < 0 for part in parts):
@@ -122,7 +107,7 @@ def drawn(parts: Sequence[say.Part], width: int, paint: Callable[..., str], bloc
     ends = [round(width * end / total) for end in accumulate(part.ns for part in parts)]
     spans = [end - start for start, end in zip([0, *ends], ends)]
     return "".join(
-        paint((part.block if blocks else part.letter) * span, _YELLOW if part.waits else _BLUE)
+        paint((part.block if blocks else part.letter) * span, YELLOW if part.waits else BLUE)
         for part, span in zip(parts, spans)
     )
 
@@ -153,7 +138,7 @@ def _device(analysis: Analysis, device: Device, room: int) -> Rows:
     return rows
 
 
-def _window(device: Device, room: int, paint: Callable[..., str], blocks: bool) -> Rows:
+def _window(device: Device, room: int, paint: Paint, blocks: bool) -> Rows:
     """The exclusive parts of the window."""
     whole, name = say.window(device)
     parts = say.parts(device)
@@ -273,7 +258,7 @@ def columns(table: Sequence[Sequence[str]], width: int, numeric: set[int], elast
     return lines
 
 
-def _findings(analysis: Analysis, room: int, paint: Callable[..., str]) -> Rows:
+def _findings(analysis: Analysis, room: int, paint: Paint) -> Rows:
     if not analysis.findings:
         return labelled("findings", wrap(say.no_findings(analysis), room, 2))
     most = PLACES if isinstance(analysis, Profile) else FINDINGS
@@ -284,7 +269,7 @@ def _findings(analysis: Analysis, room: int, paint: Callable[..., str]) -> Rows:
     return rows + _more(len(analysis.findings) - most, room)
 
 
-def _finding(number: int, finding: Finding, room: int, full: bool, paint: Callable[..., str]) -> list[str]:
+def _finding(number: int, finding: Finding, room: int, full: bool, paint: Paint) -> list[str]:
     head = words.one_line(f"{number}. {say.bound(finding)}: {finding.title}")
     trust = f" ({finding.confidence} confidence)"
     # Rather the whole title than how sure it is, which the reason's numbers tell as well.
@@ -293,7 +278,7 @@ def _finding(number: int, finding: Finding, room: int, full: bool, paint: Callab
     lines = wrap(finding.reason, inner, 2)
     helps = say.helps(finding) if full else ""  # a profile's next command names the techniques
     lines += [f"-> {line}" for line in wrap(helps, inner - 3, 1)] if helps else []
-    return [paint(head, _BOLD), *("   " + line for line in lines)]
+    return [paint(head, BOLD), *("   " + line for line in lines)]
 
 
 def _operators(device: Device, room: int) -> Rows:
@@ -342,7 +327,7 @@ def _problems(analysis: Analysis, room: int) -> Rows:
     return rows + _more(len(blocked) - PROBLEMS, room)
 
 
-def _profile_top(profile: Profile, room: int, paint: Callable[..., str], blocks: bool) -> Rows:
+def _profile_top(profile: Profile, room: int, paint: Paint, blocks: bool) -> Rows:
     step = [f"{words.ms(profile.step_ms)} ms without a profiler" if profile.step_ms is not None else ""]
     if profile.step_ms_profiled is not None:
         steps = profile.recorded_steps or profile.split_steps

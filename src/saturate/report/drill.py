@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from saturate.records.drill import Drill, DrillResult
 from saturate.report.cells import cut, fit, wrap
+from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, RED, YELLOW, labelled_line, paints
 from saturate.report.words import clean, one_line
 
 MAX_LINES = 12
-MIN_WIDTH = 40
 LABEL = 10
 
 TITLES = {
@@ -22,26 +22,19 @@ TITLES = {
     "starts_over": "This training does not resume: it starts over",
     "cannot_load": "This training cannot be resumed after every kill",
 }
-_GREEN, _YELLOW, _RED = "32", "33", "31"
-_COLOURS = {"resumes_exactly": _GREEN, "resumes_reordered": _YELLOW, "inconclusive": _YELLOW}
+_COLOURS = {"resumes_exactly": GREEN, "resumes_reordered": YELLOW, "inconclusive": YELLOW}
 
 
 def summary(result: DrillResult, *, width: int, color: bool) -> str:
     """The record as plain lines without a trailing newline. `width` is in terminal cells; only the path and the command
     may exceed it, so that they can be copied."""
     width = max(width, MIN_WIDTH)
-
-    def paint(text: str, *codes: str) -> str:
-        return f"\033[{';'.join(codes)}m{text}\033[0m" if color else text
-
-    def row(label: str, text: str) -> str:
-        return paint(f"{label:<{LABEL}}", "2") + text
-
-    head = [paint(cut(TITLES[result.verdict], width), "1", _COLOURS.get(result.verdict, _RED))]
-    head += [row(label, text) for label, text in _lines("", clean(result.reason), width - LABEL)]
-    tail = [row(label, text) for label, text in _lines("remedy", clean(result.remedy), width - LABEL)] if result.remedy else []
-    tail += [row("record", clean(result.record))] if result.record else []
-    tail.append(row("next", paint(one_line(result.next_command), "1")))
+    paint = paints(color)
+    head = [paint(cut(TITLES[result.verdict], width), BOLD, _COLOURS.get(result.verdict, RED))]
+    head += [labelled_line(label, text, LABEL, paint) for label, text in _lines("", clean(result.reason), width - LABEL)]
+    tail = [labelled_line(label, text, LABEL, paint) for label, text in _lines("remedy", clean(result.remedy), width - LABEL)] if result.remedy else []
+    tail += [labelled_line("record", clean(result.record), LABEL, paint)] if result.record else []
+    tail.append(labelled_line("next", one_line(result.next_command), LABEL, paint, BOLD))
     room = MAX_LINES - len(head) - len(tail)
     body = [("killed", fit(_drill(one), width - LABEL)) for one in result.drills]
     if len(body) > room - 1:
@@ -51,7 +44,7 @@ def summary(result: DrillResult, *, width: int, color: bool) -> str:
         body.append(("saves", fit(f"update {places} of {result.reference_updates}", width - LABEL)))
     if result.notes and len(body) < room:
         body.append(("note", fit(clean(result.notes[-1]), width - LABEL)))
-    return "\n".join(head + [row(label, text) for label, text in body] + tail)
+    return "\n".join(head + [labelled_line(label, text, LABEL, paint) for label, text in body] + tail)
 
 
 def _lines(label: str, text: str, width: int) -> list[tuple[str, str]]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from saturate.records.fit import Fit, SizeThroughput
 from saturate.records.sizes import show
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit
+from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, YELLOW, labelled_line, paints
 
 MAX_LINES = 12
 LABEL = 12  # width of the label column
-MIN_WIDTH = 40
 LEAST_BAR, MOST_BAR = 6, 60      # cells: a finer bar says no more
 
-Paint = Callable[..., str]
-
-_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
 
 
@@ -24,32 +19,20 @@ def summary(found: Fit, *, width: int, color: bool, blocks: bool = True) -> str:
     """The record as plain lines without a trailing newline; `width` in terminal cells, which only paths and commands may
     exceed. `color` adds ANSI codes, `blocks` draws with block characters."""
     width = max(width, MIN_WIDTH)
-    paint = _paint if color else _plain
+    paint = paints(color)
     room = width - LABEL
-    head = paint(fit(title(found), width), _BOLD, _GREEN if found.verdict == "fits" else _YELLOW)
+    head = paint(fit(title(found), width), BOLD, GREEN if found.verdict == "fits" else YELLOW)
     tail = []
     if found.report:
-        tail.append(_row("report", words.clean(found.report), paint))
-    tail.append(_row("next", words.one_line(found.next_command), paint, _BOLD))
+        tail.append(labelled_line("report", words.clean(found.report), LABEL, paint))
+    tail.append(labelled_line("next", words.one_line(found.next_command), LABEL, paint, BOLD))
     lines = [(label, fit(text, room)) for label, text in _facts(found)]
     advice = [("then", fit(found.advice[0], room))] if found.advice else []
     knee = [("knee", fit(text, room)) for text in [knee_words(found)] if text]
     free = MAX_LINES - 1 - len(tail) - len(lines) - len(advice) - len(knee)
     chart = [("samples/s" if index == 0 else "", line) for index, line in enumerate(bars(found.throughput, found.knee, room, free, blocks))]
-    body = [_row(label, text, paint) for label, text in [*lines, *chart, *knee, *advice]]
+    body = [labelled_line(label, text, LABEL, paint) for label, text in [*lines, *chart, *knee, *advice]]
     return "\n".join([head, *body, *tail])
-
-
-def _plain(text: str, *_: str) -> str:
-    return text
-
-
-def _paint(text: str, *codes: str) -> str:
-    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
-
-
-def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
-    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
 
 
 # -- words, shared with the page ---------------------------------------------------------------------------------------

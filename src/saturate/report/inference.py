@@ -3,7 +3,7 @@ table of every candidate; and which of them no other beats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,14 +12,11 @@ from saturate.records.sizes import show
 from saturate.report import inference_words as say
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit
+from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, YELLOW, labelled_line, paints
 
 MAX_LINES = 12
 LABEL = 10  # width of the label column
-MIN_WIDTH = 40
 
-Paint = Callable[..., str]
-
-_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
 
 
 # -- summary ---------------------------------------------------------------------------------------------------------
@@ -29,36 +26,24 @@ def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
     """The record as plain lines without a trailing newline; `width` in terminal cells, which only paths and the
     command may exceed, so that they can be copied. `color` adds ANSI codes."""
     width = max(width, MIN_WIDTH)
-    paint = _paint if color else _plain
+    paint = paints(color)
     room = width - LABEL
     head = paint(
         fit(say.title(record), width),
-        _BOLD,
-        *([_GREEN] if say.won(record) else [_YELLOW] if record.verdict == "inconclusive" else []),
+        BOLD,
+        *([GREEN] if say.won(record) else [YELLOW] if record.verdict == "inconclusive" else []),
     )
     tail = [
-        _row(label, words.clean(path), paint)
+        labelled_line(label, words.clean(path), LABEL, paint)
         for label, path in (("artifact", record.artifact), ("stored", record.unconfirmed and record.unconfirmed.artifact), ("report", record.report))
         if path
     ]
     if record.given_s is not None:
-        tail.append(_row("took", fit(say.took_words(record.seconds, record.given_s), room), paint))
-    tail.append(_row("next", say.next_command(record), paint, _BOLD))
+        tail.append(labelled_line("took", fit(say.took_words(record.seconds, record.given_s), room), LABEL, paint))
+    tail.append(labelled_line("next", say.next_command(record), LABEL, paint, BOLD))
     lines = [(label, fit(text, room)) for label, text in _facts(record) if text]
     free = MAX_LINES - 1 - len(tail)
-    return "\n".join([head, *(_row(label, text, paint) for label, text in lines[:free]), *tail])
-
-
-def _plain(text: str, *_: str) -> str:
-    return text
-
-
-def _paint(text: str, *codes: str) -> str:
-    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
-
-
-def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
-    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
+    return "\n".join([head, *(labelled_line(label, text, LABEL, paint) for label, text in lines[:free]), *tail])
 
 
 def _facts(record: OptimizeRecord) -> list[tuple[str, str]]:

@@ -5,13 +5,14 @@ Each fact has one line. What is left out stands in `analysis.summary` (`--verbos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from saturate.records.analysis import Profile, Sync
 from saturate.report import analysis_words as say
 from saturate.report import words
-from saturate.report.analysis import BAR, LABEL, MIN_WIDTH, Rows, drawn, finished, flow, headline, labelled, paints
+from saturate.report.analysis import BAR, LABEL, Rows, drawn, finished, flow, headline, labelled
 from saturate.report.cells import cells, fit
+from saturate.report.paint import MIN_WIDTH, Paint, paints
 
 #: Findings that are named.
 FINDINGS = 3
@@ -55,7 +56,7 @@ def _step(profile: Profile) -> str:
     return "; ".join(told)
 
 
-def _split(profile: Profile, room: int, paint: Callable[..., str], blocks: bool) -> Rows:
+def _split(profile: Profile, room: int, paint: Paint, blocks: bool) -> Rows:
     parts = say.split(profile)
     total = sum(part.ns for part in parts)
     if total <= 0:
@@ -121,7 +122,7 @@ def _off_device(profile: Profile) -> str:
     return f"{profile.off_device[0]}{more}" if profile.off_device else ""
 
 
-def _findings(profile: Profile, room: int, paint: Callable[..., str]) -> Rows:
+def _findings(profile: Profile, room: int, paint: Paint) -> Rows:
     if not profile.findings:
         return [("findings", fit(say.no_findings(profile), room))]
     shown = [f"{number}. {say.bound(finding)}: {finding.title}" for number, finding in enumerate(profile.findings[:FINDINGS], 1)]

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit, wrap
+from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled_line, paints
 
 MAX_LINES = 12
 MAX_KEPT = 4
-Paint = Callable[..., str]
-
 LABEL = 10  # width of the label column
-MIN_WIDTH = 40  # narrower terminals wrap by themselves; cutting further would leave nothing to read
 
-_BOLD, _DIM, _GREEN, _YELLOW = "1", "2", "32", "33"
 _TITLE_CODES = {
-    "win": (_BOLD, _GREEN),
-    "fits": (_BOLD, _GREEN),
-    "fits_unverified": (_BOLD, _YELLOW),
-    "too_big": (_BOLD, _YELLOW),
-    "unverified": (_BOLD, _YELLOW),
-    "cannot_verify": (_BOLD, _YELLOW),
-    "noisy": (_BOLD, _YELLOW),
-    "inconclusive": (_BOLD, _YELLOW),
-    "slower": (_BOLD, _YELLOW),
-    "nothing": (_BOLD,),  # never green: nothing was gained
+    "win": (BOLD, GREEN),
+    "fits": (BOLD, GREEN),
+    "fits_unverified": (BOLD, YELLOW),
+    "too_big": (BOLD, YELLOW),
+    "unverified": (BOLD, YELLOW),
+    "cannot_verify": (BOLD, YELLOW),
+    "noisy": (BOLD, YELLOW),
+    "inconclusive": (BOLD, YELLOW),
+    "slower": (BOLD, YELLOW),
+    "nothing": (BOLD,),  # never green: nothing was gained
 }
 
 
@@ -38,31 +33,19 @@ def summary(record: StudyRecord, *, width: int, color: bool) -> str:
     """
     width = max(width, MIN_WIDTH)
     answer = words.headline(record)
-    paint = _paint if color else _plain
+    paint = paints(color)
 
     head = _headline(answer, width, paint)
     tail = [
-        _row("recipe", words.clean(record.result.recipe), paint),
-        _row("report", words.clean(record.result.report), paint),
-        _row("next", words.one_line(words.next_command(record)), paint, _BOLD),
+        labelled_line("recipe", words.clean(record.result.recipe), LABEL, paint),
+        labelled_line("report", words.clean(record.result.report), LABEL, paint),
+        labelled_line("next", words.one_line(words.next_command(record)), LABEL, paint, BOLD),
     ]
     payback = words.break_even(record)
     if payback:
-        tail.insert(0, _row("pays back", fit(payback, width - LABEL), paint))
+        tail.insert(0, labelled_line("pays back", fit(payback, width - LABEL), LABEL, paint))
     body = _body(record, answer, width - LABEL, MAX_LINES - len(head) - len(tail))
-    return "\n".join(head + [_row(label, text, paint) for label, text in body] + tail)
-
-
-def _plain(text: str, *_: str) -> str:
-    return text
-
-
-def _paint(text: str, *codes: str) -> str:
-    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes else text
-
-
-def _row(label: str, text: str, paint: Paint, *codes: str) -> str:
-    return paint(f"{label:<{LABEL}}", _DIM) + paint(text, *codes)
+    return "\n".join(head + [labelled_line(label, text, LABEL, paint) for label, text in body] + tail)
 
 
 def _headline(answer: words.Headline, width: int, paint: Paint) -> list[str]:
