@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from saturate.records.analysis import Operator, Roofline, StepParts
 from saturate.report import analysis_words as say
-from saturate.report.markup import Markup, join, tag
+from saturate.report.markup import Markup, tag
 
 NUMBERED = 12  # operators whose rank stands beside their dot
 _RADIUS = (3.0, 17.0)
@@ -242,18 +242,6 @@ def key(names: Sequence[tuple[str, str]]) -> Markup:
         *(
             tag("span", tag("svg", tag("circle", cx="8", cy="5", r="5", class_=css), aria_hidden="true"), name)
             for css, name in names
-        ),
-        class_="key",
-    )
-
-
-def swatches(parts: Sequence[tuple[str, int]]) -> Markup:
-    """Names with the shade that stands for them: (name, shade)."""
-    return tag(
-        "p",
-        *(
-            tag("span", join([tag("span", class_=f"swatch shade{shade}", aria_hidden="true"), name]))
-            for name, shade in parts
         ),
         class_="key",
     )

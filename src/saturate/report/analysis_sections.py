@@ -11,7 +11,7 @@ from saturate.report import analysis_tables as tables
 from saturate.report import analysis_words as say
 from saturate.report import svg, words
 from saturate.report.markup import Markup, join, table, tag
-from saturate.report.sections import facts, rows, section
+from saturate.report.sections import facts, rows, section, swatch
 
 Section = tuple[str, str, Markup | None]
 
@@ -129,7 +129,7 @@ def _told(parts: list[say.Part], whole: int) -> str:
 def _parts_table(parts: list[say.Part], whole: int, window: str) -> Markup:
     lines = [
         [
-            join([tag("span", class_=f"swatch shade{part.shade}", aria_hidden="true"), part.name]),
+            swatch(part.shade, part.name),
             say.share(part.ns / whole),
             say.time(part.ns),
             f"{part.ns:,}",
@@ -186,7 +186,7 @@ def _gaps(device: Device | None) -> Markup | None:
         return None
     lines = [
         (
-            join([tag("span", class_=f"swatch shade{shade}", aria_hidden="true"), name]),
+            swatch(shade, name),
             svg.bar(
                 value, 1.0, label=f"{name}: {say.share(value)} of the idle time inside the span", css=f"shade{shade}"
             ),

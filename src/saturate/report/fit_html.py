@@ -7,6 +7,7 @@ from saturate.records.sizes import show
 from saturate.report import analysis_html, svg, words
 from saturate.report import fit as say
 from saturate.report.markup import Markup, table, tag
+from saturate.report.page import embedded
 from saturate.report.trim import without_values
 
 OUTCOMES = {
@@ -21,7 +22,7 @@ def render(found: Fit) -> str:
     sections = [("memory", "Memory", _memory(shown)), ("throughput", "Throughput", _throughput(shown)),
                 ("sizes", "Sizes", _sizes(shown)), ("method", "Method", _method(shown))]
     body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
-    return analysis_html.shell(say.title(shown), _header(shown), body, analysis_html._embedded(shown))
+    return analysis_html.shell(say.title(shown), _header(shown), body, embedded(shown))
 
 
 def _header(found: Fit) -> Markup:

@@ -11,6 +11,7 @@ from saturate.report import inference as tables
 from saturate.report import inference_charts as charts
 from saturate.report import inference_words as say
 from saturate.report.markup import Markup, join, table, tag
+from saturate.report.page import MAX_BYTES, embedded
 from saturate.report.trim import within
 
 #: Fields whose keys are data.
@@ -39,7 +40,7 @@ _SIGNS = {
 
 
 def render(record: OptimizeRecord) -> str:
-    """The page, less than `analysis_html.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
+    """The page, less than `MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
     demands, and the page says so."""
     # The winner first: what is cut is cut from the end.
     record = msgspec.structs.replace(record, candidates=tables.rows(record))
@@ -59,9 +60,9 @@ def render(record: OptimizeRecord) -> str:
         ]
         body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
         page = analysis_html.shell(
-            say.title(shown), _header(shown), body, analysis_html._embedded(shown), rules=charts.RULES
+            say.title(shown), _header(shown), body, embedded(shown), rules=charts.RULES
         )
-        if len(page.encode()) < analysis_html.MAX_BYTES:
+        if len(page.encode()) < MAX_BYTES:
             break
     return page
 

@@ -36,6 +36,11 @@ def facts(pairs: list[tuple[str, object]], css: str = "facts") -> Markup:
     return tag("dl", *(tag("div", tag("dt", label), tag("dd", value)) for label, value in pairs), class_=css)
 
 
+def swatch(shade: int, name: str) -> Markup:
+    """A name beside the shade that stands for it in a chart."""
+    return join([tag("span", class_=f"swatch shade{shade}", aria_hidden="true"), name])
+
+
 def fate(outcome: TechniqueOutcome) -> Markup:
     """A fate as its sign and its word."""
     return tag("span", svg.sign(outcome.fate), words.FATES[outcome.fate], class_="fate")
@@ -209,9 +214,6 @@ def step_split(record: StudyRecord) -> Markup:
         told = ", ".join(f"{part} {words.ms(value)} ms" for part, value, _ in parts)
         return svg.stack(parts, full, label=f"{name}: {told}")
 
-    def swatch(index: int, part: str) -> Markup:
-        return join([tag("span", class_=f"swatch shade{index % SHADES}", aria_hidden="true"), part])
-
     def line(head: object, values: list[float]) -> list[object]:
         shown: list[object] = [head, *(words.ms(value) for value in values)]
         return shown + [_change_text(*values)] if len(values) == 2 else shown
@@ -219,7 +221,7 @@ def step_split(record: StudyRecord) -> Markup:
     # The unit stands in the head: with it in every cell, the table would not fit on a phone.
     head = ["Part", "Before, ms", *(["After, ms", "Change, ms"] if after else [])]
     body = [
-        line(swatch(index, part), [split.get(part, 0.0) for _, split in columns]) for index, part in enumerate(names)
+        line(swatch(index % SHADES, part), [split.get(part, 0.0) for _, split in columns]) for index, part in enumerate(names)
     ]
     return section(
         "step",
