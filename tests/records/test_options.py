@@ -1,15 +1,15 @@
-"""Options of a technique from a recipe's table, and back."""
+"""Options of a technique from a recipe's table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 
 from saturate.errors import RecipeError
-from saturate.records.options import options_from, options_to, problems
+from saturate.records.options import options_from, problems
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def test_defaults_fill_in_what_is_left_out():
 
 def test_round_trip():
     options = Options(count=7, persistent=False, share=0.25, name="x")
-    assert options_from(MODULE, options_to(options)) == options
+    assert options_from(MODULE, asdict(options)) == options
 
 
 def test_a_whole_number_is_a_number_but_nothing_else_is_converted():

@@ -1,4 +1,4 @@
-"""A technique's `Options` from a recipe's table, and back.
+"""A technique's `Options` from a recipe's table.
 
 `Options` is a frozen dataclass of the standard library, because techniques also load inside the user's process; so this
 file imports nothing but the standard library either. What a field allows is read from its annotation (`bool`, `int`,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from saturate.errors import RecipeError
@@ -48,11 +48,6 @@ def options_from(module: Any, mapping: Mapping[str, Any]) -> Any:
         where = f"option {first.name} of {name}" if first.name else f"options of {name}"
         raise RecipeError(f"{where}: {first.message}", remedy=first.remedy or f"saturate explain {name}")
     return options
-
-
-def options_to(options: Any) -> dict[str, Any]:
-    """The table from which `options_from` makes equal options."""
-    return asdict(options)
 
 
 def _build(options_class: type, mapping: Mapping[str, Any]) -> tuple[Any, list[OptionProblem]]:

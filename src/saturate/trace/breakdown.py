@@ -34,9 +34,6 @@ from saturate.trace.launches import named, spans, valid
 from saturate.trace.nesting import innermost
 from saturate.trace.windows import CPU, LOADER, STEP, Window, loader
 
-#: Bump when a pattern below changes: shares of communication are comparable only within one version.
-COMMUNICATION_VERSION = 2
-
 #: Operators whose own kernels communicate. Looked at first: an operator says what a kernel is for, its name hints.
 COMMUNICATION_OPERATORS = re.compile(
     r"^(c10d::|_c10d_functional::|symm_mem::|record_param_comms|(nccl|gloo|mpi|ucc|xccl):)")
