@@ -7,8 +7,16 @@ import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-from saturate.records.facts import Facts, ModuleFacts
-from saturate.techniques._api import Ineligible, NotApplied
+from saturate.records.facts import Facts, LoaderFacts, ModuleFacts
+from saturate.techniques._api import Eligible, Ineligible, NotApplied
+
+#: Share of the step below which waiting for input is not worth a trial.
+LEAST_WAIT = 0.02
+
+#: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
+SLOWEST_COPY = 1e6
+
+NO_LOADER = "the training does not read from a DataLoader"
 
 
 def share(part_ms: float, step_ms: float) -> float | None:
@@ -31,6 +39,51 @@ def exposed_input_ms(facts: Facts) -> float:
     return facts.input_wait_ms if facts.input_exposed_ms is None else facts.input_exposed_ms
 
 
+def waiting(facts: Facts) -> float | None:
+    """Share of the step that waits for input; None when the step was not timed."""
+    return share(facts.input_wait_ms, facts.step_ms)
+
+
+def hardly_waits(facts: Facts) -> Ineligible | None:
+    """Why nothing that shortens the wait for input is worth a trial; None when it may be, or when the step was not timed."""
+    waits = waiting(facts)
+    return None if waits is None or waits >= LEAST_WAIT else Ineligible(f"only {waits:.1%} of the step waits for input")
+
+
+def waits_for_loaders(facts: Facts, refusal: Callable[[LoaderFacts], str]) -> Eligible | Ineligible:
+    """Whether there is a wait for input to shorten. `refusal`: why a loader cannot be helped, or ""."""
+    if not facts.loaders:
+        return Ineligible(NO_LOADER)
+    refusals = [refusal(loader) for loader in facts.loaders]
+    if all(refusals):
+        return Ineligible(refusals[0])
+    if (refused := hardly_waits(facts)) is not None:
+        return refused
+    waits = waiting(facts)
+    return Eligible("the step waits for its input" if waits is None else f"{waits:.0%} of the step waits for input")
+
+
+def why_no_copies(facts: Facts) -> Ineligible | None:
+    """Why no batch is copied from a DataLoader to a device; None where one is."""
+    if not facts.loaders:
+        return Ineligible(NO_LOADER)
+    if all(loader.holds_device_tensors for loader in facts.loaders):
+        return Ineligible("the dataset yields tensors that live on the device already")
+    if not facts.host_to_device_bytes:
+        return Ineligible("no bytes are copied from host to device in a step")
+    return None
+
+
+def copies_batches(facts: Facts) -> Eligible:
+    """For techniques that make copies of batches cheaper: how much is copied."""
+    return Eligible(f"{facts.host_to_device_bytes / 1e6:.1f} MB are copied to the device in each step")
+
+
+def bound_of_copies(facts: Facts) -> float | None:
+    """Bound of what makes copies of batches cheaper: the most of the step that these and the wait for input can take."""
+    return share(facts.host_to_device_bytes / SLOWEST_COPY + facts.input_wait_ms, facts.step_ms)
+
+
 def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
     """Trained modules whose forward is that of their class: for techniques that change what it gets or what it does."""
     return tuple(module for module in facts.modules if not module.forward_overridden)
@@ -48,6 +101,17 @@ def compiled_already(modules: Sequence[ModuleFacts]) -> str:
     if any(module.compiled for module in modules):
         return "the script already compiles its model"
     return "the script compiles something itself, and whether its model is in it is not known"
+
+
+def why_no_chunks(facts: Facts) -> Ineligible | None:
+    """Why no forward can be run in chunks of its batch; None where one may be."""
+    if not wrappable(facts):
+        return Ineligible("no trained module was seen whose forward is its class's own")
+    if why := compiled_already([module for module in facts.modules if module.compiled is not False]):
+        return Ineligible(f"{why}, and a compiled forward is not cut")
+    if any(module.batch_norms for module in facts.modules):
+        return Ineligible("BatchNorm normalizes over the batch, so its samples depend on each other")
+    return None
 
 
 def why_no_autocast(facts: Facts) -> Ineligible | None:

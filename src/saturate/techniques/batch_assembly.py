@@ -48,9 +48,6 @@ TECHNIQUE = Technique(
     touches=(Touch("dataset"),),
 )
 
-#: Share of the step below which waiting for input is not worth a trial.
-LEAST_WAIT = 0.02
-
 
 @dataclass(frozen=True)
 class Options:
@@ -59,13 +56,11 @@ class Options:
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if not facts.loaders:
-        return Ineligible("the training does not read from a DataLoader")
+        return Ineligible(_common.NO_LOADER)
     if not any(loader.tensor_rows for loader in facts.loaders):
         return Ineligible("no DataLoader stacks rows of tensors in memory (a TensorDataset with the default collate function)")
-    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
-    if waiting is not None and waiting < LEAST_WAIT:
-        return Ineligible(f"only {waiting:.1%} of the step waits for input")
-    return Eligible("rows of tensors in memory are stacked one by one")
+    refused = _common.hardly_waits(facts)
+    return Eligible("rows of tensors in memory are stacked one by one") if refused is None else refused
 
 
 def variants(facts: Facts) -> list[Options]:
@@ -73,7 +68,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    return _common.share(facts.input_wait_ms, facts.step_ms)
+    return _common.waiting(facts)
 
 
 def apply(context: Any, options: Options) -> str:

@@ -70,9 +70,6 @@ TECHNIQUE = Technique(
 #: What a study that keeps it says beside its gain.
 REMARK = "measured with a warm cache; in the first epoch of a run every sample is still made, and stored"
 
-#: Share of the step below which waiting for input is not worth a trial.
-LEAST_WAIT = 0.02
-
 #: Where stores lie, and how many seconds samples may be stored ahead; trials set both (see `trial.planning`).
 FOLDER, AHEAD = "SATURATE_DATA_CACHE", "SATURATE_DATA_AHEAD_S"
 
@@ -94,15 +91,7 @@ def _refusal(loader: LoaderFacts) -> str:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    if not facts.loaders:
-        return Ineligible("the training does not read from a DataLoader")
-    refusals = [_refusal(loader) for loader in facts.loaders]
-    if all(refusals):
-        return Ineligible(refusals[0])
-    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
-    if waiting is not None and waiting < LEAST_WAIT:
-        return Ineligible(f"only {waiting:.1%} of the step waits for input")
-    return Eligible("the step waits for its input" if waiting is None else f"{waiting:.0%} of the step waits for input")
+    return _common.waits_for_loaders(facts, _refusal)
 
 
 def variants(facts: Facts) -> list[Options]:
@@ -110,7 +99,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    return _common.share(facts.input_wait_ms, facts.step_ms)
+    return _common.waiting(facts)
 
 
 def apply(context: Any, options: Options) -> str:

@@ -52,9 +52,6 @@ TECHNIQUE = Technique(
     touches=(Touch("loader", 30), Touch("pinned-memory"), Touch("tensor-copy")),
 )
 
-#: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
-SLOWEST_COPY = 1e6
-
 
 @dataclass(frozen=True)
 class Options:
@@ -65,15 +62,11 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device != "cuda":
         return Ineligible("there is no device to copy to: the training runs on the CPU" if facts.device == "cpu"
                           else "batches are copied ahead to CUDA devices only")
-    if not facts.loaders:
-        return Ineligible("the training does not read from a DataLoader")
-    if all(loader.holds_device_tensors for loader in facts.loaders):
-        return Ineligible("the dataset yields tensors that live on the device already")
-    if not facts.host_to_device_bytes:
-        return Ineligible("no bytes are copied from host to device in a step")
+    if (refused := _common.why_no_copies(facts)) is not None:
+        return refused
     if not any(loader.num_workers for loader in facts.loaders):
         return Ineligible("the loader has no workers, so no batch is ready before it is asked for")
-    return Eligible(f"{facts.host_to_device_bytes / 1e6:.1f} MB are copied to the device in each step")
+    return _common.copies_batches(facts)
 
 
 def variants(facts: Facts) -> list[Options]:
@@ -81,7 +74,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    return _common.share(facts.host_to_device_bytes / SLOWEST_COPY + facts.input_wait_ms, facts.step_ms)
+    return _common.bound_of_copies(facts)
 
 
 def apply(context: Any, options: Options) -> str:

@@ -101,13 +101,8 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if not facts.memory_limit_bytes:
         return Ineligible("insurance against running out of memory, not a speed-up: put it into a recipe by hand")
-    if not _common.wrappable(facts):
-        return Ineligible("no trained module was seen whose forward is its class's own")
-    if why := _common.compiled_already([module for module in facts.modules if module.compiled is not False]):
-        return Ineligible(f"{why}, and a compiled forward is not cut")
-    if any(module.batch_norms for module in facts.modules):
-        return Ineligible("BatchNorm normalizes over the batch, so its samples depend on each other")
-    return Eligible("a memory limit was asked for")
+    refused = _common.why_no_chunks(facts)
+    return Eligible("a memory limit was asked for") if refused is None else refused
 
 
 def variants(facts: Facts) -> list[Options]:

@@ -77,8 +77,6 @@ TECHNIQUE = Technique(
     touches=(Touch("loader", 10), Touch("loader-workers")),
 )
 
-#: Share of the step below which waiting for input is not worth a trial.
-LEAST_WAIT = 0.02
 #: Batches that each worker keeps ready by default (torch's own).
 PREFETCH = 2
 
@@ -103,17 +101,10 @@ def _refusal(loader: LoaderFacts) -> str:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    if not facts.loaders:
-        return Ineligible("the training does not read from a DataLoader")
-    refusals = [_refusal(loader) for loader in facts.loaders]
-    if all(refusals):
-        return Ineligible(refusals[0])
-    waiting = _common.share(facts.input_wait_ms, facts.step_ms)
-    if waiting is not None and waiting < LEAST_WAIT:
-        return Ineligible(f"only {waiting:.1%} of the step waits for input")
-    if _most_workers(facts) < 1:
+    answer = _common.waits_for_loaders(facts, _refusal)
+    if answer and _most_workers(facts) < 1:
         return Ineligible("/dev/shm or memory does not hold one batch more")
-    return Eligible("the step waits for its input" if waiting is None else f"{waiting:.0%} of the step waits for input")
+    return answer
 
 
 def _most_workers(facts: Facts, prefetch: int = PREFETCH) -> int:
@@ -153,7 +144,7 @@ def _needed(facts: Facts, most: int) -> int:
 
 
 def bound(facts: Facts) -> float | None:
-    return _common.share(facts.input_wait_ms, facts.step_ms)
+    return _common.waiting(facts)
 
 
 def apply(context: Any, options: Options) -> str:

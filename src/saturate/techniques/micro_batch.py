@@ -86,12 +86,8 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    if not _common.wrappable(facts):
-        return Ineligible("no trained module was seen whose forward is its class's own")
-    if why := _common.compiled_already([module for module in facts.modules if module.compiled is not False]):
-        return Ineligible(f"{why}, and a compiled forward is not cut")
-    if any(module.batch_norms for module in facts.modules):
-        return Ineligible("BatchNorm normalizes over the batch, so its samples depend on each other")
+    if (refused := _common.why_no_chunks(facts)) is not None:
+        return refused
     if facts.memory_limit_bytes:
         return Eligible("a memory limit was asked for")
     if not facts.device_memory_bytes or facts.device_reserved_bytes < SCARCE * facts.device_memory_bytes:

@@ -49,9 +49,6 @@ TECHNIQUE = Technique(
     touches=(Touch("loader", 20), Touch("pinned-memory"), Touch("tensor-copy")),
 )
 
-#: A copy from pageable memory is at least this fast, bytes per millisecond (1 GB/s): bounds what copies can cost.
-SLOWEST_COPY = 1e6
-
 #: An attribute of tensors that a DataLoader has pinned.
 PINNED = "_saturate_pinned"
 
@@ -66,15 +63,11 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device != "cuda":
         return Ineligible("pinned memory only matters for copies to a CUDA device")
-    if not facts.loaders:
-        return Ineligible("the training does not read from a DataLoader")
-    if all(loader.pin_memory for loader in facts.loaders):
+    if facts.loaders and all(loader.pin_memory for loader in facts.loaders):
         return Ineligible("the script already pins its batches")
-    if all(loader.holds_device_tensors for loader in facts.loaders):
-        return Ineligible("the dataset yields tensors that live on the device already")
-    if not facts.host_to_device_bytes:
-        return Ineligible("no bytes are copied from host to device in a step")
-    return Eligible(f"{facts.host_to_device_bytes / 1e6:.1f} MB are copied to the device in each step")
+    if (refused := _common.why_no_copies(facts)) is not None:
+        return refused
+    return _common.copies_batches(facts)
 
 
 def variants(facts: Facts) -> list[Options]:
@@ -82,7 +75,7 @@ def variants(facts: Facts) -> list[Options]:
 
 
 def bound(facts: Facts) -> float | None:
-    return _common.share(facts.host_to_device_bytes / SLOWEST_COPY + facts.input_wait_ms, facts.step_ms)
+    return _common.bound_of_copies(facts)
 
 
 def apply(context: Any, options: Options) -> str:
