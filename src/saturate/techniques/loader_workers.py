@@ -65,9 +65,9 @@ from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
-from saturate.techniques._cuda_in_workers import Passes, refusing_models, trained_by
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given, referable
+from saturate.techniques._refused_in_workers import Passes, refusing_models, trained_by
 
 TECHNIQUE = Technique(
     id="loader-workers",

@@ -1,4 +1,4 @@
-"""Workers that cannot use CUDA: the pass goes on in the training process, with the batches that the script would have had."""
+"""What workers of a loader refuse: the pass goes on in the training process, with the batches that the script would have had."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402 - after the check for torch
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.techniques import _cuda_in_workers, loader_workers  # noqa: E402
+from saturate.techniques import _refused_in_workers, loader_workers  # noqa: E402
 from saturate.techniques._given import MOST_HELD, Given  # noqa: E402
 
 HERE = os.getpid()
@@ -30,7 +30,7 @@ class Rows(torch.utils.data.Dataset):
 class Moving:
     """A collate function that moves batches to a device from `start` on."""
 
-    def __init__(self, start=0, message=_cuda_in_workers.REFUSAL):
+    def __init__(self, start=0, message=_refused_in_workers.REFUSAL):
         self.start, self.message = start, message
 
     def __call__(self, samples):

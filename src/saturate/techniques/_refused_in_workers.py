@@ -1,7 +1,9 @@
-"""A pass over a loader whose workers cannot make its batches. Forked from a process that uses CUDA, or has only counted its devices,
-they must not use it, and a collate function that moves its batch to a device raises there. And a dataset that calls the model which is
-being trained (to choose hard examples, say) would call a copy of it there, as it was when the worker began: `refusing_models` makes
-that raise. The training process makes the batches itself then, as the script wrote it. Used by `loader-workers`."""
+"""What workers of a loader refuse, and how its pass goes on in the training process, as the script wrote it: the use of CUDA, and a
+call of the model that is being trained. Used by `loader-workers`.
+
+Forked from a process that uses CUDA, or has only counted its devices, workers must not use it, and a collate function that moves its
+batch to a device raises there. And a dataset that calls the model (to choose hard examples, say) would call a copy of it, as it was
+when the worker began: `refusing_models` makes that raise."""
 
 from __future__ import annotations
 
