@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.checkpoints import durable
-from saturate.data.pack_sources import Source
+from saturate.data.pack_rows import Source
 from saturate.errors import EnvironmentProblem, UsageError
 
 MANIFEST, STATE, INFO, LOCK = ".pack.json", "state.json", "dataset_info.json", ".pack.lock"

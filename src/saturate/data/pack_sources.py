@@ -1,24 +1,18 @@
-"""What can be packed, as rows in a fixed order: folders of images, text, CSV and Parquet.
-
-A source is read again from the start, or from any row, with the same rows in the same order: that is what lets an
-interrupted pack go on where it was.
-"""
+"""What can be packed: which files a folder holds, of which kind; images and lines of text as rows. CSV and Parquet: `pack_tables`."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from saturate.data.pack_rows import ROWS, Batch, File, Source
+from saturate.data.pack_tables import csv_source, parquet_source
 from saturate.errors import UsageError
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -29,50 +23,10 @@ TEXT = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl"})
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 KINDS = ("images", "text", "csv", "parquet")
 
-#: Rows of one record batch at most: what a reader decodes at once when it asks for a single row of text or table.
-ROWS = {"images": 100, "text": 1000, "csv": 1000, "parquet": 1000}
 #: Bytes of one record batch at most, whatever its rows.
 BATCH_BYTES = 32 * 2**20
-#: What is read of a CSV file at a time, in bytes: more of it where a row needs it.
-CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28)
 #: Image files that are read at a time: disks answer many questions faster than one after another.
 READERS = 8
-
-
-@dataclass(frozen=True)
-class File:
-    path: Path
-    name: str               # below the source, with forward slashes
-    bytes: int
-    changed_ns: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A record batch, and how many bytes of the source it was made from."""
-
-    rows: Any
-    read_bytes: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """`batches(skip)` yields everything behind the first `skip` rows."""
-
-    kind: str
-    files: tuple[File, ...]
-    schema: Any                                         # pyarrow.Schema
-    batches: Callable[[int], Iterator[Batch]]
-    features: dict[str, Any] = field(default_factory=dict)     # as Hugging Face datasets write them; {}: from the schema
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
-
-    def fingerprint(self) -> str:
-        """Changes when a file of the source changes, comes or goes."""
-        seen = [self.kind, [[file.name, file.bytes, file.changed_ns] for file in self.files]]
-        return hashlib.blake2b(json.dumps(seen).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def open_source(path: Path, kind: str | None = None) -> Source:
@@ -94,7 +48,7 @@ def _opened(path: Path, kind: str | None) -> Source:
     if not files:
         raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
                          remedy="name another folder, or another --kind")
-    source = {"images": _images, "text": _text, "csv": _csv, "parquet": _parquet}[kind](path, files)
+    source = {"images": _images, "text": _text, "csv": csv_source, "parquet": parquet_source}[kind](path, files)
     if kind in TABLES.values():
         _refuse_partitions(files, source.schema.names)
     return source
@@ -267,198 +221,3 @@ def _text(path: Path, files: list[File]) -> Source:
             yield Batch(pa.record_batch([pa.array(rows, pa.string())], schema=schema), size)
 
     return Source("text", tuple(files), schema, batches, {"text": {"dtype": "string", "_type": "Value"}})
-
-
-# -- tables --------------------------------------------------------------------------------------------------------------
-
-
-def _csv(path: Path, files: list[File]) -> Source:
-    """Types are those of the first megabyte of the first file (of more where a row is longer), but text for a column that is empty
-    there, that holds whole numbers beyond 64 bits there, or anywhere a number that begins with 0 (a postal code, an id, 0x00ff). A
-    later value that does not fit is an error with its file and row."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow import csv
-
-    def reader(file: File, types: Any, block_bytes: int) -> Any:
-        """`types`: of all columns, or of those that are to be read."""
-        parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
-        some = isinstance(types, dict)
-        convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
-                                     include_missing_columns=some) if types else None
-        read = csv.ReadOptions(block_size=block_bytes)
-        return csv.open_csv(file.path, read_options=read, parse_options=parse, convert_options=convert)
-
-    def opened(file: File, types: Any = None) -> Any:
-        """A reader for the schema and the first rows."""
-        for block_bytes in CSV_BLOCKS:
-            try:
-                return reader(file, types, block_bytes)
-            except pa.ArrowInvalid as error:
-                if not _row_is_longer(error, block_bytes):
-                    raise
-        raise AssertionError("the largest blocks raise")
-
-    def rows(file: File, types: Any) -> Iterator[Any]:
-        """All batches of a file. From a row on that is longer than a block, in larger ones."""
-        given = 0
-        for block_bytes in CSV_BLOCKS:
-            read = 0
-            try:
-                for batch in reader(file, types, block_bytes):
-                    read += batch.num_rows
-                    if read > given:
-                        yield batch.slice(max(0, batch.num_rows - (read - given)))
-                        given = read
-                return
-            except pa.ArrowInvalid as error:
-                if not _row_is_longer(error, block_bytes):
-                    raise
-
-    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
-        for file in files:
-            try:
-                yield from ((file, batch) for batch in table(file, schema))
-            except pa.ArrowInvalid as error:
-                raise pa.ArrowInvalid(f"{file.name}: {error}") from error
-
-    def table(file: File, schema: Any) -> Iterator[Any]:
-        names = opened(file, schema).schema.names
-        if names != schema.names:
-            raise UsageError(f"{file.name} has other columns than {files[0].name}",
-                             cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
-        return rows(file, schema)
-
-    def begin_with_0(names: set[str]) -> set[str]:
-        """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
-        seen: set[str] = set()
-        for file in files if names else ():
-            with contextlib.suppress(pa.ArrowInvalid):
-                for batch in rows(file, dict.fromkeys(names, pa.string())):
-                    seen |= {name for name in names - seen
-                             if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
-        return seen
-
-    try:
-        found = opened(files[0]).schema
-    except pa.ArrowInvalid as error:
-        raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error),
-                         remedy="mend it (text with a delimiter or an end of line in it needs double quotes), or pack its lines with --kind text") from error
-    _each_once(files[0], found.names)
-    raw = [one.name for one in found if pa.types.is_binary(one.type)]
-    if raw:
-        raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy="convert it: iconv -f latin1 -t utf-8")
-    as_text = {one.name for one in found if pa.types.is_null(one.type)}
-    numbers = {one.name: pa.string() for one in found if pa.types.is_floating(one.type)}
-    if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
-        first = opened(files[0], numbers).read_next_batch()
-        as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
-    as_text |= begin_with_0({one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
-    schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
-    return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
-
-
-def _row_is_longer(error: Exception, block_bytes: int) -> bool:
-    """Whether larger blocks may do."""
-    return "straddling" in str(error) and block_bytes < CSV_BLOCKS[-1]
-
-
-def _each_once(file: File, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(f"{file.name} has more than one column called {twice[0]!r}", remedy="give each column a name of its own")
-
-
-def _delimiter(file: File) -> str:
-    """A comma, but where the header has none, and has one of the others that are in use, or where one of those divides the rows into
-    as many fields as the header has, and the comma does not."""
-    import csv
-
-    if file.path.suffix.lower() == ".tsv":
-        return "\t"
-    if file.path.suffix.lower() != ".csv":
-        return ","              # compressed, perhaps
-    with open(file.path, encoding="utf-8-sig", errors="replace", newline="") as opened:
-        beginning = opened.read(1 << 16).splitlines(keepends=True)
-    header = beginning[0] if beginning else ""
-
-    def divides(character: str) -> bool:
-        rows = [row for row in csv.reader(beginning, delimiter=character) if row]
-        whole = rows[:-1] if len(rows) > 2 else rows        # the last one may be cut
-        return len({len(row) for row in whole}) == 1 < len(whole[0])
-
-    others = [other for other in "\t;|" if other in header]
-    if "," not in header:
-        return others[0] if others else ","
-    return "," if divides(",") else next(filter(divides, others), ",")
-
-
-def _parquet(path: Path, files: list[File]) -> Source:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    def opened(file: File) -> Any:
-        try:
-            return parquet.ParquetFile(file.path, memory_map=True)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UsageError(f"cannot read {file.path} as Parquet", cause=str(error), remedy="write it again, or leave it out") from error
-
-    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
-        for file in files:
-            whole = opened(file)
-            if whole.schema_arrow.remove_metadata() != schema or (features and _features(whole.schema_arrow) not in ({}, features)):
-                raise UsageError(f"{file.name} has other columns or types than {files[0].name}", remedy="pack them apart")
-            for batch in whole.iter_batches(batch_size=ROWS["parquet"]):
-                yield file, batch
-
-    found = opened(files[0]).schema_arrow
-    schema, features = found.remove_metadata(), _features(found)
-    _each_once(files[0], schema.names)
-    unloadable = [one for one in schema if not features and not _loads(one.type)]
-    if unloadable:
-        raise UsageError(f"column {unloadable[0].name!r} of {files[0].name} cannot be packed",
-                         cause=f"Hugging Face datasets load no {unloadable[0].type}", remedy="turn it into lists or text")
-    return Source("parquet", tuple(files), schema, _table_batches("parquet", schema, tables, (pa.ArrowInvalid, OSError)), features)
-
-
-def _loads(kind: Any) -> bool:
-    """Whether Hugging Face datasets know that type of column."""
-    from pyarrow import types
-
-    if getattr(kind, "extension_name", "arrow.json") != "arrow.json":
-        return False
-    inner = [kind.field(number).type for number in range(kind.num_fields)]
-    unknown = ("map", "union", "run_end_encoded", "interval", "list_view", "large_list_view", "decimal32", "decimal64")
-    tests = [getattr(types, f"is_{name}", None) for name in unknown]       # older versions do not have them all
-    return all(map(_loads, inner)) and not any(is_it(kind) for is_it in tests if is_it is not None)
-
-
-def _features(schema: Any) -> dict[str, Any]:
-    """What datasets wrote beside the columns, such as the names of classes; {} where they did not."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return features if features.keys() == set(schema.names) else {}
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return {}
-
-
-def _table_batches(kind: str, schema: Any, tables: Callable[[Any], Iterator[tuple[File, Any]]],
-                   damaged: Any) -> Callable[[int], Iterator[Batch]]:
-    def batches(skip: int) -> Iterator[Batch]:
-        import pyarrow as pa
-
-        row = 0
-        try:
-            for _file, batch in tables(schema):
-                for first in range(0, batch.num_rows, ROWS[kind]):
-                    part = batch.slice(first, ROWS[kind])
-                    row += part.num_rows
-                    if row > skip:
-                        kept = part.slice(max(0, part.num_rows - (row - skip)))
-                        # A slice still holds all of what it was cut from: written, it is cut for good.
-                        yield Batch(pa.record_batch(kept.columns, schema=schema), kept.nbytes)
-        except damaged as error:
-            raise UsageError(f"the {kind} data cannot be read behind row {row}", cause=str(error),
-                             remedy="mend the row, or give the column one type throughout") from error
-
-    return batches
