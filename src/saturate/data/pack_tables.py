@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +21,9 @@ def csv_source(path: Path, files: list[File]) -> Source:
     there, that holds whole numbers beyond 64 bits there, or anywhere a number that begins with 0 (a postal code, an id, 0x00ff). A
     later value that does not fit is an error with its file and row."""
     import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow import csv
-
-    def reader(file: File, types: Any, block_bytes: int) -> Any:
-        """`types`: of all columns, or of those that are to be read."""
-        parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
-        some = isinstance(types, dict)
-        convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
-                                     include_missing_columns=some) if types else None
-        read = csv.ReadOptions(block_size=block_bytes)
-        return csv.open_csv(file.path, read_options=read, parse_options=parse, convert_options=convert)
-
-    def opened(file: File, types: Any = None) -> Any:
-        """A reader for the schema and the first rows."""
-        for block_bytes in CSV_BLOCKS:
-            try:
-                return reader(file, types, block_bytes)
-            except pa.ArrowInvalid as error:
-                if not _row_is_longer(error, block_bytes):
-                    raise
-        raise AssertionError("the largest blocks raise")
-
-    def rows(file: File, types: Any) -> Iterator[Any]:
-        """All batches of a file. From a row on that is longer than a block, in larger ones."""
-        given = 0
-        for block_bytes in CSV_BLOCKS:
-            read = 0
-            try:
-                for batch in reader(file, types, block_bytes):
-                    read += batch.num_rows
-                    if read > given:
-                        yield batch.slice(max(0, batch.num_rows - (read - given)))
-                        given = read
-                return
-            except pa.ArrowInvalid as error:
-                if not _row_is_longer(error, block_bytes):
-                    raise
-
-    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
-        for file in files:
-            try:
-                yield from ((file, batch) for batch in table(file, schema))
-            except pa.ArrowInvalid as error:
-                raise pa.ArrowInvalid(f"{file.name}: {error}") from error
-
-    def table(file: File, schema: Any) -> Iterator[Any]:
-        names = opened(file, schema).schema.names
-        if names != schema.names:
-            raise UsageError(f"{file.name} has other columns than {files[0].name}",
-                             cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
-        return rows(file, schema)
-
-    def begin_with_0(names: set[str]) -> set[str]:
-        """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
-        seen: set[str] = set()
-        for file in files if names else ():
-            with contextlib.suppress(pa.ArrowInvalid):
-                for batch in rows(file, dict.fromkeys(names, pa.string())):
-                    seen |= {name for name in names - seen
-                             if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
-        return seen
 
     try:
-        found = opened(files[0]).schema
+        found = _opened_csv(files[0]).schema
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error),
                          remedy="mend it (text with a delimiter or an end of line in it needs double quotes), or pack its lines with --kind text") from error
@@ -91,14 +31,94 @@ def csv_source(path: Path, files: list[File]) -> Source:
     raw = [one.name for one in found if pa.types.is_binary(one.type)]
     if raw:
         raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy="convert it: iconv -f latin1 -t utf-8")
+    as_text = _columns_of_text(files, found)
+    schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
+    return Source("csv", tuple(files), schema, _table_batches("csv", schema, partial(_csv_batches, files), pa.ArrowInvalid))
+
+
+def _columns_of_text(files: list[File], found: Any) -> set[str]:
+    """Those of the schema that was found whose values a number would not hold."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     as_text = {one.name for one in found if pa.types.is_null(one.type)}
     numbers = {one.name: pa.string() for one in found if pa.types.is_floating(one.type)}
     if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
-        first = opened(files[0], numbers).read_next_batch()
+        first = _opened_csv(files[0], numbers).read_next_batch()
         as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
-    as_text |= begin_with_0({one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
-    schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
-    return Source("csv", tuple(files), schema, _table_batches("csv", schema, tables, pa.ArrowInvalid))
+    return as_text | _that_begin_with_0(files, {one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
+
+
+def _that_begin_with_0(files: list[File], names: set[str]) -> set[str]:
+    """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    seen: set[str] = set()
+    for file in files if names else ():
+        with contextlib.suppress(pa.ArrowInvalid):
+            for batch in _rows_of_csv(file, dict.fromkeys(names, pa.string())):
+                seen |= {name for name in names - seen
+                         if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
+    return seen
+
+
+def _csv_batches(files: list[File], schema: Any) -> Iterator[tuple[File, Any]]:
+    import pyarrow as pa
+
+    for file in files:
+        try:
+            names = _opened_csv(file, schema).schema.names
+            if names != schema.names:
+                raise UsageError(f"{file.name} has other columns than {files[0].name}",
+                                 cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
+            yield from ((file, batch) for batch in _rows_of_csv(file, schema))
+        except pa.ArrowInvalid as error:
+            raise pa.ArrowInvalid(f"{file.name}: {error}") from error
+
+
+def _csv_reader(file: File, types: Any, block_bytes: int) -> Any:
+    """`types`: of all columns (a schema), or of those that are to be read (a dict by name)."""
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
+    some = isinstance(types, dict)
+    convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
+                                 include_missing_columns=some) if types else None
+    read = csv.ReadOptions(block_size=block_bytes)
+    return csv.open_csv(file.path, read_options=read, parse_options=parse, convert_options=convert)
+
+
+def _opened_csv(file: File, types: Any = None) -> Any:
+    """A reader for the schema and the first rows."""
+    import pyarrow as pa
+
+    for block_bytes in CSV_BLOCKS:
+        try:
+            return _csv_reader(file, types, block_bytes)
+        except pa.ArrowInvalid as error:
+            if not _row_is_longer(error, block_bytes):
+                raise
+    raise AssertionError("the largest blocks raise")
+
+
+def _rows_of_csv(file: File, types: Any) -> Iterator[Any]:
+    """All batches of a file. From a row on that is longer than a block, in larger ones."""
+    import pyarrow as pa
+
+    given = 0
+    for block_bytes in CSV_BLOCKS:
+        read = 0
+        try:
+            for batch in _csv_reader(file, types, block_bytes):
+                read += batch.num_rows
+                if read > given:
+                    yield batch.slice(max(0, batch.num_rows - (read - given)))
+                    given = read
+            return
+        except pa.ArrowInvalid as error:
+            if not _row_is_longer(error, block_bytes):
+                raise
 
 
 def _row_is_longer(error: Exception, block_bytes: int) -> bool:
