@@ -18,9 +18,9 @@ import weakref
 from typing import Any
 
 from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
+from saturate.agent.guest import Guest
 from saturate.agent.optimizers import Optimizers
 from saturate.techniques import _common
-from saturate.techniques._interrupts import from_signal_handler
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 
@@ -40,7 +40,7 @@ SOME_EVALUATIONS, MOST_EVALUATING_NS = 8, 20_000_000_000
 EARLY_UPDATES = 52
 
 
-class Session:
+class Session(Guest):
     """One training process. Every entry point that user code reaches is cheap and, through `guard`, cannot raise."""
 
     clock = staticmethod(_CLOCK)
@@ -52,11 +52,9 @@ class Session:
         self.plan = plan
         self.pid = os.getpid()
         self.context = Context(torch)
+        super().__init__(self.context.undo)
         self.timeline = timeline.Timeline(torch, _CLOCK, self.drain, lambda: self.accelerators)
-        self.undo: list[Any] = []
         self.phase = "asleep"
-        self.dead = False
-        self.half_done = False                  # see `whole`
         step = plan.get("step")
         self.step = motif.Step(step["token"], step["count"], tuple(step["tokens"])) if step else None
         self.awaited = bool(step and step.get("told") and not plan.get("drill"))     # what the user said ends a step, and has not come yet
@@ -109,46 +107,7 @@ class Session:
         self._began: timeline.Mark = None       # of the part of the step that is under way
         self._collecting = 0
 
-    # -- a guest fails open --------------------------------------------------------------------------------------
-
-    def guard(self, function: Any, *args: Any) -> Any:
-        """Run our own code on a path that the user's code is on. If we fail, take everything back and go silent. What a signal
-        handler of the script raises meanwhile is the script's: it passes, and we stay, unless something is half done."""
-        if self.dead:
-            return None
-        try:
-            return function(*args)
-        except Exception as error:  # the user's training must go on whatever is wrong with us
-            interrupted = from_signal_handler(error)
-            if not interrupted or self.half_done:
-                self._fail(error, "was interrupted by a signal handler of the script" if interrupted else "failed")
-            if interrupted:
-                raise
-            return None
-
-    def whole(self, function: Any, *args: Any) -> Any:
-        """Run what must not stay half done."""
-        self.half_done = True
-        result = function(*args)
-        self.half_done = False
-        return result
-
-    def _fail(self, error: Exception, how: str) -> None:
-        import traceback
-
-        self.dead = True
-        text = "".join(traceback.format_exception(error))
-        for undo in [self.context.undo, *reversed(self.undo)]:
-            try:
-                undo()
-            except Exception as nested:  # noqa: BLE001 - go on taking back the rest
-                text += f"\nand while undoing: {nested!r}"
-        try:
-            self._tell_failure(text, how)
-        except Exception:  # noqa: BLE001, S110 - the controller is gone, or what failed fails here as well: nobody is left to tell
-            pass
-
-    def _tell_failure(self, text: str, how: str) -> None:
+    def tell_failure(self, text: str, how: str) -> None:
         if self.gate is not None:
             self.gate.tell({"at": "agent_failed", "error": text})
         else:
