@@ -12,7 +12,7 @@ import torch
 
 from saturate.agent.context import Context
 from saturate.checkpoints import persist
-from saturate.checkpoints.writer import quiet
+from saturate.checkpoints.own_calls import quiet
 from saturate.techniques import async_checkpoint
 
 LEAST_WAIT_S = 0.1

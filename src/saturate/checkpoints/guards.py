@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from saturate.checkpoints.writer import Job, Writer, inside, quiet
+from saturate.checkpoints.own_calls import inside, quiet
+from saturate.checkpoints.writer import Job, Writer
 
 _READS = ("stat", "lstat", "access", "readlink", "chmod", "chown", "lchown", "utime", "getxattr", "setxattr",
           "listxattr", "removexattr")

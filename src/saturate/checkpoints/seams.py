@@ -17,8 +17,10 @@ from typing import Any
 from saturate import notices
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards, holders
+from saturate.checkpoints.own_calls import inside
 from saturate.checkpoints.staging import Recorder
-from saturate.checkpoints.writer import Unsuitable, Writer, inside
+from saturate.checkpoints.target import Unsuitable
+from saturate.checkpoints.writer import Writer
 
 _local = threading.local()
 

@@ -16,21 +16,19 @@ import functools
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from saturate import notices
 from saturate.checkpoints import persist, staging
 from saturate.checkpoints.arena import Pool
 from saturate.checkpoints.costs import Costs
+from saturate.checkpoints.own_calls import own_thread, quiet
 from saturate.checkpoints.target import Target, Unsuitable, remove_litter
 
 #: Staged bytes beyond this, and beyond three times the newest file, make a save wait for earlier ones.
@@ -39,39 +37,6 @@ MOST_STAGED_BYTES = 1 << 30
 MOST_PENDING = 16
 _POLL_S = 0.002
 _DISK_MARGIN_BYTES = 1 << 20
-
-_inside = threading.local()
-
-#: Modules between our own code and the functions of `os` that it means.
-_BETWEEN = ("posixpath", "genericpath", "saturate.agent")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """What our code does to files in here, on this thread, is its own: nothing waits for it, or makes it wait. A handler of
-    the script for a signal may run in here too: that is no code of ours."""
-    before = getattr(_inside, "depth", 0)
-    _inside.depth = before + 1
-    try:
-        yield
-    finally:
-        _inside.depth = before
-
-
-def inside() -> bool:
-    """Whether the function that asks was called by our own code. Within two of them nobody looks at callers: somebody may
-    have wrapped what our code calls, and must not be asked about without end."""
-    depth = getattr(_inside, "depth", 0)
-    if depth != 1:
-        return depth > 1
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
-        frame = frame.f_back
-    return _module(frame).startswith("saturate.checkpoints")
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
 
 
 @dataclass
@@ -256,7 +221,7 @@ class Writer:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _inside.depth = 2           # whatever runs here, our own code has called
+        own_thread()
         while True:
             with self._condition:
                 while not self._queue:
@@ -436,5 +401,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-__all__ = ["Failure", "Job", "Unsuitable", "Writer", "inside", "quiet"]
