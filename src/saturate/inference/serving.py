@@ -48,27 +48,25 @@ def climb(rate: Callable[[Setting], float | None], batch: int, cores: int, time_
     """Settings with their samples per second, as they are measured: the batch first, then processes. `rate` gives None
     where a setting does not run, `over` says of one that was measured which limit it passes."""
     best = Setting(batch)
-    first = rate(best)
-    if first is None:
+    most = rate(best)
+    if most is None:
         return
-    yield best, first
-    most = first
-    for grown in _doubled(Setting(batch * 2), lambda one: Setting(one.batch * 2), lambda one: one.batch <= MOST_BATCH):
-        found = rate(grown) if time_left() else None
-        if found is None:
-            break
-        yield grown, found
-        if over(grown) or found < PAYS * most:
-            break
-        best, most = grown, found
-    for grown in _doubled(Setting(best.batch, 2), lambda one: Setting(one.batch, one.processes * 2), lambda one: one.processes <= cores):
-        found = rate(grown) if time_left() else None
-        if found is None:
-            break
-        yield grown, found
-        if over(grown) or found < PAYS * most:
-            break
-        most = found
+    yield best, most
+
+    def grow(settings: Iterator[Setting]) -> Iterator[tuple[Setting, float]]:
+        """One after the other, as long as each is worth it; the last that was is `best`."""
+        nonlocal best, most
+        for grown in settings:
+            found = rate(grown) if time_left() else None
+            if found is None:
+                return
+            yield grown, found
+            if over(grown) or found < PAYS * most:
+                return
+            best, most = grown, found
+
+    yield from grow(_doubled(Setting(batch * 2), lambda one: Setting(one.batch * 2), lambda one: one.batch <= MOST_BATCH))
+    yield from grow(_doubled(Setting(best.batch, 2), lambda one: Setting(one.batch, one.processes * 2), lambda one: one.processes <= cores))
 
 
 def _doubled(start: Setting, step: Callable[[Setting], Setting], allowed: Callable[[Setting], bool]) -> Iterator[Setting]:

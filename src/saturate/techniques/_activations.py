@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -324,14 +324,18 @@ def saved_after(tensors: Any, last_node: int, storages: Storages, torch: Any) ->
         if node in seen or node._sequence_nr() <= last_node:
             continue
         seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                for tensor in _common.tensors(_attribute(node, name), torch):
-                    found.add(storages.key(tensor))
-                    if tensor.grad_fn is None and not tensor.is_floating_point():
-                        leaves.add(storages.key(tensor))
+        for tensor in _saved_by(node, torch):
+            found.add(storages.key(tensor))
+            if tensor.grad_fn is None and not tensor.is_floating_point():
+                leaves.add(storages.key(tensor))
         pending += [parent for parent, _ in node.next_functions if parent is not None]
     return found, leaves
+
+
+def _saved_by(node: Any, torch: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            yield from _common.tensors(_attribute(node, name), torch)
 
 
 def _attribute(node: Any, name: str) -> Any:

@@ -149,22 +149,17 @@ def defeated_by(argv: list[str]) -> str | None:
     >>> defeated_by(["python", "train.py", "--data", "corpora/python", "-I"]) is None
     True
     """
-    takes_value = {"-W", "-X", "--check-hash-based-pycs"}
-    for position, word in enumerate(argv):
-        if not _PYTHON.fullmatch(Path(word).name):
-            continue
-        rest = iter(argv[position + 1:])
-        for option in rest:
-            if not option.startswith("-") or option in ("-c", "-m", "-"):
-                return None         # what follows is the program's own
-            if option in takes_value:
-                next(rest, None)
-            elif not option.startswith("--"):
-                for letter in option[1:]:
-                    if letter in "IES":
-                        return f"-{letter}"
-                    if letter in "cm":
-                        return None
-                    if letter in "WX":
-                        break
+    position = next((place for place, word in enumerate(argv) if _PYTHON.fullmatch(Path(word).name)), len(argv))
+    options = iter(argv[position + 1:])
+    for option in options:
+        if not option.startswith("-") or option == "-":
+            return None         # what follows is the program's own
+        if option in ("-W", "-X", "--check-hash-based-pycs"):
+            next(options, None)
+        elif not option.startswith("--"):
+            letter = next((letter for letter in option[1:] if letter in "IEScmWX"), "")     # behind the others stands a value, or the program
+            if letter in ("I", "E", "S"):
+                return f"-{letter}"
+            if letter in ("c", "m"):
+                return None
     return None
