@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from saturate.techniques import _common
+
 KEEP, OPERATORS, WHOLE = MODES = ("keep", "operators", "whole")
 
 
@@ -167,9 +169,5 @@ def headline(profile: Profile, modes: Sequence[str]) -> str:
     counts = [f"{modes.count(mode)} of {len(modes)} blocks {words}" for mode, words in
               ((WHOLE, "recomputed"), (OPERATORS, "recomputed but for products and attention")) if mode in modes]
     forward = sum(cost.whole_ns or 0.0 for cost in profile.costs)
-    return (f"{' and '.join(counts)}: activations {mebibytes(peak)} instead of {mebibytes(plain)}, "
+    return (f"{' and '.join(counts)}: activations {_common.mebibytes(peak)} instead of {_common.mebibytes(plain)}, "
             f"for {profile.time(modes) / max(1.0, forward):.0%} of the blocks' forward time again")
-
-
-def mebibytes(count: float) -> str:
-    return f"{count / 2**20:.1f} MiB"

@@ -159,6 +159,10 @@ def per_rank(amount: float, facts: Facts) -> int:
     return max(1, int(amount / max(1, facts.world_size)))
 
 
+def mebibytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
 def in_forward_mode(torch: Any) -> bool:
     """Whether a level of forward-mode differentiation is open: tensors may have tangents, which hooks on what is saved and compiled
     code do not know."""

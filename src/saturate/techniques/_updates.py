@@ -277,8 +277,8 @@ class Updates:
             return
         self.reported = True
         at_a_time = max(map(_size, updated)) + sum(map(_size, left))
-        self.report(f"{len(updated)} parameters updated in backward: {at_a_time / 2**20:.1f} MiB of gradients at a time "
-                    f"instead of {sum(map(_size, self.owned.values())) / 2**20:.1f} MiB"
+        self.report(f"{len(updated)} parameters updated in backward: {_common.mebibytes(at_a_time)} of gradients at a time "
+                    f"instead of {_common.mebibytes(sum(map(_size, self.owned.values())))}"
                     + (f"; {len(left)} left to step(), whose memory other tensors share" if left else ""))
 
     def _decide(self) -> None:

@@ -161,11 +161,11 @@ def modes(profile: _budget.Profile, options: Options, growth: float = 1.0) -> Se
     plain, least = (profile.peak(policy) for policy in ([_budget.KEEP] * len(profile.costs), profile.uniform(_budget.WHOLE)))
     found = _budget.choose(profile, (options.budget_bytes or options.share * plain) / growth)
     if found is None and least >= plain:        # what a block is given is held as well, and its results are there twice for a while
-        raise NotApplied(f"recomputing saves nothing: the peak would be {_budget.mebibytes(least)} of activations, without it {_budget.mebibytes(plain)}")
+        raise NotApplied(f"recomputing saves nothing: the peak would be {_common.mebibytes(least)} of activations, without it {_common.mebibytes(plain)}")
     if found is None:
-        raise NotApplied(f"with every block recomputed, {_budget.mebibytes(least)} of {_budget.mebibytes(plain)} of activations remain")
+        raise NotApplied(f"with every block recomputed, {_common.mebibytes(least)} of {_common.mebibytes(plain)} of activations remain")
     if all(mode == _budget.KEEP for mode in found):
-        raise NotApplied(f"nothing has to be recomputed: the activations take {_budget.mebibytes(plain)}")
+        raise NotApplied(f"nothing has to be recomputed: the activations take {_common.mebibytes(plain)}")
     return found
 
 

@@ -121,7 +121,7 @@ def offload_state(context: Any, pinned: bool) -> str:
 
     def report(plain_bytes: int, resting_bytes: int, tensors: int) -> None:
         totals[:] = totals[0] + plain_bytes, totals[1] + tensors
-        context.note(TECHNIQUE.id, f"{totals[1]} tensors of state, {totals[0] / 2**20:.1f} MiB, rest in host memory")
+        context.note(TECHNIQUE.id, f"{totals[1]} tensors of state, {_common.mebibytes(totals[0])}, rest in host memory")
 
     for optimizer in suitable:
         _at_rest.Keeper(context, optimizer, HostMemory(context.torch, pinned), 1, report)

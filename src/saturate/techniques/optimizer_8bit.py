@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
-from saturate.techniques import _adam_codes, _at_rest
+from saturate.techniques import _adam_codes, _at_rest, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -104,7 +104,7 @@ def apply(context: Any, options: Options) -> str:
 
     def report(plain_bytes: int, resting_bytes: int, tensors: int) -> None:
         totals[:] = totals[0] + plain_bytes, totals[1] + resting_bytes, totals[2] + tensors
-        context.note(TECHNIQUE.id, f"{totals[2]} averages rest in {_mib(totals[1])} instead of {_mib(totals[0])}")
+        context.note(TECHNIQUE.id, f"{totals[2]} averages rest in {_common.mebibytes(totals[1])} instead of {_common.mebibytes(totals[0])}")
 
     form = _adam_codes.EightBits(context.torch)
     kept = [optimizer for optimizer in suitable if _at_rest.large_enough(context.torch, optimizer, options.smallest)]
@@ -117,10 +117,6 @@ def apply(context: Any, options: Options) -> str:
 
 def _steps_in_pieces(optimizer: Any) -> bool:
     return not any(group.get("amsgrad") or group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
