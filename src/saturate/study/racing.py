@@ -222,18 +222,10 @@ class Racer:
                 before = {side: work_so_far(live) for side, live in lives.items()}
                 pair.began()
                 while turn == 0 or pair.more():
-                    turns, rest, each = self._turns(first, second, skip, steps, loader_bound)
-                    parts: dict[str, list[Block]] = {"a": [], "b": []}
-                    for _ in range(turns):
-                        order = ((first, "a"), (second, "b")) if turn % 2 == 0 else ((second, "b"), (first, "a"))
-                        more = draw.randrange(2) if each == 1 else 0        # or only every second step would ever count
-                        cpus: Sequence[int | None] = ()
-                        for live, side in order:
-                            parts[side].append(on_side(side, partial(run_block, live, rest + more, each, cpus)))
-                            cpus = live.trial.cpus      # the other begins there: one CPU may be slower than its neighbour
-                        turn += 1
-                    for side, found in parts.items():
-                        blocks[side].append(joined(found))
+                    cut = self._turns(first, second, skip, steps, loader_bound)
+                    for side, parts in _alternately(first, second, turn, *cut, draw).items():
+                        blocks[side].append(joined(parts))
+                    turn += cut[0]
                     if b:
                         believe(blocks)
                     pair.keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
@@ -320,3 +312,17 @@ class Racer:
 
 def _usable(pairs: list[list[float]]) -> list[list[float]]:
     return [pair for pair in pairs if len(pair) >= 2]
+
+
+def _alternately(first: Live, second: Live, turn: int, turns: int, rest: int, each: int, draw: random.Random) -> dict[str, list[Block]]:
+    """The parts of a block of each side: so many turns, of which this is the first. Who begins one changes; of each, `rest` steps are
+    skipped and `each` timed."""
+    parts: dict[str, list[Block]] = {"a": [], "b": []}
+    for number in range(turn, turn + turns):
+        order = ((first, "a"), (second, "b")) if number % 2 == 0 else ((second, "b"), (first, "a"))
+        more = draw.randrange(2) if each == 1 else 0        # or only every second step would ever count
+        cpus: Sequence[int | None] = ()
+        for live, side in order:
+            parts[side].append(on_side(side, partial(run_block, live, rest + more, each, cpus)))
+            cpus = live.trial.cpus      # the other begins there: one CPU may be slower than its neighbour
+    return parts
