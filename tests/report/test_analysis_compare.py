@@ -7,7 +7,7 @@ import re
 import analyses
 import msgspec
 import pytest
-from test_report_html import Page
+from pages import Page
 
 from saturate.records.comparison import Change, Comparison, DeviceComparison, OperatorChange
 from saturate.report import analysis_compare as compare
