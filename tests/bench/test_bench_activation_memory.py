@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,14 +65,6 @@ def test_products_that_a_checkpoint_keeps_are_seen(alive):
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path, clean_environment):
-    numbers = tmp_path / "numbers.json"
-    found = subprocess.run(
-        [sys.executable, str(BENCH / "activation_memory.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
-        env={**clean_environment, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert re.search(r"^gpt +50% of it: peak +\d+\.\d% of the budget, +\d\.\d\d blocks below it", found.stdout, re.MULTILINE), found.stdout
-    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
-    written = json.loads(numbers.read_text())
-    row = written["rows"][0]
-    assert written["targets_met"] is None and row["within_budget"] and row["within_one_block"]
+def test_smoke(smoke):
+    row = smoke("activation_memory", r"^gpt +50% of it: peak +\d+\.\d% of the budget, +\d\.\d\d blocks below it")["rows"][0]
+    assert row["within_budget"] and row["within_one_block"]

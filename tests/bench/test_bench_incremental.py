@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,19 +14,10 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path, clean_environment):
-    numbers = tmp_path / "numbers.json"
-    found = subprocess.run(
-        [sys.executable, str(BENCH / "incremental.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
-        env={**clean_environment, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert re.search(r"^\s+time of a save / torch.save with fsync \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", found.stdout, re.MULTILINE)
-    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
-    written = json.loads(numbers.read_text())
-    assert written["benchmark"] == "incremental" and written["targets_met"] is None
+def test_smoke(smoke):
+    written = smoke("incremental", r"^\s+time of a save / torch.save with fsync \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", timeout_s=300.0)
     for row in written["rows"]:
         assert row["bit_exact"] and 0 < row["share"] < 1 and row["restored"] == 4
-    assert not list(tmp_path.glob("saturate*")), "a scratch folder was left behind"
 
 
 @pytest.mark.parametrize("share, exact, code", [(0.012, True, 0), (0.014, True, 1), (0.012, False, 1)])

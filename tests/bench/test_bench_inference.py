@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import re
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch")
 pytest.importorskip("onnxruntime", reason="the extra saturate[inference]")
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 LINES = {
     "inference": r"^    over eager float32 \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(target 6\.5\)$",
@@ -23,26 +16,10 @@ LINES = {
 }
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """Import a benchmark as a module."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LINES))
-def test_smoke(name, tmp_path, clean_environment):
-    numbers = tmp_path / "numbers.json"
-    found = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
-        env={**clean_environment, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=900)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert re.search(LINES[name], found.stdout, re.MULTILINE), found.stdout
-    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
-    written = json.loads(numbers.read_text())
-    assert written["benchmark"] == name and written["targets_met"] is None and written["rows"]
-    assert not list(tmp_path.glob("saturate*")), "a scratch folder was left behind"
+def test_smoke(name, smoke):
+    smoke(name, LINES[name], timeout_s=900.0)
 
 
 def test_the_models_are_those_that_everybody_means(bench):

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 import os
-import re
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 #: benchmark -> the line that holds its answer
 LINES = {
@@ -33,24 +25,8 @@ LINES = {
 
 @pytest.mark.parametrize("name", [
     "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit", "turns"))])
-def test_smoke(name, tmp_path, clean_environment):
-    numbers = tmp_path / "numbers.json"
-    found = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--json", str(numbers)], cwd=tmp_path,
-        env={**clean_environment, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert re.search(LINES[name], found.stdout, re.MULTILINE), found.stdout
-    assert found.stdout.splitlines()[-1].startswith("smoke run, targets are not judged (")
-    written = json.loads(numbers.read_text())
-    assert written["benchmark"] == name and written["targets_met"] is None and written["rows"]
-    assert not list(tmp_path.glob("saturate*")), "a scratch folder was left behind"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Import a benchmark as a module."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
+def test_smoke(name, smoke):
+    smoke(name, LINES[name])
 
 
 def outcome(identity, fate, **options):
