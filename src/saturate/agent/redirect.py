@@ -159,6 +159,7 @@ def _database(database: Any, uri: bool) -> Any:
 
 
 def on_safetensors(module: Any) -> None:
+    """Have its functions, which open files by themselves, write and read where files are redirected to."""
     serialize_file, safe_open = module.serialize_file, module.safe_open
 
     def write(tensors: Any, filename: Any, *arguments: Any, **keywords: Any) -> Any:

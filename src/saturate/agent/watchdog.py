@@ -34,6 +34,8 @@ Moment = tuple[int, int, int]
 
 
 class Watchdog:
+    """Of one process. `action`: "warn", or "stop" to end the script once the training has diverged."""
+
     def __init__(self, action: str):
         self.action = action
         self.history: list[tuple[int, float]] = []      # (step, its last loss)

@@ -73,6 +73,8 @@ class Ahead(_Foreseen):
 
 
 class Beside(_Foreseen):
+    """Processes of their own make the items of later batches meanwhile, in a pass that lasts and has to make items itself."""
+
     def __iter__(self) -> Iterator[Any]:
         batches, left = iter(self._sampler), self._may_be_drawn()
         while some := list(itertools.islice(batches, min(MOST_BATCHES, left))):

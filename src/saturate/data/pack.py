@@ -43,6 +43,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Outcome:
+    """All shards of a packed dataset. `resumed_rows`: how many of their rows were there already."""
+
     shards: list[Shard]
     resumed_rows: int
 

@@ -157,6 +157,8 @@ def _delimiter(file: File) -> str:
 
 
 def parquet_source(path: Path, files: list[File]) -> Source:
+    """Columns and types are those of the first file, and the features that Hugging Face datasets wrote beside them. Raises UsageError
+    for a file with others, and for types that datasets do not load."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -256,6 +256,7 @@ def _foreign(folder: Path, cause: str) -> ArtifactDamaged:
 
 
 def require_torch() -> Any:
+    """The module. Raises EnvironmentProblem where it cannot be imported."""
     try:
         import torch
     except ImportError as error:

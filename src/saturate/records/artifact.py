@@ -62,6 +62,8 @@ class MadeOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an artifact says of itself: what it holds, how it was made, and of which files it consists."""
+
     kind: Literal["saturate-artifact"] = KIND
     schema: int = SCHEMA
     created: str  # UTC, ISO 8601

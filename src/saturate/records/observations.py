@@ -78,6 +78,8 @@ class OperatorSeen:
 
 @dataclass(frozen=True)
 class CommunicationSeen:
+    """Collectives between ranks. `exposed` is a share of the step."""
+
     world_size: int | None = None
     compared: int | None = None             # ranks whose collectives were compared; None: one was observed
     exposed: float | None = None            # communication not hidden by computation
@@ -94,6 +96,8 @@ class CommunicationSeen:
 
 @dataclass(frozen=True)
 class MemorySeen:
+    """At the peak. What has no unit is a share."""
+
     used: float | None = None               # peak / the device's memory; on a CPU, all resident memory / the machine's
     fragmentation: float | None = None
     allocator_retries: int | None = None

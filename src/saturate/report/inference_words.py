@@ -98,6 +98,7 @@ def unfinished(record: OptimizeRecord) -> str:
 
 
 def why_nothing(record: OptimizeRecord) -> str:
+    """Why there is no winner, as the rest of a sentence."""
     if record.baseline.fate == "failed":
         return record.baseline.reason
     if record.unconfirmed is not None:
@@ -166,6 +167,7 @@ def change_words(record: OptimizeRecord) -> str:
 
 
 def accuracy_words(record: OptimizeRecord) -> str:
+    """What the winner scores and loses, beside what it may; "" without a winner."""
     best = record.best
     if best is None:
         return ""

@@ -37,6 +37,7 @@ def write(study: Study, record: StudyRecord) -> None:
 
 
 def record_of(study: Study) -> StudyRecord:
+    """All that the report shows, as far as the study has come."""
     result = result_of(study)
     racer, search = study.racer, study.search
     raced = [study.aa, *(search.results if search else ()), study.final]      # the last may be one of the others
@@ -64,6 +65,7 @@ def record_of(study: Study) -> StudyRecord:
 
 
 def result_of(study: Study) -> TuneResult:
+    """What `--json` prints, as far as the study has come. What was not measured is None."""
     kept = study.search.kept if study.search else ()
     final = study.final if kept else None
     estimate = final.decision.estimate if final and not study.starved else None

@@ -61,6 +61,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tensor:
+    """As a profiler records one: sizes, the name of its dtype, and strides in elements (None: not recorded)."""
+
     dims: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None

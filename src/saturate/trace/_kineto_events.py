@@ -41,6 +41,9 @@ COLLECTIVE = {
 
 
 class GpuArgs(msgspec.Struct, gc=False):
+    """`args` of an event on a device. `grid` in blocks, `block` in threads; occupancies in percent. UNKNOWN, nan, None: not recorded;
+    those that end in 2021 were written by profilers of that year.
+    """
     device: int = UNKNOWN
     stream: int = UNKNOWN
     correlation: int = UNKNOWN

@@ -126,6 +126,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Trace:
+    """Tables of events in columns, and what was recorded beside them; times are nanoseconds since `origin_ns`."""
+
     source: str                         # path of the file, as it was given
     kind: str                           # "kineto" or "nsys"
     names: list[str]

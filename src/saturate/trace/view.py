@@ -53,6 +53,7 @@ class View:
 
 
 def view(of: Joined, device: int) -> View:
+    """What the trace holds of one device, or of the host for `CPU`, within its window."""
     trace = of.trace
     here = window(trace, device)
     work = breakdown.work(trace, device, here, of.communicating)
