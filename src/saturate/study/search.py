@@ -22,16 +22,13 @@ from typing import Any
 from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
-from saturate.study import crowding
+from saturate.study import crowding, eligibility
 from saturate.study.candidates import Candidate, Set, conflict, ordered, without
 from saturate.study.fates import FATES, Fate, in_words, leads
-from saturate.study.guidance import LAST, promise, promised_gain
+from saturate.study.guidance import promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
-
-#: A technique that cannot remove more than this share of a step is not worth a process.
-SMALLEST_BOUND = 0.01
 
 #: Screening asks whether a technique is promising; adding and the final race settle how much it gives.
 SCREEN = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
@@ -95,64 +92,13 @@ class Search:
     def eligible(self) -> list[list[Candidate]]:
         """The variants of every technique worth a trial, most promising first; the others get their fate. Asked once."""
         if self._variants is None:
-            self._variants = self._find_eligible()
+            asked = eligibility.Asked(self.facts, self.only, self.skip, self.allow_convergence, self.findings, self.racer.steadying)
+            self._variants = asked.of(self.registry, self.fates)
         return self._variants
-
-    def _find_eligible(self) -> list[list[Candidate]]:
-        found = []
-        for identity, module in self.registry.items():
-            excluded = self._excluded(identity)
-            if excluded is not None:
-                self.fates[identity] = excluded
-                continue
-            try:
-                answer = self._ask(module)
-            except Exception as error:  # noqa: BLE001 - third-party code: it becomes this technique's fate
-                answer = Fate("failed", f"it cannot say whether it applies: {error!r}")
-            if not isinstance(answer, Fate) and module.TECHNIQUE.numerics == "convergence" and not self.allow_convergence:
-                answer = Fate("not_tried", "changes the training itself: needs --allow convergence")
-            if isinstance(answer, Fate):
-                self.fates[identity] = answer
-                continue
-            self.fates[identity] = Fate("not_tried", "the budget ended before its turn", answer[1][0])
-            found.append(answer)
-        # What makes processes alike comes first. What changes the work itself comes before what changes where it runs: that depends
-        # on the former. What can give but little comes behind both, and what is only worth a trial under a limit costs time: it is last.
-        def place(bound: float | None, first: Candidate) -> tuple[bool, bool, bool, bool, tuple[int, float]]:
-            about = first.module.TECHNIQUE
-            promised = promise(first.id, bound, self.findings, about.slow_start)
-            return (first.id not in self.racer.steadying, self.saves_memory(first), promised[0] == LAST, about.stage == "environment", promised)
-
-        found.sort(key=lambda entry: place(entry[0], entry[1][0]))
-        return [variants for _, variants in found]
 
     def saves_memory(self, candidate: Candidate) -> bool:
         """Whether this technique is only eligible because a memory limit was asked for."""
-        if self.facts.memory_limit_bytes is None:
-            return False
-        return not candidate.module.eligible(dataclasses.replace(self.facts, memory_limit_bytes=None))
-
-    def _ask(self, module: ModuleType) -> Fate | tuple[float | None, list[Candidate]]:
-        """What a technique says of this workload: why not, or how much it could give and with which options."""
-        answer = module.eligible(self.facts)
-        if not answer:
-            return Fate("not_applicable", answer.reason)
-        if answer.steadies:
-            self.racer.steadying.add(module.TECHNIQUE.id)
-        bound = module.bound(self.facts)
-        if bound is not None and bound < SMALLEST_BOUND:
-            return Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
-        variants = [Candidate(module, options) for options in module.variants(self.facts)]
-        for candidate in variants:
-            candidate.chosen()      # asks for its variables
-        return bound, variants
-
-    def _excluded(self, identity: str) -> Fate | None:
-        if identity in self.skip:
-            return Fate("not_tried", "excluded with --skip")
-        if self.only is not None and identity not in self.only:
-            return Fate("not_tried", "not named with --only")
-        return None
+        return eligibility.saves_memory(candidate, self.facts)
 
     # -- the walk --------------------------------------------------------------------------------------------------
 
