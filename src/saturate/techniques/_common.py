@@ -1,4 +1,4 @@
-"""What several techniques need: shares of a step, trees of tensors, and looking into an autograd graph."""
+"""What several techniques need: what they ask of the facts, trees of tensors, and looking into an autograd graph."""
 
 from __future__ import annotations
 
