@@ -1,4 +1,4 @@
-"""What is said of an optimisation in the summary, in the table and on the page: titles, reasons, fates, intervals."""
+"""What is said of an optimization in the summary, in the table and on the page: titles, reasons, fates, intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification runs: is a set of techniques still the same training as the baseline? (DESIGN of the verdict: `verify/`.)
+"""Verification runs: is a set of techniques still the same training as the baseline? The verdict itself is of `verify/`.
 
 A candidate is compared with the baseline on the same data and seed, update by update. Where it may draw other random
 numbers and does, it is compared twice: aligned (dropout off, samples seeded by their index, compiled code drawing what eager code draws) and, with its own
