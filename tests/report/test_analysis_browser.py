@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import html
-import os
 import re
-import subprocess
 
 import analyses
 import pytest
 import studies
-from test_report_browser import BROWSER, draw
+from test_report_browser import BROWSER, browse, draw
 
 from saturate.report import html as report_html
 from saturate.report.analysis_html import render
@@ -36,25 +34,7 @@ def probed(tmp_path, text, width, script):
         "<script>onload = () => { const page = document.getElementById('f').contentDocument;"
         f"const tell = text => document.body.dataset.found = text; {script} }}</script>"
     )
-    page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><meta charset=utf-8><body>{frame}{code}</body>", encoding="utf-8")
-    done = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-background-networking",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "HOME": str(tmp_path)},
-        check=False,
-    )
+    done = browse(tmp_path, f"<!doctype html><meta charset=utf-8><body>{frame}{code}</body>", "--dump-dom")
     found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found, done.stderr[-2000:]
     return html.unescape(found[1])

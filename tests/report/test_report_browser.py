@@ -21,21 +21,19 @@ def screenshot(tmp_path, name, record, width):
     return draw(tmp_path, render(record), width, 500)
 
 
-def draw(tmp_path, text, width, height):
-    """The pixels of a page in a window of this size."""
-    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+def browse(tmp_path, text, *options):
+    """What the browser did with a page of this text."""
+    page = tmp_path / "page.html"
     page.write_text(text, encoding="utf-8")
-    result = subprocess.run(
+    return subprocess.run(
         [
             BROWSER,
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
             "--disable-background-networking",
-            "--hide-scrollbars",
             f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},{height}",
-            f"--screenshot={picture}",
+            *options,
             page.as_uri(),
         ],
         capture_output=True,
@@ -44,6 +42,12 @@ def draw(tmp_path, text, width, height):
         env={**os.environ, "HOME": str(tmp_path)},
         check=False,
     )
+
+
+def draw(tmp_path, text, width, height):
+    """The pixels of a page in a window of this size."""
+    picture = tmp_path / "page.png"
+    result = browse(tmp_path, text, "--hide-scrollbars", f"--window-size={width},{height}", f"--screenshot={picture}")
     assert picture.exists(), result.stderr[-2000:]
     return pixels(picture.read_bytes())
 
