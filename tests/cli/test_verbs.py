@@ -127,7 +127,7 @@ def test_explain_errors_by_code_and_name_with_their_exit_code(capsys):
 def test_explain_an_unknown_word(capsys):
     code, _, err = call(capsys, "explain", "bf16-autocats")
     assert code == 2 and "did you mean 'bf16-autocast'?" in err
-    assert "did you mean 'E330'?" in call(capsys, "explain", "E33")[2] or "E3" in call(capsys, "explain", "E33")[2]
+    assert "did you mean 'E330'?" in call(capsys, "explain", "E33")[2]
 
 
 def test_techniques(capsys):

@@ -267,14 +267,15 @@ def test_the_users_own_sitecustomize_runs_once(ending: str, place: Place) -> Non
     assert place.same(sys.executable, "train.py", stderr=False).count(b"custom") == 1
 
 
-@pytest.mark.parametrize("ending", ["raise RuntimeError('on purpose')", "raise ImportError('on purpose')", "1/0"])
-def test_a_sitecustomize_that_fails_keeps_the_agent_not_out(ending: str, place: Place) -> None:
+@pytest.mark.parametrize(("ending", "said"), [
+    ("raise RuntimeError('on purpose')", b"on purpose"), ("raise ImportError('on purpose')", b"on purpose"), ("1/0", b"division by zero")])
+def test_a_sitecustomize_that_fails_keeps_the_agent_not_out(ending: str, said: bytes, place: Place) -> None:
     place.write(f"import sys; sys.custom = 1\n{ending}\n", "own/sitecustomize.py")
     place.write("import sys; print(sys.custom, getattr(sys, '_saturate_awake', False))")
     place.environment = {**place.environment, "PYTHONPATH": "own"}
     plain, ours = place.plain(sys.executable, "train.py"), place.under(["zero-grad-none"], sys.executable, "train.py")
     assert (plain.stdout, ours.stdout) == (b"1 False\n", b"1 True\n")
-    assert b"on purpose" in ours.stderr or b"division" in ours.stderr
+    assert said in ours.stderr
 
 
 @pytest.mark.parametrize("given", [":src", "src:", ":", "src::other", ""])
