@@ -510,3 +510,15 @@ def test_the_speed_of_a_process_does_not_hang_on_what_it_did_before(tmp_path: Pa
             before = worker.ask("process_kit:page_faults")
             worker.block(50)
             assert worker.ask("process_kit:page_faults") - before < 50 * 50
+
+
+def test_what_a_killed_search_has_left_is_removed(tmp_path: Path) -> None:
+    """Each kill left gigabytes of compiled programs and weights in the working folder, and none was ever removed."""
+    for name in ("process-0123abcd", "process-of-mine"):
+        (tmp_path / name / "scratch" / "program").mkdir(parents=True)
+        (tmp_path / name / "supervise.json").write_text("{}")
+        (tmp_path / name / "output.log").touch()
+    (tmp_path / "process-76543210").symlink_to(tmp_path / "process-of-mine")
+    process.clear_away(tmp_path)
+    assert [path.name for path in (tmp_path / "process-0123abcd").iterdir()] == ["output.log"]
+    assert len(list((tmp_path / "process-of-mine").iterdir())) == 3

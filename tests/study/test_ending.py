@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from saturate.errors import EnvironmentProblem, InjectionDefeated, SaturateError, WorkloadFailed
+from saturate.errors import EnvironmentProblem, InjectionDefeated, SaturateError, SaturateFailed, WorkloadFailed
 from saturate.study import ending
 from saturate.trial.outcome import KINDS, Outcome
 from saturate.trial.process import TrialEnded
@@ -33,3 +35,11 @@ def test_an_agent_that_never_woke_up_is_no_failure_of_the_command() -> None:
 
 def test_every_end_has_an_error() -> None:
     assert all(isinstance(ending.failed_again(Outcome(kind, "")), SaturateError) for kind in KINDS) and set(ending.OURS) <= set(KINDS)
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("can't start new thread"), MemoryError(), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+                                    OSError(errno.EMFILE, os.strerror(errno.EMFILE))], ids=lambda error: type(error).__name__)
+def test_limits_of_this_user_are_no_errors_of_saturates_own(raised) -> None:
+    with pytest.raises(EnvironmentProblem) as caught, ending.in_our_words(Path("study")):
+        raise raised
+    assert not isinstance(caught.value, SaturateFailed) and "ulimit" in caught.value.remedy and caught.value.cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from saturate.study import state
 from saturate.study.bench import Bench
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
+from saturate.trial import process
 from saturate.trial.process import Workload
 
 OPTIONS = ("--only", "fused-optimizer")
@@ -199,3 +201,18 @@ def test_trials_of_a_killed_study_are_cleared_and_their_numbers_not_given_again(
     assert (tmp_path / "study" / "t004" / "capture.jsonl").read_text() == "t004"
     assert not (tmp_path / "study" / "t002").exists() and not (tmp_path / "study" / "t003").exists()
     shutil.rmtree(tmp_path / "study")
+
+
+def test_a_trial_that_cannot_be_started_leaves_nothing(bench, tmp_path, monkeypatch):
+    """Of a limit on processes, or a full disk: what it was told holds the user's environment."""
+    def refused(*words, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    made = bench()
+    made.start("the cage is rehearsed in a process, too", ()).stop()
+    before = {path for path in tmp_path.rglob("*") if path.parent.name != "trackers"}
+    monkeypatch.setattr(process.subprocess, "Popen", refused)
+    with pytest.raises(BlockingIOError):
+        made.start("anything", ())
+    left = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}
+    assert left == {"plan.json"} and not (tmp_path / "study" / "t002" / "layers").exists() and made.living == made.living[:1]

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
 
+from saturate.agent import application
 from saturate.trial import launch, meter, process
 from saturate.trial.launch import Chosen
+from saturate.trial.outcome import LastWords
 from saturate.trial.process import TrialEnded
 from saturate.verify import series
 
@@ -358,3 +361,17 @@ def test_recorded_runs_have_the_same_order_of_a_set_of_strings(script, start, tm
 def test_the_hash_seed_of_the_user_stays(given, expected) -> None:
     assert launch.hashing(given, {"seed": 20, "seed_offset": 7}) == {"PYTHONHASHSEED": expected}
     assert launch.hashing(given, None) == {}, "timed trials and runs are left as they are"
+
+
+def test_last_words_that_were_not_written_whole_are_passed_over(tmp_path: Path) -> None:
+    """By a process that was killed, or whose disk was full: they ended the study as an error of saturate's own."""
+    for number, text in enumerate(["", '{"steps": 3', "[]", '{"steps": 3, "recognised": true, "events": "B S0"}']):
+        (tmp_path / f"ended-{number}.json").write_text(text)
+    trial = types.SimpleNamespace(spec=types.SimpleNamespace(folder=tmp_path))
+    assert process.Trial._last_words(trial) == LastWords(3, True, "B S0")
+
+
+def test_last_words_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    session = types.SimpleNamespace(asleep=False, gate=None, counts={"S0": 3}, tokens=["S0"], step=None, awaited=False,
+                                    plan={"ended": str(tmp_path / "gone" / "ended")})
+    application._leave_word(session)

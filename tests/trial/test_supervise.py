@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -12,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from saturate.trial import cage, process, standard_input, supervise, tree
+from saturate.study.ending import OURS
+from saturate.trial import cage, launch, process, standard_input, starting, supervise, tree
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 TRAINING = """
@@ -196,3 +200,44 @@ while not os.path.exists("daemon.pid") or not open("daemon.pid").read(): time.sl
     assert ended.value.outcome.kind == "never_trained"
     pid = int((Path(trial.workload.cwd) / "daemon.pid").read_text())
     assert tree.state(pid) == ""
+
+
+def test_a_supervisor_that_cannot_work_says_why(tmp_path):
+    """No process more for this user, no descriptor, no room for the log: that was called a supervisor which the command had killed."""
+    spec = tmp_path / "supervise.json"
+    spec.write_text(json.dumps({"log": str(tmp_path / "gone" / "output.log"), "import_root": str(launch.PACKAGE.parent)}))
+    done = subprocess.run([sys.executable, "-I", "-S", supervise.__file__, str(spec)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["ended"] == "not_started" and "FileNotFoundError" in report["why"]
+    assert starting.not_started(report, "").kind == "not_started" and not spec.exists()
+
+
+@pytest.mark.parametrize("number, remedy", [(errno.EAGAIN, "processes"), (errno.EMFILE, "open files"), (errno.ENOMEM, "memory"), (errno.ENOSPC, "free space")])
+def test_limits_of_this_user_are_not_the_commands_fault(number, remedy):
+    why = f"OSError: {OSError(number, os.strerror(number))}"
+    found = starting.not_started({"ended": "not_started", "why": why}, "")
+    assert found.kind in OURS and why in found.reason and remedy in found.remedy
+    if number != errno.ENOSPC:
+        found = starting.not_started({"ended": "exit", "code": 126}, f"saturate: could not start: program: {why}")
+        assert found.kind in OURS and remedy in found.remedy
+
+
+def test_why_nothing_could_be_started_is_told_whatever_the_folder_is_called(tmp_path):
+    """The kernel's message names a folder that is no UTF-8, which ended as an exception of the command's own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        cage.enter = lambda plan: (_ for _ in ()).throw(cage.CageRefused(os.fsdecode(b"mount overlay on /caf\xe9"), usable=False))
+        plan = cage.CagePlan("overlay", "", "root", "/work", "/run", "/", "/").to_json()
+        supervise._run_workload({"cwd": str(tmp_path), "cage": plan}, writer, None)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        assert file.read() == "saturate: could not start: isolation: CageRefused: mount overlay on /caf\\udce9\n"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 97
+
+
+def test_what_is_gone_from_shared_memory_meanwhile_ends_no_supervisor(monkeypatch):
+    path = "/dev/shm/saturate-test-gone"
+    found = types.SimpleNamespace(descendants=lambda pid: [], kill=lambda pid: [], shared_memory=lambda processes: set() if list(processes) else {path})
+    monkeypatch.setattr(os.path, "exists", lambda name: name == path)
+    supervise._kill(found, set())

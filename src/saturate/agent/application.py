@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import json
 import os
@@ -163,7 +164,8 @@ def _leave_word(session: Any) -> None:
     optimizers = [count for token, count in session.counts.items() if token != "B"]
     word = {"steps": max(optimizers, default=session.counts.get("B", 0)), "recognised": session.step is not None and not session.awaited,
             "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)}
-    Path(f"{session.plan['ended']}-{os.getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
+    with contextlib.suppress(OSError):      # a full disk: what is left of the word is none, and is passed over
+        Path(f"{session.plan['ended']}-{os.getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
 
 
 def _wrong_step(session: Any) -> str:

@@ -67,7 +67,8 @@ TRIAL_OUTCOMES = {
                        "may have run out.",
     "exited": "It ended with an exit code of its own. The end of its log says why.",
     "cage_refused": "The isolation of trials could not be set up. saturate doctor says what this machine allows.",
-    "not_started": "Something that a trial needs before its command starts was missing: its folder, its standard input. The reason names it.",
+    "not_started": "Something that a trial needs before its command starts was missing: its folder, its standard input, leave to start one process "
+                   "more. The reason names it.",
     "refused_by_isolation": "The isolation of trials refused what the command may do outside of it (writing somewhere, a socket). It is not "
                             "the command's failure; the reason names what was refused and what helps.",
     "agent_failed": "saturate's own code failed inside the command. That is a mistake of saturate: please report it with the log.",

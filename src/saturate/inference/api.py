@@ -32,7 +32,7 @@ from saturate.inference.checking import CheckFailed
 from saturate.inference.ending import Ending
 from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab, of_the_machine
-from saturate.inference.process import WorkerFailed
+from saturate.inference.process import WorkerFailed, clear_away
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, seconds_of
 from saturate.inference.search import Search
@@ -98,6 +98,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4))
     say = progress or _to_stderr
     with FolderLock(folder, "workdir (--workdir DIR)"):
+        clear_away(folder)
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
             say(note)

@@ -8,6 +8,7 @@ the memory of the tree. While it is frozen nothing of the tree runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -137,6 +138,7 @@ class Worker:
             with there:
                 self._supervisor = self._start(there, threads)
         except OSError as error:
+            (self.folder / "supervise.json").unlink(missing_ok=True)        # the user's environment is in it
             raise EnvironmentProblem("no process can be started for a candidate", cause=str(error),
                                      remedy="free some space in the working folder, and allow this user more "
                                             "processes and open files") from error
@@ -328,6 +330,8 @@ class Worker:
                                 f"above the limit of {sizes.show(self._meter.limit_bytes)}", log)
         if report is None:
             return WorkerFailed("failed", "the process that watches it was killed", log, outside=True)
+        if report["ended"] == "not_started":
+            return WorkerFailed("failed", f"it could not be started: {report['why']}", log, outside=True)
         if report["ended"] == "killed":
             return WorkerFailed("failed", "its process closed the connection and ran on", log)
         if report.get("code") == 0:
@@ -388,6 +392,16 @@ def _private(folder: Path) -> Path:
         raise EnvironmentProblem(f"no folder for a candidate's process in {folder}", cause=str(error),
                                  remedy="free some space, or choose another folder with workdir") from error
     return own
+
+
+def clear_away(folder: Path) -> None:
+    """Remove what the processes of a search that was killed have left in its folder: programs and weights, and what they were started
+    with. Hold the folder's lock. Logs stay."""
+    for own in folder.glob(f"process-{8 * '[0-9a-f]'}"):
+        if not own.is_symlink():
+            shutil.rmtree(own / "scratch", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (own / "supervise.json").unlink()
 
 
 def _techniques(candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:

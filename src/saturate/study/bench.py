@@ -160,12 +160,17 @@ class Bench:
         self.isolation = f"trials wrote to {plan.reason}, not to your files" if plan.mode == "overlay" else plan.reason
         if capture is not None:
             capture = {**capture, "folder": str(run_dir)}
-        trial = Trial(self.workload, TrialSpec(
+        spec = TrialSpec(
             id=identity, purpose=purpose, folder=run_dir, techniques=[c.chosen() for c in techniques],
             step=self.step, capture=capture, cage=plan.to_json(), redirect=plan.redirect, environment=plan.environment,
             plan={**self.agent_plan, **self._memory_plan(run_dir, techniques, capture is not None)},
             limit_bytes=self.peaks.allowed(techniques) if capture is None else None,
-        ))
+        )
+        try:
+            trial = Trial(self.workload, spec)
+        except BaseException:           # nobody else knows of it
+            clear_away(run_dir)
+            raise
         self._plans[identity] = plan
         self.living.append(trial)
         return trial

@@ -18,6 +18,7 @@ from saturate.errors import (
     WorkloadFailed,
 )
 from saturate.records.result import StudyRecord
+from saturate.trial import starting
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
@@ -29,6 +30,10 @@ class Interrupted(KeyboardInterrupt):
         super().__init__("interrupted")
         self.record = record
 
+
+_REFUSED = "the operating system refuses something that tuning needs"
+#: What Python says, as a RuntimeError, where this user may have no more threads.
+_NO_THREAD = "can't start new thread"
 
 #: Ends of a trial that are no fault of the command.
 OURS = ("agent_failed", "cage_refused", "not_started", "refused_by_isolation", "clock_disagrees")
@@ -73,7 +78,9 @@ def in_our_words(folder: Path) -> Iterator[None]:
                 remedy="free space there, or choose another disk with --dir FOLDER; the same command goes on from here",
             ) from error
         raise EnvironmentProblem(
-            "the operating system refuses something that tuning needs", cause=str(error), remedy="saturate doctor looks for the cause",
+            _REFUSED, cause=str(error), remedy=starting.NO_MORE if error.errno in starting.LIMITS else "saturate doctor looks for the cause",
         ) from error
     except Exception as bug:
+        if isinstance(bug, MemoryError) or _NO_THREAD in str(bug):
+            raise EnvironmentProblem(_REFUSED, cause=str(bug) or "memory ran out", remedy=starting.NO_MORE) from bug
         raise SaturateFailed.of(bug) from bug

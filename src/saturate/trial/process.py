@@ -142,16 +142,21 @@ class Trial:
         hashing = launch.hashing(workload.environment, spec.capture)
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
         supervisor = spec.folder / SUPERVISE
-        descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            argv = launch.carried(workload.argv, environment, spec.techniques, hashing)
-            stdin, offset = standard_input.source()
-            json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
-                       "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
-        self.supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )
+        argv = launch.carried(workload.argv, environment, spec.techniques, hashing)
+        stdin, offset = standard_input.source()
+        try:
+            descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
+                           "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
+            self.supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            )
+        except BaseException:           # a full disk, no process more, Ctrl-C
+            supervisor.unlink(missing_ok=True)      # the user's environment is in it
+            self.server.close()
+            raise
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -337,8 +342,8 @@ class Trial:
 
     def _last_words(self) -> LastWords | None:
         """Of the process that trained the longest, of those that ended before they came to the gate."""
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in self.spec.folder.glob("ended-*.json")]
-        return max((LastWords(**word) for word in found), key=lambda word: word.steps, default=None)
+        found = filter(None, map(_word, self.spec.folder.glob("ended-*.json")))
+        return max(found, key=lambda word: word.steps, default=None)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left.
@@ -385,3 +390,9 @@ class Trial:
         self.stop()
 
 
+def _word(path: Path) -> LastWords | None:
+    """What a process has left of itself; None where a full disk, or a kill, kept it from writing all of it."""
+    try:
+        return LastWords(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

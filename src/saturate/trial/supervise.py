@@ -8,7 +8,7 @@ fork of the controller may hold the pipe open. The workload's output goes to a l
 
 Standard library only. It writes one JSON line to its standard output when the workload has ended; in it, `left` is
 how many processes of the tree still ran then, and `out_of_memory` how many processes of this machine the kernel killed for
-want of memory meanwhile (null where it does not say).
+want of memory meanwhile (null where it does not say). Where nothing could be started, the line says `why`.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ def _run_workload(spec, output, asks):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except BaseException as error:  # noqa: BLE001 - nothing above us can report it
-        os.write(2, f"saturate: could not start: {stage}: {type(error).__name__}: {error}\n".encode())
+        os.write(2, f"saturate: could not start: {stage}: {type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
         if type(error).__name__ == "CageRefused":
             os._exit(97)
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
@@ -116,6 +116,39 @@ def main(path):
     sys.path.insert(0, spec["import_root"])
     from saturate.trial import tree
 
+    try:
+        begun = _begin(spec)
+    except OSError as error:        # no process more, no descriptor, no room for its log: nothing was started
+        _say({"ended": "not_started", "why": f"{type(error).__name__}: {error}"})
+        return
+    workload, reader, wake_reader, log, older, attributes, killed_before = begun
+    left = 0
+    try:
+        status = _watch(workload, reader, wake_reader, log, attributes)
+        if status is None:          # it may have ended by itself just before it was to be ended
+            status = _reap(workload)
+        left = tree.running(os.getpid())
+    finally:
+        _kill(tree, older)
+    _reap(workload)                 # all of them: in a container, nobody else may. How they were killed is no news
+    os.set_blocking(reader, False)
+    _drain(reader, log)
+    log.close()
+    report = {"ended": "killed"} if status is None else _describe(status)
+    killed = kills_for_memory()
+    report["out_of_memory"] = None if killed is None or killed_before is None else killed - killed_before
+    _say({**report, "left": left, "log_problem": log.problem})
+
+
+def _say(report):
+    try:
+        os.write(1, json.dumps(report).encode() + b"\n")
+    except BrokenPipeError:
+        pass                                        # nobody is left to read it
+
+
+def _begin(spec):
+    """Start the workload; all that is needed to watch it. Raises OSError before anything runs."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is the controller's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -134,6 +167,7 @@ def main(path):
         made = cage.CagePlan.from_json(spec["cage"])
         asks, attributes = metadata.channel(lambda path: cage.may_change(made, path, older or set()))
     killed_before = kills_for_memory()
+    log = Log(spec["log"])
     workload = os.fork()
     if workload == 0:
         signal.set_wakeup_fd(-1)
@@ -144,26 +178,7 @@ def main(path):
     os.close(writer)
     if attributes:
         attributes.begin()
-    log = Log(spec["log"])
-    left = 0
-    try:
-        status = _watch(workload, reader, wake_reader, log, attributes)
-        if status is None:          # it may have ended by itself just before it was to be ended
-            status = _reap(workload)
-        left = tree.running(os.getpid())
-    finally:
-        _kill(tree, older)
-    _reap(workload)                 # all of them: in a container, nobody else may. How they were killed is no news
-    os.set_blocking(reader, False)
-    _drain(reader, log)
-    log.close()
-    report = {"ended": "killed"} if status is None else _describe(status)
-    killed = kills_for_memory()
-    report["out_of_memory"] = None if killed is None or killed_before is None else killed - killed_before
-    try:
-        os.write(1, json.dumps({**report, "left": left, "log_problem": log.problem}).encode() + b"\n")
-    except BrokenPipeError:
-        pass                                        # nobody is left to read it
+    return workload, reader, wake_reader, log, older, attributes, killed_before
 
 
 def _kill(tree, older):
@@ -178,7 +193,10 @@ def _kill(tree, older):
     if fresh:
         others = tree.shared_memory(int(name) for name in os.listdir("/proc") if name.isdigit())
         for path in fresh - others:     # what somebody else uses as well is not the trial's alone
-            os.unlink(path)
+            try:
+                os.unlink(path)
+            except OSError:
+                pass                    # it is gone meanwhile, or another user's
 
 
 def _watch(workload, reader, wake_reader, log, attributes=None):

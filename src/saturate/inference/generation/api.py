@@ -26,6 +26,7 @@ from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
 from saturate.inference.modes import evaluating
+from saturate.inference.process import clear_away
 from saturate.records.generation import GenerationRecord
 from saturate.trial.lock import FolderLock
 
@@ -262,6 +263,7 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
     if workdir is not None:
         folder = folders.workplace(Path(workdir))
         with FolderLock(folder, "workdir"):
+            clear_away(folder)
             yield folder
     elif isolate:
         with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
