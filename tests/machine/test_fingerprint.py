@@ -13,7 +13,7 @@ from saturate.records.recipe import MadeFor
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    for name in ("train.py", "other.py", "x.sh", "pkg/__init__.py", "pkg/train.py", "pkg/__main__.py", "app/__main__.py", "cfg.yaml", "noext"):
+    for name in ("train.py", "other.py", "x.sh", "pkg/__init__.py", "pkg/train.py", "pkg/__main__.py", "app/__main__.py", "cfg.yaml", "noext", "-c.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(name)
@@ -35,6 +35,7 @@ def project(tmp_path, monkeypatch):
     ("/usr/bin/python -X dev -W ignore -Xutf8 -OO train.py", "train.py"),
     ("python --check-hash-based-pycs never train.py", "train.py"),
     ("python -- train.py", "train.py"),
+    ("python -- -c.py --data other.py", "-c.py"),
     ("python noext", "noext"),
     ("python app", "app/__main__.py"),
     ("python -m pkg", "pkg/__main__.py"),

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from saturate.cli._output import paint, percent, table
+from saturate.errors import clean
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
         print(msgspec.json.encode(recipe).decode())
     elif arguments.as_code:
-        print(as_code(recipe, arguments.file))
+        print(clean(as_code(recipe, arguments.file)))
     else:
         print(summary(recipe))
     return 0
@@ -74,7 +75,7 @@ def summary(recipe: Any) -> str:
     places = [made_for.device_name or made_for.cpu or made_for.device, made_for.torch and f"torch {made_for.torch}",
               made_for.python and f"Python {made_for.python}", made_for.script and f"script {made_for.script[:12]}"]
     if any(places):
-        lines.append("made for: " + ", ".join(filter(None, places)))
+        lines.append("made for: " + _line(", ".join(filter(None, places))))
     for entry in recipe.techniques:
         options = ", ".join(f"{name}={_value(value)}" for name, value in entry.options.items())
         lines += ["", f"{paint(_line(entry.id), 'bold')}{f' ({_line(options)})' if options else ''}"]
@@ -129,7 +130,7 @@ def _validate(path: str, as_json: bool) -> int:
         print(json.dumps({"schema": recipes.SCHEMA, "path": path, "valid": not problems, "problems": shown}))
     elif problems:
         rows = [(":".join(str(part) for part in (path, p.line, p.column) if part is not None),
-                 ": ".join(filter(None, (p.where(), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]
+                 ": ".join(filter(None, (_line(p.where()), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]
         print(table(rows))
     else:
         print(f"{path} is a valid recipe")

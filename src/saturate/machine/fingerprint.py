@@ -15,7 +15,7 @@ from pathlib import Path
 
 import saturate
 from saturate.records.facts import Facts
-from saturate.records.recipe import MadeFor
+from saturate.records.recipe import MadeFor, clip
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
@@ -133,8 +133,9 @@ def doubts(made_for: MadeFor, techniques: Sequence[str] = ()) -> dict[str, tuple
 
 
 def known_as(field: str, value: str) -> str:
-    """The part of a field's value that is compared: of Python's version the first two numbers."""
-    return ".".join(value.split(".")[:2]) if field == "python" else value
+    """The part of a field's value that is compared, as it may be shown: of Python's version the first two numbers. A recipe may come
+    from anywhere, and must not drive the terminal."""
+    return clip(".".join(value.split(".")[:2]) if field == "python" else value)
 
 
 def _of_python(arguments: list[str], folder: Path) -> _Parted:
@@ -143,6 +144,8 @@ def _of_python(arguments: list[str], folder: Path) -> _Parted:
         word = arguments.pop(0)
         if word == "--check-hash-based-pycs":
             del arguments[:1]
+        elif word == "--":          # what follows is no option, whatever it begins with
+            return (_file(arguments[0], folder) if arguments else None), arguments[1:]
         elif word == "-":
             return None, arguments
         elif not word.startswith("-"):

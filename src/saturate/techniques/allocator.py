@@ -227,7 +227,9 @@ def as_code(options: Options) -> str:
     elif options.kind == "glibc":
         lines += [f"export {name}={value}" for name, value in GLIBC.items()]
     else:
-        lines.append(f"export LD_PRELOAD={options.library}")
+        import shlex
+
+        lines.append(f"export LD_PRELOAD={shlex.quote(options.library)}")
         if options.kind == "jemalloc":
             lines.append(f"export MALLOC_CONF={JEMALLOC}")
     return "\n".join(lines)

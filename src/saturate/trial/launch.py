@@ -148,11 +148,13 @@ def defeated_by(argv: list[str]) -> str | None:
     '-I'
     >>> defeated_by(["python", "train.py", "--data", "corpora/python", "-I"]) is None
     True
+    >>> defeated_by(["python", "--", "-IES.py"]) is None
+    True
     """
     position = next((place for place, word in enumerate(argv) if _PYTHON.fullmatch(Path(word).name)), len(argv))
     options = iter(argv[position + 1:])
     for option in options:
-        if not option.startswith("-") or option == "-":
+        if not option.startswith("-") or option in ("-", "--"):
             return None         # what follows is the program's own
         if option in ("-W", "-X", "--check-hash-based-pycs"):
             next(options, None)
