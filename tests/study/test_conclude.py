@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,3 +95,16 @@ def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch)
                             store=SimpleNamespace(answer=lambda question: None))
     tune._confirm(study, SimpleNamespace(bench=None), math.inf)
     assert study.notes == [note] * bool(note)
+
+
+def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(summary, "write_recipe", lambda study, result: None)
+    monkeypatch.setattr(summary.html, "render", lambda record: "a page")
+    monkeypatch.setattr(os, "fsync", full)
+    study = SimpleNamespace(report_path=tmp_path / "report.html")
+    with pytest.raises(OSError, match="No space left"):
+        summary.write(study, SimpleNamespace(result=None))
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from drill_kit import SCRIPT, changed, drill
 from tune_kit import Folder, no_traceback_of_ours
@@ -393,3 +395,18 @@ def test_a_kill_of_saturate_itself_leaves_nothing(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
     assert not here.wait_until_nothing_lives(20.0)
     assert drill(tmp_path, SCRIPT, "--kills", "1")["verdict"] == "resumes_exactly", "and the next one works"
+
+
+def test_a_drill_whose_record_cannot_be_written_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes of it were lost for want of some kilobytes."""
+    found = DrillResult(run="x", command=["python"], resume_command=["python"], verdict="inconclusive", reason="for a test", record="drill.json")
+    monkeypatch.setattr(study_drill._Work, "done", lambda self: found)
+    monkeypatch.setattr(os, "fsync", _full)
+    said: list[str] = []
+    result = study_drill.drill(study_drill.Request(["python"], tmp_path, {}, tmp_path / ".saturate"), said.append)
+    assert result == msgspec.structs.replace(found, record="") and "No space left" in said[-1]
+    assert not list(tmp_path.rglob("drill.json")), "nor is half of it left"
+
+
+def _full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from fit_kit import TRAINING, FitFolder
 from tune_kit import no_traceback_of_ours, untouched
@@ -499,3 +500,10 @@ def test_a_letter_with_its_number_behind_it(word, value):
     assert knob_value(argv, "-b") == value
     assert with_knob(argv, "-b", 64) == ([argv[0], word.replace("16", "64"), *argv[2:]] if value else [*argv, "-b", "64"])
     assert knob_value(["t.py", "-bs16"], "-bs") is None, "argparse joins after one letter only"
+
+
+def test_a_report_that_could_not_be_written_is_not_named(tmp_path, capsys):
+    study = SimpleNamespace(folder=tmp_path, report_path=tmp_path / "gone" / "report.html", say=print)
+    request = Request(["python", "train.py"], tmp_path, {}, tmp_path / ".saturate")
+    found = msgspec.structs.replace(nothing(Asked(request), "too short"), report=str(study.report_path))
+    assert _write(study, found).report == "" and "could not be written" in capsys.readouterr().out

@@ -56,6 +56,11 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
+def replace_text(path: Path, text: str) -> None:
+    """`replace`, by a text. Raises OSError."""
+    replace(path, lambda stream: stream.write(text.encode()))
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and removals in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 import saturate
+from saturate.checkpoints import durable
 from saturate.machine.fingerprint import script_of
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded
@@ -121,7 +122,11 @@ def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
             identity = hashlib.sha256(asked.encode()).hexdigest()
             work = _Work(request, new_run(request.directory, identity), say)
             result = work.done()
-            (work.folder / "drill.json").write_text(encoded(as_saved(result, request.resume_args)), encoding="utf-8")
+            try:
+                durable.replace_text(work.folder / "drill.json", encoded(as_saved(result, request.resume_args)))
+            except OSError as error:        # what was found is told all the same
+                say(f"the record could not be written: {error}")
+                result = msgspec.structs.replace(result, record="")
             return result
     finally:
         lock.release()

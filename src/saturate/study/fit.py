@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 import saturate
+from saturate.checkpoints import durable
 from saturate.machine import gpus
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
@@ -124,8 +125,7 @@ def _search(asked: Asked, study: Study) -> Fit:
         too_short = study.refusal or ended.outcome.reason
     except KeyboardInterrupt:
         interrupted = True
-    found = _record(asked, study, search, refusal, too_short, interrupted)
-    _write(study, found)
+    found = _write(study, _record(asked, study, search, refusal, too_short, interrupted))
     if interrupted:
         raise Interrupted(found)
     return found
@@ -354,14 +354,17 @@ def _next(asked: Asked, found: Fit, again: list[str] | None) -> str:
     return shlex.join(["saturate", "tune", *asked.request.options(), "--", *argv])
 
 
-def _write(study: Study, found: Fit) -> None:
+def _write(study: Study, found: Fit) -> Fit:
+    """Write record and report; what was found, without the path of a report where none could be written."""
     from saturate.report import fit_html, trim
 
     try:
-        (study.folder / "fit.json").write_text(encoded(trim.without_values(found)), encoding="utf-8")
-        study.report_path.write_text(fit_html.render(found), encoding="utf-8")
+        durable.replace_text(study.folder / "fit.json", encoded(trim.without_values(found)))
+        durable.replace_text(study.report_path, fit_html.render(found))
     except OSError as error:
         study.say(f"the report could not be written: {error}")
+        return msgspec.structs.replace(found, report="")
+    return found
 
 
 def nothing(asked: Asked, reason: str) -> Fit:

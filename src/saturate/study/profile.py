@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 import saturate
+from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
@@ -102,8 +103,12 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, _applicable(study, seen.facts))
     found = msgspec.structs.replace(found, report=str(study.report_path))
-    (study.folder / "profile.json").write_text(encoded(trim.without_values(found)), encoding="utf-8")
-    study.report_path.write_text(analysis_html.render(found), encoding="utf-8")
+    try:
+        durable.replace_text(study.folder / "profile.json", encoded(trim.without_values(found)))
+        durable.replace_text(study.report_path, analysis_html.render(found))
+    except OSError as error:        # what was found is told all the same
+        study.say(f"the report could not be written: {error}")
+        return msgspec.structs.replace(found, report="")
     return found
 
 

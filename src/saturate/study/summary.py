@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 import saturate
+from saturate.checkpoints import durable
 from saturate.errors import SaturateError, TooNoisy, VerificationFailed
 from saturate.machine import fingerprint
 from saturate.measure import breakeven, race
@@ -33,7 +34,7 @@ from saturate.study.state import Study
 def write(study: Study, record: StudyRecord) -> None:
     """Write recipe and report. Raises EnvironmentProblem or OSError when the disk does not allow it."""
     write_recipe(study, record.result)
-    study.report_path.write_text(html.render(record), encoding="utf-8")
+    durable.replace_text(study.report_path, html.render(record))
 
 
 def record_of(study: Study) -> StudyRecord:
