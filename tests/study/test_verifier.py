@@ -11,7 +11,7 @@ import pytest
 from saturate.study.candidates import Candidate
 from saturate.study.verification import Run, Verifier
 from saturate.techniques import gc_freeze
-from saturate.verify.series import Series
+from saturate.verify.series import CAPTURE, Series, write
 
 EXACT = (Candidate(gc_freeze, gc_freeze.Options()),)
 
@@ -52,3 +52,15 @@ def test_an_exact_technique_is_held_to_the_bits_that_the_baseline_repeats(runs, 
     found = verifier.verify(EXACT)
     assert found.passed is passed and found.reason.startswith(reason)
     assert not any(run.perturb for run in verifier.asked)
+
+
+def test_a_recorded_run_that_was_removed_is_recorded_again(tmp_path):
+    """As by who frees space: the disk is full, says the remedy."""
+    store = types.SimpleNamespace(answer=lambda question: "t003")
+    verifier, run = Verifier(types.SimpleNamespace(store=store, folder=tmp_path)), Run(())
+    assert not verifier._known(run)
+    (tmp_path / "t003").mkdir()
+    (tmp_path / "t003" / CAPTURE).write_text("")
+    assert not verifier._known(run)
+    write(series([1.0]), tmp_path / "t003")
+    assert verifier._known(run) and len(verifier.series(run)) == 52

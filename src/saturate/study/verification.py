@@ -22,7 +22,7 @@ from saturate.trial.process import TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
-from saturate.verify.series import Series, read
+from saturate.verify.series import CaptureDamaged, Series, read
 from saturate.verify.tolerance import Tolerance, informative, repeated, tolerance, unrepeatable, widened
 
 #: Two updates before techniques act, then fifty.
@@ -266,7 +266,8 @@ class Verifier:
         name = _name(run)
         folder = None if name in self._series else self.bench.store.answer(f"series {name}")
         if folder is not None:
-            self._series[name] = read(self.bench.folder / folder)
+            with contextlib.suppress(OSError, CaptureDamaged):      # removed meanwhile, to free space: it is recorded again
+                self._series[name] = read(self.bench.folder / folder)
         return name in self._series
 
     def _prepare(self, *runs: Run) -> None:
