@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saturate.checkpoints import chunks, deltas, manifests
+from saturate.checkpoints import chunks, collect, deltas, manifests
 from saturate.checkpoints.chunks import PackWriter, Store
 from saturate.checkpoints.recorder import Recorder
 from saturate.errors import CheckpointDamaged, EnvironmentProblem
@@ -327,3 +327,17 @@ def test_memory_is_bounded(tmp_path):
         for seed in range(5):
             store.remember(bytes([seed]) * 32, bytes(40_000))
         assert store._memory_bytes == 80_000 and len(store._memory) == 2
+
+
+def test_the_newest_of_a_series_is_what_was_saved_last_whatever_the_clock_says(store, monkeypatch):
+    """gc keeps the newest: after a clock was set back, a checkpoint that had just been saved was the first to go."""
+    now = 1_800_000_000 * 10**9
+    monkeypatch.setattr(manifests.time, "time_ns", lambda: now)
+    first = record(store, [b"a" * 70_000])
+    now -= 3600 * 10**9
+    second = record(store, [b"b" * 70_000], previous=first, number=2)
+    third = record(store, [b"c" * 70_000], previous=second, number=3)
+    assert all(manifests.is_id(one.id) for one in (first, second, third)) and first.id < second.id < third.id
+    found = collect.plan(store, 1, None, [store.folder.parent])
+    assert [one.id for one, _ in found.kept] == [third.id] and {one.id for one in found.removed} == {first.id, second.id}
+    assert manifests.new_id(after="no id at all") > "2027" and manifests.new_id(after="99999999T999999.000000-00000000") > "2026"

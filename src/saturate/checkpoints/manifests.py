@@ -12,6 +12,7 @@ file; nothing is ever opened by it for writing.
 
 from __future__ import annotations
 
+import calendar
 import json
 import re
 import secrets
@@ -80,10 +81,20 @@ class Manifest:
         return (*self.segments, self.glue)
 
 
-def new_id() -> str:
-    """Sorts by time."""
-    now = time.time_ns()
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now // 10**9))}.{now % 10**9 // 1000:06d}-{secrets.token_hex(4)}"
+def new_id(after: str = "") -> str:
+    """Sorts by time, and behind the id `after`, also where the clock was set back since or is another machine's: what counts as the
+    newest must be what was saved last."""
+    now = max(time.time_ns() // 1000, _microseconds(after) + 1)
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now // 10**6))}.{now % 10**6:06d}-{secrets.token_hex(4)}"
+
+
+def _microseconds(name: str) -> int:
+    """The time in an id; 0 where there is none."""
+    try:
+        seconds = calendar.timegm(time.strptime(name[:15], "%Y%m%dT%H%M%S"))
+    except ValueError:
+        return 0
+    return 10**6 * seconds + int(name[16:22])
 
 
 def is_id(text: str) -> bool:

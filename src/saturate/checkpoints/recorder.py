@@ -61,6 +61,7 @@ class Recorder:
         self._began = time.monotonic()
         self._previous: dict[int, deque[Segment]] = defaultdict(deque)
         self._previous_glue = previous.glue if previous else None
+        self._after = previous.id if previous else ""
         for segment in previous.segments if previous else ():
             self._previous[segment.size].append(segment)
 
@@ -86,7 +87,7 @@ class Recorder:
     def finish(self, path: str, number: int) -> Manifest:
         """Make the checkpoint durable: its pack, then its manifest."""
         glue = self._keep(0, memoryview(bytes(self._glue)), self._previous_glue)
-        name = manifests.new_id()
+        name = manifests.new_id(after=self._after)
         pack_bytes = self.pack.commit()
         fields = dict(
             id=name, saved=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), path=path, series=manifests.series_of(path),
