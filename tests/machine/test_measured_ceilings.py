@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import sys
 import textwrap
 import time
@@ -16,6 +17,8 @@ import pytest
 from saturate.errors import EnvironmentProblem
 from saturate.machine import ceilings
 from saturate.records.ceilings import Ceilings
+from saturate.techniques import dataset_cache
+from saturate.trial import planning
 
 RECORD = Ceilings(
     device="cpu", device_name="Toy 9000", torch="2.9", threads=2, measured_at="2026-01-01T00:00:00+00:00",
@@ -243,6 +246,16 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ceilings.folder() == tmp_path / ".cache" / "saturate" / "ceilings"
+
+
+def test_a_user_without_a_home_keeps_none(monkeypatch):
+    """As in containers that run with any user id: `doctor` and `profile` ended with a RuntimeError."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert ceilings.folder() is None and ceilings.kept() == ceilings.Kept([], [])
+    assert dataset_cache._folder() is None
+    assert not any("~" in cache for cache in planning._caches({}, Path("/study")))
 
 
 def test_the_drivers_version(tmp_path):

@@ -47,18 +47,20 @@ class Kept:
     notes: list[str]
 
 
-def folder() -> Path:
-    """Where records are kept. The cache folder of the XDG specification; relative values of it are to be ignored."""
+def folder() -> Path | None:
+    """Where records are kept. The cache folder of the XDG specification; relative values of it are to be ignored. None for a user
+    who has no home, as in containers."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "saturate" / "ceilings"
+    base = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
+    return Path(base) / "saturate" / "ceilings" if os.path.isabs(base) else None
 
 
 def kept(device_name: str | None = None, *, device: str | None = None, torch: str | None = None,
          driver: str | None = None, threads: int | None = None, where: Path | None = None) -> Kept:
     """Records of earlier measurements that agree with everything that is given. Never raises; measures nothing."""
     records, notes = [], []
-    for path in sorted((where or folder()).glob("*.json")):
+    place = where or folder()
+    for path in sorted(place.glob("*.json")) if place else []:
         try:
             record = _read(path)
         except (OSError, ValueError) as error:
@@ -111,7 +113,8 @@ def measure(python: str | None, device: str, *, threads: int | None = None, envi
     except ValueError as error:
         problem = f"measuring the ceilings of {device} gave no usable answer"
         raise EnvironmentProblem(problem, cause=str(error)) from error
-    _keep(record, where or folder())
+    if place := where or folder():
+        _keep(record, place)
     return record
 
 

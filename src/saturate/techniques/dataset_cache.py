@@ -119,12 +119,15 @@ def apply(context: Any, options: Options) -> str:
     return f"samples are read through a cache in {folder or 'memory'}"
 
 
-def _folder() -> Path:
+def _folder() -> Path | None:
+    """None for a user who has no home, as in containers: then the cache is in memory."""
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser().absolute()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and os.path.isabs(home) else Path.home() / ".cache") / "saturate" / "data"
+    home = os.environ.get("XDG_CACHE_HOME") or ""
+    if not os.path.isabs(home):
+        home = os.path.expanduser("~/.cache")
+    return Path(home) / "saturate" / "data" if os.path.isabs(home) else None
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

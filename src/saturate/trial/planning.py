@@ -210,7 +210,8 @@ def _below(path: Path, folder: Path) -> bool:
 
 def _caches(environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
     home = Path(environ.get("HOME") or os.path.expanduser("~"))
-    wanted = [home / ".cache", home / ".triton", home / ".nv", Path("/tmp") / f"torchinductor_{_user()}"]
+    wanted = [home / name for name in (".cache", ".triton", ".nv") if str(home) != "~"]      # a user without one, as in containers
+    wanted.append(Path("/tmp") / f"torchinductor_{_user()}")
     wanted += [Path(environ[name]) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))]
     found = {Path(os.path.realpath(path)) for path in wanted}      # `resolve` raises for a loop of links, before Python 3.13
     return tuple(sorted(
