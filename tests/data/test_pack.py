@@ -215,6 +215,10 @@ def test_foreign_folders_stay_as_they_are(text: Path, tmp_path: Path) -> None:
     lambda m: "{", lambda m: "[]", lambda m: json.dumps({**m, "version": 99}), lambda m: json.dumps({**m, "shards": [{}]}),
     lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "name": "../../etc/passwd"}]}),
     lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "bytes": 1}]}),
+    lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "rows": "many"}]}),
+    lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "name": 5}]}),
+    lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "read_bytes": -1}]}),
+    lambda m: 100_000 * "[",
 ])
 def test_a_damaged_manifest_is_refused(text: Path, tmp_path: Path, damage) -> None:
     packing.pack(open_source(text), tmp_path / "out", 8000)

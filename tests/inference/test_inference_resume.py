@@ -208,3 +208,16 @@ def test_training_is_known_by_data_loss_and_options() -> None:
              Train(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 4)), shuffle=True), torch.nn.functional.mse_loss)]
     known = [identity.of_train(torch, train) for train in given]
     assert len(set(known)) == len(known) and known == [identity.of_train(torch, train) for train in given]
+
+
+def test_a_line_that_was_changed_is_passed_over(tmp_path: Path) -> None:
+    """By hand, or by a disk: a speed that nobody measured won the search, or an entry without its fields ended it."""
+    journal = Journal(tmp_path, "k")
+    for name in ("a", "b", "c"):
+        journal.add(name, {"speedup": 1.5, "timing": [1.0, float("nan")]})
+    assert sorted(Journal(tmp_path, "k").known) == ["a", "b", "c"]
+    lines = (tmp_path / NAME).read_text().splitlines()
+    lines[0] = lines[0].replace("1.5", "9.5")
+    del (short := json.loads(lines[2]))["timing"]
+    (tmp_path / NAME).write_text("\n".join([*lines[:2], json.dumps(short), 100_000 * "[", ""]))
+    assert sorted(Journal(tmp_path, "k").known) == ["b"]

@@ -40,6 +40,10 @@ class Shard:
     bytes: int
     read_bytes: int         # of the source
 
+    def valid(self) -> bool:
+        """Whether the fields are of their kinds: they may come from a file."""
+        return isinstance(self.name, str) and all(type(count) is int and count >= 0 for count in (self.rows, self.bytes, self.read_bytes))
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -128,7 +132,9 @@ def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard
         manifest = json.loads(path.read_text(encoding="utf-8"))
         shards = [Shard(**shard) for shard in manifest["shards"]]
         made_from = manifest["version"], manifest["source"], manifest["shard_bytes"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not all(shard.valid() for shard in shards):
+            raise ValueError("a shard is not one")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged", cause=str(error), remedy="pack into another folder") from error
     if made_from != (VERSION, source.fingerprint(), shard_bytes):
         raise UsageError(f"{destination} holds a pack of something else",

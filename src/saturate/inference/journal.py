@@ -1,11 +1,12 @@
 """What a search has found so far, on disk: one JSON line per candidate, synced, so that kill -9 loses at most one.
 
-A line that is cut short, or of another search (other model, inputs, versions or machine), is passed over. So is one that
-rests on something that is different now, such as the scores of another check.
+A line that is cut short or was changed since, or of another search (other model, inputs, versions or machine), is passed over. So
+is one that rests on something that is different now, such as the scores of another check.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -40,20 +41,20 @@ class Journal:
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue            # cut short by the end of the process that wrote it
-            if isinstance(entry, dict) and entry.get("key") == self.key and isinstance(entry.get("name"), str) and self._holds(entry):
+            if isinstance(entry, dict) and entry.pop("digest", None) == _digest(entry) and entry["key"] == self.key and self._holds(entry):
                 found[entry["name"]] = entry
         return found
 
     def _holds(self, entry: dict[str, Any]) -> bool:
-        rests = entry.get("rests")
-        return isinstance(rests, dict) and all(self.more.get(name) == value for name, value in rests.items())
+        return all(self.more.get(name) == value for name, value in entry["rests"].items())
 
     def add(self, name: str, entry: dict[str, Any], rests: Collection[str] = ()) -> None:
         """`rests`: names of `more` that must be the same for the entry to hold. Raises EnvironmentProblem where the disk
         takes no more."""
-        line = json.dumps({"key": self.key, "name": name, "rests": {one: self.more.get(one) for one in rests}, **entry}) + "\n"
+        entry = json.loads(json.dumps({"key": self.key, "name": name, "rests": {one: self.more.get(one) for one in rests}, **entry}))
+        line = json.dumps({**entry, "digest": _digest(entry)}) + "\n"
         try:
             with open(self.path, "ab") as stream:
                 if stream.tell() and not self._ends_clean():
@@ -64,9 +65,14 @@ class Journal:
         except OSError as error:
             raise EnvironmentProblem(f"what was found cannot be written to {self.path}", cause=str(error),
                                      remedy="free some space and give the same command again: it goes on from here") from error
-        self.known[name] = json.loads(line)
+        self.known[name] = entry
 
     def _ends_clean(self) -> bool:
         with open(self.path, "rb") as stream:
             stream.seek(-1, os.SEEK_END)
             return stream.read(1) == b"\n"
+
+
+def _digest(entry: dict[str, Any]) -> str:
+    """Of a line without its digest: what a person or a bad disk made of it is no finding."""
+    return hashlib.blake2b(json.dumps(entry, sort_keys=True).encode(), digest_size=8).hexdigest()
