@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,18 @@ def test_links_lead_somewhere(page):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+def test_every_page_is_reached_from_the_readme():
+    reached, pending = set(), [ROOT / "README.md"]
+    while pending:
+        page = pending.pop()
+        if page.suffix != ".md" or page in reached or not page.exists():
+            continue
+        reached.add(page)
+        targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+        pending += [(page.parent / target / ("README.md" if target.endswith("/") else "")).resolve() for target in targets]
+    assert {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")} <= reached
+
+
 def test_verbs_in_the_readme_exist():
     from saturate.cli.main import VERBS
 
@@ -46,3 +60,19 @@ def test_make_targets_in_the_readme_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     used = set(re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert used and used <= targets, used - targets
+
+
+def test_make_bench_runs_every_benchmark_whether_or_not_others_miss(tmp_path):
+    """One that misses its targets ends with 1."""
+    python, log = tmp_path / "bin" / "python", tmp_path / "log"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != bench/flops.py ]\n', encoding="utf-8")
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    (tmp_path / ".tested").touch()
+    done = subprocess.run(["make", "bench", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={**os.environ, "MAKEFLAGS": ""})      # those of `make test`, which may run this
+    assert done.returncode != 0 and "failed: flops.py\n" in done.stdout
+    ran = set(log.read_text(encoding="utf-8").splitlines())
+    table = re.findall(r"^\| `(?:\w+=\w+ )?python (bench/[^`]+)`", (ROOT / "bench" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(table) == ran
