@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from saturate.cli import _output, optimize
 from saturate.records.fit import SizeThroughput
@@ -51,3 +56,17 @@ def test_no_verb_asks_for_a_width_by_itself():
 def test_the_bars_of_a_piped_fit_stay_short():
     curve = [SizeThroughput(micro_batch=size, samples_per_s=10.0 * size, ci=(9.0 * size, 11.0 * size)) for size in (8, 16)]
     assert max(map(len, fit_report.bars(curve, None, _output.UNCUT, 10, True))) < 120
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_answer_is_json_whatever_the_terminal_can_show(tmp_path, encoding):
+    """Where a stream takes ASCII only, Python would write a backslash and an x, which is no JSON."""
+    path = tmp_path / "r\u00e9sum\u00e9 \U0001f600.toml"
+    path.write_text('schema = 1\n[made_for]\ncpu = "caf\u00e9 \U0001f600 \u2026"\n', encoding="utf-8")
+    shown = {}
+    for action in ("show", "validate"):
+        done = subprocess.run([sys.executable, "-m", "saturate", "recipe", action, str(path), "--json"], capture_output=True, check=True,
+                              env={**os.environ, "PYTHONIOENCODING": encoding})
+        shown[action] = json.loads(done.stdout)
+        assert encoding == "utf-8" or done.stdout.isascii()
+    assert shown["show"]["made_for"]["cpu"] == "caf\u00e9 \U0001f600 \u2026" and shown["validate"]["path"] == str(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import re
 import shlex
@@ -9,9 +11,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from saturate.errors import UsageError
+from saturate.records.encoding import encoded
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -49,6 +52,25 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     return "\n".join(
         indent + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows
     )
+
+
+def show_json(record: Any, stream: TextIO | None = None) -> None:
+    """Print a record as one line of JSON. A stream that cannot take all of Unicode gets the rest as JSON escapes it: as Python
+    does it for what people read (`\\xe9`), no parser would take it."""
+    stream = stream or sys.stdout
+    text = encoded(record)
+    print(text if _takes_everything(stream) else _ascii(text), file=stream, flush=True)
+
+
+def _takes_everything(stream: TextIO) -> bool:
+    try:
+        return codecs.lookup(stream.encoding or "ascii").name.startswith("utf")
+    except LookupError:
+        return False
+
+
+def _ascii(text: str) -> str:
+    return re.sub(r"[^\x00-\x7f]+", lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def percent(share: float) -> str:

@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import coloured, place_of, width
+from saturate.cli._output import coloured, place_of, show_json, width
 from saturate.errors import EnvironmentProblem, UsageError
-from saturate.records.encoding import encoded
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
 MOST = 4096
@@ -53,7 +52,7 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         record, text, page = analysis.analysed(files, progress, **_look(stream))
     if arguments.json:
-        sys.stdout.write(encoded(record) + "\n")
+        show_json(record)
     print(text, file=stream)
     if arguments.html:
         _write(arguments.html, page())

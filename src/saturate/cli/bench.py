@@ -15,12 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import paint, table
+from saturate.cli._output import paint, show_json, table
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 from saturate.records.artifact import Manifest
 from saturate.records.bench import BatchRow, BenchRecord, Measured
-from saturate.records.encoding import encoded
 
 #: Time of one measurement without a race, in blocks of about an eighth of a second; at least so many blocks.
 _MEASURE_S = 3.0
@@ -64,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
             record, reason=error.message if isinstance(error, SaturateError) else "interrupted"
         )
     if arguments.json:
-        print(encoded(record), flush=True)
+        show_json(record)
     elif record.rows:
         print(shown(record))
     if problem is not None:

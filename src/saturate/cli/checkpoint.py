@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from saturate.cli._output import paint, table
+from saturate.cli._output import paint, show_json, table
 from saturate.errors import CheckpointDamaged, SaturateError, UsageError
-from saturate.records.encoding import encoded
 
 STORE = Path(".saturate/checkpoints")
 _UNITS_S = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
@@ -99,7 +98,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{paint(check.outcome.ljust(7), color)}  {said}", flush=True)
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in ("whole", "damaged", "unknown")}
     if arguments.json:
-        print(encoded(records.Verified(checks=checks, **counts)))
+        show_json(records.Verified(checks=checks, **counts))
     else:
         print(f"{counts['whole']} whole, {counts['damaged']} damaged, {counts['unknown']} that cannot be checked")
     return CheckpointDamaged.exit_code if counts["damaged"] else 0
@@ -154,7 +153,7 @@ def _export(arguments: argparse.Namespace) -> int:
             raise SaturateError(f"{target} could not be written", cause=str(error), remedy="nothing was changed") from error
     size = target.stat().st_size
     if arguments.json:
-        print(encoded(Exported(path=str(target), checkpoint=found and found.checkpoint, size_bytes=size)))
+        show_json(Exported(path=str(target), checkpoint=found and found.checkpoint, size_bytes=size))
     else:
         print(f"{target} is a plain file {'now' if found else 'already'}: {amount(size)}")
     return 0
@@ -180,11 +179,11 @@ def _gc(arguments: argparse.Namespace) -> int:
                 raise SaturateError("not everything could be removed", cause=str(error),
                                     remedy="what is kept is whole; run it again") from error
     if arguments.json:
-        print(encoded(records.Collected(
+        show_json(records.Collected(
             store=str(arguments.store), deleted=arguments.delete, damaged=plan.damaged,
             kept=[records.Kept(checkpoint=m.id, path=m.path, reason=reason) for m, reason in plan.kept],
             removed=[records.Removed(checkpoint=m.id, path=m.path) for m in plan.removed],
-            store_bytes=plan.store_bytes, freed_bytes=plan.freed_bytes)))
+            store_bytes=plan.store_bytes, freed_bytes=plan.freed_bytes))
         return 0
     rows = [(shown(m.saved), "keep  ", shown(f"{m.path}  ({reason})")) for m, reason in plan.kept]
     rows += [(shown(m.saved), "remove", shown(m.path)) for m in plan.removed]
@@ -212,7 +211,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     advice = Advice(interval=_interval(arguments) if arguments.mtbf is not None else None,
                     forecast=_forecast(*arguments.forecast) if arguments.forecast is not None else None)
     if arguments.json:
-        print(encoded(advice))
+        show_json(advice)
         return 0
     parts = [_interval_text(advice.interval)] if advice.interval else []
     parts += [_forecast_text(advice.forecast)] if advice.forecast else []

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, width, with_program
+from saturate.cli._output import coloured, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
+from saturate.records.command_line import joined
 from saturate.records.drill import DrillResult
-from saturate.records.encoding import encoded
 
 if TYPE_CHECKING:
     from saturate.study.drill import Request
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show(result: DrillResult) -> None:
         if arguments.json:
-            print(encoded(result), flush=True)
+            show_json(result)
 
     request = Request(
         argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
@@ -79,7 +79,7 @@ def nothing(request: Request, reason: str) -> DrillResult:
     """The object for a drill that could not be carried out."""
     again = ["saturate", "drill", *request.options(request.resume_args), "--", *request.argv]
     return DrillResult(run="", command=request.argv, resume_command=request.argv, verdict="inconclusive", reason=reason,
-                       next_command=shlex.join(again))
+                       next_command=joined(again))
 
 
 def words(text: str) -> list[str]:

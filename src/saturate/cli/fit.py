@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
-from saturate.cli._output import coloured, width, with_program
+from saturate.cli._output import coloured, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
-from saturate.records.encoding import encoded
 from saturate.records.fit import Fit
 
 TAKES_COMMAND = True
@@ -48,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show(found: Fit) -> None:
         if arguments.json:
-            print(encoded(found), flush=True)
+            show_json(found)
 
     request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)

@@ -22,11 +22,10 @@ from typing import Any
 import msgspec
 
 from saturate.cli._options import duration, ids
-from saturate.cli._output import coloured, width, with_program
+from saturate.cli._output import coloured, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.cli.bench import threads
 from saturate.errors import SaturateError, UsageError
-from saturate.records.encoding import encoded
 from saturate.records.inference import CandidateRecord, OptimizeRecord
 
 #: What --limit takes, and what it is of.
@@ -111,7 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with _answer_alone():
         code, record, problem = _searched(arguments)
     if arguments.json:
-        print(encoded(record), file=answer, flush=True)
+        show_json(record, answer)
     if problem is not None:
         raise problem
     _show(record, sys.stderr if arguments.json else sys.stdout)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from saturate.cli._output import show_json
 from saturate.errors import EnvironmentProblem, UsageError
 
 
@@ -39,7 +40,6 @@ def execute(arguments: argparse.Namespace) -> int:
         raise EnvironmentProblem("packing needs pyarrow", remedy="pip install 'saturate[pack]'")
     from saturate.data import pack
     from saturate.data.pack_sources import open_source
-    from saturate.records.encoding import encoded
     from saturate.records.pack import Packed
     from saturate.report import words
 
@@ -59,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
     record = Packed(source=str(arguments.source), destination=str(arguments.destination), kind=source.kind, rows=done.rows,
                     bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader)
     if arguments.json:
-        print(encoded(record))
+        show_json(record)
     else:
         again = f" ({done.resumed_rows:,} of them were there already)" if done.resumed_rows else ""
         rows, files = words.count(done.rows, "row"), words.count(len(done.shards), "file")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from saturate.cli._output import paint, percent, table
+from saturate.cli._output import paint, percent, show_json, table
 from saturate.errors import clean
 
 
@@ -39,9 +39,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
     recipe = recipes.read(arguments.file)
     if arguments.json:
-        import msgspec
-
-        print(msgspec.json.encode(recipe).decode())
+        show_json(recipe)
     elif arguments.as_code:
         print(clean(as_code(recipe, arguments.file)))
     else:

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
-from saturate.cli._output import coloured, width, with_program
+from saturate.cli._output import coloured, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, TooNoisy, UsageError
-from saturate.records.encoding import encoded
 from saturate.records.result import StepTime, TuneResult
 
 TAKES_COMMAND = True
@@ -46,7 +45,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show(result: TuneResult) -> None:
         if arguments.json:
-            print(encoded(result), flush=True)
+            show_json(result)
 
     try:
         request = Request(
