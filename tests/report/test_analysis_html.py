@@ -248,7 +248,15 @@ def test_what_is_saved_of_any_command_has_no_argument_values() -> None:
         (analyses.COMMAND, ["python", "train.py", "--config", "\u2026", "--api-token", "\u2026"]),
         (["env", "MY_TOKEN=zz9", "python", "-u", "a/train.py", "--lr=0.1"], ["env", "\u2026", "\u2026", "-u", "a/train.py", "--lr=\u2026"]),
         (["torchrun", "-m", "pkg"], ["torchrun", "-m", "\u2026"]),
+        (["bash", "-lc", "MY_TOKEN=zz9 python train.py"], ["bash", "-l\u2026", "\u2026"]),
+        (["./train.py", "-fc"], ["./train.py", "-f\u2026"]),
     ):
         found = msgspec.structs.replace(analyses.profile(), command=command, next_command=f"saturate tune --only compile -- {' '.join(command)}")
         saved = trim.without_values(found)
         assert saved.command == shown and saved.next_command == f"saturate tune --only compile -- {' '.join(shown)}"
+
+
+def test_the_saved_command_can_be_typed() -> None:
+    found = msgspec.structs.replace(analyses.profile(), command=["python", "my runs/a & b.py", "--lr", "1"],
+                                    next_command="saturate tune -- python 'my runs/a & b.py' --lr 1")
+    assert trim.without_values(found).next_command == "saturate tune -- python 'my runs/a & b.py' --lr \u2026"

@@ -106,6 +106,13 @@ def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
     assert last in lines[-1]
 
 
+def test_the_next_command_keeps_what_its_quotes_hold():
+    record = studies.too_noisy()
+    command = ["bash", "-c", "cd src\npython train.py --prompt 'a  b'"]
+    text = plain(msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, command=command)))
+    assert text.split("\n")[-1].endswith("bash -c $'cd src\\npython train.py --prompt \\'a  b\\''")
+
+
 def test_where_nothing_was_tried_nothing_is_said_of_what_helps():
     record = studies.nothing_helps()
     untried = [msgspec.structs.replace(outcome, fate="not_applicable") for outcome in record.result.techniques]

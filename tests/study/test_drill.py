@@ -347,10 +347,10 @@ def test_the_saved_record_has_no_values_of_arguments() -> None:
     added = ["--resume", "the file", "--key=k3y"]
     result = DrillResult(run="r", command=["python", "train.py", "--token", "t0k3n"], verdict="starts_over", reason="",
                          resume_command=["python", "train.py", "--token", "t0k3n", *added], remedy=f"when it is given {shlex.join(added)}",
-                         next_command=shlex.join(["saturate", "drill", f"--resume-args={shlex.join(added)}", "--", "python", "train.py"]))
+                         next_command=shlex.join(["saturate", "drill", f"--resume-args={shlex.join(added)}", "--kills", "3", "--", "python", "train.py"]))
     saved = study_drill.as_saved(result, added)
     assert saved.resume_command == ["python", "train.py", "--token", "\u2026", "--resume", "\u2026", "--key=\u2026"]
-    assert saved.next_command == 'saturate drill --resume-args="--resume \u2026 --key=\u2026" -- python train.py --token \u2026'
+    assert saved.next_command == 'saturate drill --resume-args="--resume \u2026 --key=\u2026" --kills 3 -- python train.py --token \u2026'
     assert saved.remedy == "when it is given --resume \u2026 --key=\u2026"
 
 

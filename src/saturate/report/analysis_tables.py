@@ -57,7 +57,7 @@ def operators(found: list[Operator], told: str) -> Markup:
 def _kernels(each: Operator) -> str:
     first = words.one_line(each.kernels[0])
     cut = first if len(first) <= 90 else first[:89] + "\u2026"
-    return cut + (f" and {len(each.kernels) - 1:,} more kernels" if len(each.kernels) > 1 else "")
+    return cut + (f" and {words.count(len(each.kernels) - 1, 'more kernel')}" if len(each.kernels) > 1 else "")
 
 
 def places(profile: Profile) -> Markup | None:

@@ -336,7 +336,7 @@ def no_findings(analysis: Analysis) -> str:
 def next_command(analysis: Analysis) -> str:
     """What to type next."""
     if isinstance(analysis, Profile) and analysis.next_command:
-        return words.one_line(analysis.next_command)
+        return words.typed(analysis.next_command)
     techniques = list(dict.fromkeys(name for finding in analysis.findings for name in finding.techniques))
     if techniques:
         return words.shell(["saturate", "tune", "--only", ",".join(techniques), "--", "python", "train.py"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from saturate.records.drill import Drill, DrillResult
 from saturate.report.cells import cut, fit, wrap
 from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, RED, YELLOW, labelled_line, paints
-from saturate.report.words import clean, one_line
+from saturate.report.words import clean, typed
 
 MAX_LINES = 12
 LABEL = 10
@@ -34,7 +34,7 @@ def summary(result: DrillResult, *, width: int, color: bool) -> str:
     head += [labelled_line(label, text, LABEL, paint) for label, text in _lines("", clean(result.reason), width - LABEL)]
     tail = [labelled_line(label, text, LABEL, paint) for label, text in _lines("remedy", clean(result.remedy), width - LABEL)] if result.remedy else []
     tail += [labelled_line("record", clean(result.record), LABEL, paint)] if result.record else []
-    tail.append(labelled_line("next", one_line(result.next_command), LABEL, paint, BOLD))
+    tail.append(labelled_line("next", typed(result.next_command), LABEL, paint, BOLD))
     room = MAX_LINES - len(head) - len(tail)
     body = [("killed", fit(_drill(one), width - LABEL)) for one in result.drills]
     if len(body) > room - 1:

@@ -25,7 +25,7 @@ def summary(found: Fit, *, width: int, color: bool, blocks: bool = True) -> str:
     tail = []
     if found.report:
         tail.append(labelled_line("report", words.clean(found.report), LABEL, paint))
-    tail.append(labelled_line("next", words.one_line(found.next_command), LABEL, paint, BOLD))
+    tail.append(labelled_line("next", words.typed(found.next_command), LABEL, paint, BOLD))
     lines = [(label, fit(text, room)) for label, text in _facts(found)]
     advice = [("then", fit(found.advice[0], room))] if found.advice else []
     knee = [("knee", fit(text, room)) for text in [knee_words(found)] if text]

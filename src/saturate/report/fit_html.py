@@ -112,4 +112,4 @@ def _method(found: Fit) -> Markup:
                tag("p", "A few sizes are measured in one process, the largest that should fit is predicted from the line through them, and "
                         "exactly that size is proved in a fresh process, from its first step on."),
                tag("ul", *(tag("li", _capital(line) + ".") for line in lines)),
-               tag("h3", "Next"), tag("pre", words.one_line(found.next_command)), id="method")
+               tag("h3", "Next"), tag("pre", words.typed(found.next_command)), id="method")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from saturate.records.inference import CandidateRecord, OptimizeRecord, Timing
 from saturate.records.sizes import show
 from saturate.report import words
@@ -267,7 +265,7 @@ def next_command(record: OptimizeRecord) -> str:
     if record.artifact and record.best is not None:
         size = record.batch_size or 1
         sizes = ",".join(map(str, sorted({1, size, 4 * size})))
-        return words.clean(shlex.join(["saturate", "bench", record.artifact, "--batch", sizes]))
+        return words.shell(["saturate", "bench", record.artifact, "--batch", sizes])
     if record.baseline.fate == "failed":
         return "saturate doctor"
     return f"saturate explain {'inconclusive' if record.verdict == 'inconclusive' else 'no_difference'}"

@@ -39,7 +39,7 @@ def summary(record: StudyRecord, *, width: int, color: bool) -> str:
     tail = [
         labelled_line("recipe", words.clean(record.result.recipe), LABEL, paint),
         labelled_line("report", words.clean(record.result.report), LABEL, paint),
-        labelled_line("next", words.one_line(words.next_command(record)), LABEL, paint, BOLD),
+        labelled_line("next", words.typed(words.next_command(record)), LABEL, paint, BOLD),
     ]
     payback = words.break_even(record)
     if payback:

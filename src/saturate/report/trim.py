@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from saturate.records.result import StudyRecord
-from saturate.report.words import clean
+from saturate.report.words import clean, shell
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,15 @@ def command_without_values(command: list[str]) -> list[str]:
     ['python', '-u', 'train.py', '--token', '…', '…']
     """
     shown = redact(command)
-    script = next((i for i, word in enumerate(command) if word.endswith(".py") and word[0] != "-"), None)
+    behind = ["", *command]
+    script = next((i for i, word in enumerate(command) if word.endswith(".py") and word[0] != "-" and not _CODE.fullmatch(behind[i])), None)
     if script is not None:
         shown[script] = command[script]
     return shown
+
+
+#: Behind it a whole program stands in one word (`bash -lc "TOKEN=t0k3n python train.py"`), and not a script's name.
+_CODE = re.compile(r"-[A-Za-z]*c")
 
 
 def without_values(record: Told) -> Told:
@@ -118,4 +124,4 @@ def without_values(record: Told) -> Told:
     following: str = record.next_command    # type: ignore[attr-defined]
     ours, dashes, theirs = following.partition(" -- ")
     return msgspec.structs.replace(
-        record, command=command, next_command=f"{ours} -- {' '.join(command)}" if dashes and theirs else following)
+        record, command=command, next_command=f"{ours} -- {shell(command)}" if dashes and theirs else following)

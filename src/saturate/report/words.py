@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass
 from typing import Literal
 
 from saturate.errors import clean as clean
 from saturate.records import sizes
+from saturate.records.command_line import quoted
 from saturate.records.result import StudyRecord, TechniqueOutcome
 
 Kind = Literal["win", "fits", "fits_unverified", "too_big", "nothing", "slower", "unverified", "cannot_verify", "noisy", "inconclusive"]
@@ -300,8 +300,13 @@ def break_even(record: StudyRecord) -> str:
 def shell(command: list[str]) -> str:
     """A command as a shell takes it, without characters that a terminal could act on. Values that were left out (\u2026) are
     not quoted: they are to be replaced."""
-    return clean(" ".join(word if "\u2026" in word and shlex.quote(word.replace("\u2026", "x")) == word.replace("\u2026", "x")
-                          else shlex.quote(word) for word in command))
+    return " ".join(word if "\u2026" in word and quoted(word.replace("\u2026", "x")) == word.replace("\u2026", "x") else quoted(word)
+                    for word in command)
+
+
+def typed(command: str) -> str:
+    """A command of a record as it is shown: on one line whatever the record holds, with every space of its quoted words."""
+    return " ".join(clean(command).splitlines())
 
 
 def run_command(record: StudyRecord) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 from saturate.findings import _registry as rules
 from saturate.machine import accelerators
 from saturate.records.analysis import Analysis, Memory, ModuleCost, Problem, Profile, Sync
+from saturate.records.command_line import joined
 from saturate.records.facts import BY_HAND, Facts, LoaderFacts
 from saturate.records.observations import (
     CommunicationSeen,
@@ -102,7 +102,7 @@ def next_command(request: Request, techniques: list[str]) -> str:
     words = ["saturate", "tune"]
     if techniques:
         words += ["--only", ",".join(dict.fromkeys(techniques))]
-    return shlex.join([*words, *request.options(), "--", *request.argv])
+    return joined([*words, *request.options(), "--", *request.argv])
 
 
 def _shortener(cwd: Path) -> Callable[[str], str]:

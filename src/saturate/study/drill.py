@@ -25,6 +25,7 @@ import msgspec
 import saturate
 from saturate.checkpoints import durable
 from saturate.machine.fingerprint import script_of
+from saturate.records.command_line import joined, quoted
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded
 from saturate.report import trim
@@ -140,9 +141,7 @@ def as_saved(result: DrillResult, resume_args: list[str]) -> DrillResult:
     if not resume_args:
         return saved
     added = " ".join(shown[len(result.command):])
-    following = saved.next_command
-    if following.startswith("saturate drill "):
-        following = f'saturate drill --resume-args="{added}" -- {" ".join(saved.command)}'
+    following = saved.next_command.replace(quoted(f"--resume-args={shlex.join(resume_args)}"), f'--resume-args="{added}"')
     return msgspec.structs.replace(saved, next_command=following, remedy=saved.remedy.replace(shlex.join(resume_args), added))
 
 
@@ -247,7 +246,7 @@ class _Work:
             step_s=reference.step_s if reference else None,
             saves_seen=[Saved(update=save.update, files=list(save.paths)) for save in saves],
             first_save_at_update=saves[0].update if saves else None, repeatable=self.repeatable, isolation=self.isolation,
-            notes=self.notes, record=str(self.folder / "drill.json"), next_command=shlex.join(following),
+            notes=self.notes, record=str(self.folder / "drill.json"), next_command=joined(following),
         )
 
 

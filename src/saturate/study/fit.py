@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from saturate.machine import gpus
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
 from saturate.records import sizes
+from saturate.records.command_line import joined
 from saturate.records.encoding import encoded
 from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline
@@ -71,7 +71,7 @@ class Asked:
 
     def command(self, *more: str) -> str:
         """The same question again, with `more` options."""
-        return shlex.join(["saturate", "fit", *self.options(), *more, "--", *self.request.argv])
+        return joined(["saturate", "fit", *self.options(), *more, "--", *self.request.argv])
 
 
 def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
@@ -351,7 +351,7 @@ def _next(asked: Asked, found: Fit, again: list[str] | None) -> str:
         return asked.command(*again)
     if found.micro_batch is not None and asked.knob is not None:
         argv = with_knob(argv, asked.knob, found.micro_batch, asked.request.cwd)
-    return shlex.join(["saturate", "tune", *asked.request.options(), "--", *argv])
+    return joined(["saturate", "tune", *asked.request.options(), "--", *argv])
 
 
 def _write(study: Study, found: Fit) -> Fit:

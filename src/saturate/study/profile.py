@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shlex
 import shutil
 import statistics
 import time
@@ -31,6 +30,7 @@ from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Problem, Profile
+from saturate.records.command_line import joined
 from saturate.records.encoding import encoded
 from saturate.records.facts import Facts
 from saturate.report import words
@@ -128,7 +128,7 @@ def nothing(request: Request, reason: str) -> Profile:
     unmeasured = Problem(id="nothing-measured", message=reason, blocks=["steps"])
     unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[unmeasured]), verdict="unknown", findings=[],
                       unknown={"verdict": reason})
-    again = shlex.join(["saturate", "profile", *request.options(), "--", *request.argv])
+    again = joined(["saturate", "profile", *request.options(), "--", *request.argv])
     empty = Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=again)
     memory = msgspec.structs.replace(empty.memory, unknown=dict.fromkeys(_missing(empty.memory), reason))
     return msgspec.structs.replace(empty, memory=memory, unknown={**dict.fromkeys(_missing(empty), reason), **empty.unknown})
