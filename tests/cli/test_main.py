@@ -109,6 +109,25 @@ def test_usage_errors(toy, capsys, words, expected):
     assert toy.seen == []
 
 
+@pytest.mark.parametrize(("words", "said", "help_"), [
+    (["optimize", "m:build", "--imputs", "m:loader"], "saturate optimize: unknown option '--imputs'", "did you mean '--inputs'?"),
+    (["optimize", "m:build", "--imputs=m:loader"], "unknown option '--imputs'", "did you mean '--inputs'?"),
+    (["optimize", "m:build"], "arguments are required: --inputs", "saturate optimize --help"),
+    (["optimize", "m:build", "--threads", "0"], "not a number of threads", "saturate optimize --help"),
+    (["run", "--strct", "--", "python"], "unknown option '--strct'", "did you mean '--strict'?"),
+    (["checkpoint", "--jsno"], "unknown option '--jsno'", "did you mean '--json'?"),
+])
+def test_an_option_that_is_misspelt_is_named_before_what_is_missing(capsys, words, said, help_):
+    assert main.main(words) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and help_ in shown
+
+
+def test_help_for_a_verb_by_its_name(toy, capsys):
+    assert main.main(["help", "toy"]) == 0
+    assert capsys.readouterr().out.startswith("usage: saturate toy")
+
+
 def test_the_command_arrives_untouched(toy):
     command = ["python", "-u", "t.py", "--budget", "9", "--", "--json", "--help", ""]
     assert main.main(["cmd", "--budget", "3", "--", *command]) == 0

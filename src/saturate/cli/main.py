@@ -185,13 +185,15 @@ def _open_standard_streams() -> None:
 
 def _dispatch(argv: list[str]) -> int:
     word = argv[0] if argv else "--help"
+    modules = {name: module for name, module, _ in VERBS}
+    if word == "help" and argv[1:2] and argv[1] in modules:
+        word, argv = argv[1], [argv[1], "--help"]
     if word in ("-h", "--help", "help"):
         print(_help())
         return 0
     if word in ("-V", "--version"):
         print(f"saturate {saturate.__version__}")
         return 0
-    modules = {name: module for name, module, _ in VERBS}
     if word not in modules:
         raise _unknown("option" if word.startswith("-") else "verb", word, [*modules, "--help", "--version"])
     return _execute(word, importlib.import_module(modules[word]), argv[1:])
@@ -207,6 +209,8 @@ def _execute(verb: str, module: ModuleType, words: list[str]) -> int:
         arguments, extra = parser.parse_known_args(words)
     except SystemExit as done:  # --help was printed
         return int(done.code or 0)
+    except UsageError as error:
+        raise _misspelt(error, verb, parser, words) or error from None
     if extra:
         raise _extra(verb, module, parser, words, extra)
     if takes_command(module):
@@ -215,6 +219,17 @@ def _execute(verb: str, module: ModuleType, words: list[str]) -> int:
                              remedy=_line([f"saturate {verb}", *words, "--", "python", "train.py"]))
         arguments.command = command
     return module.execute(arguments)
+
+
+def _misspelt(error: UsageError, verb: str, parser: Parser, words: list[str]) -> UsageError | None:
+    """The error for an option that there is none of, where argparse says that a required one is missing: it has looked for those
+    first, and may miss it for its spelling (`--imputs`)."""
+    known = options_of(parser)
+    names = (word.partition("=")[0] for word in words if word.startswith("--"))
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is None or "arguments are required" not in error.message:
+        return None
+    return _unknown("option", unknown, known, f"saturate {verb}")
 
 
 def _extra(verb: str, module: ModuleType, parser: Parser, words: list[str], extra: list[str]) -> UsageError:
@@ -231,9 +246,9 @@ def _extra(verb: str, module: ModuleType, parser: Parser, words: list[str], extr
 
 def _line(words: Sequence[str]) -> str:
     """Words as a line to copy; the first one holds spaces of its own."""
-    import shlex
+    from saturate.records.command_line import joined
 
-    return " ".join([words[0], *map(shlex.quote, words[1:])])
+    return f"{words[0]} {joined(words[1:])}"
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
