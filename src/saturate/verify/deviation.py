@@ -55,11 +55,8 @@ METRICS = ("loss", "gradient norm", "update cosine", "update norm", "parameter d
 
 
 @dataclass(frozen=True)
-class Deviation:
-    """The six series, one entry per common update; nan where the baseline itself gives no number to compare with,
-    inf where the candidate has none. `slowest` is ln(path of a tensor in the baseline / in the other), the
-    largest. `moves` is ln(sampled entries in 16 bits that move / baseline's) in the updates in which none of the baseline's tensors has
-    a direction; nan where too few do."""
+class OfMetrics:
+    """A series for each of `METRICS`, in their order, one entry per update."""
 
     loss: list[float]
     gradient: list[float]
@@ -67,12 +64,20 @@ class Deviation:
     stretch: list[float]
     drift: list[float]
     statistics: list[float]
-    slowest: float
-    moves: float = math.nan
 
     def series(self) -> tuple[list[float], ...]:
-        """In the order of `METRICS`."""
         return self.loss, self.gradient, self.turn, self.stretch, self.drift, self.statistics
+
+
+@dataclass(frozen=True)
+class Deviation(OfMetrics):
+    """The six series of the common updates; nan where the baseline itself gives no number to compare with,
+    inf where the candidate has none. `slowest` is ln(path of a tensor in the baseline / in the other), the
+    largest. `moves` is ln(sampled entries in 16 bits that move / baseline's) in the updates in which none of the baseline's tensors has
+    a direction; nan where too few do."""
+
+    slowest: float
+    moves: float = math.nan
 
 
 def norm(vector: Sequence[float]) -> float:

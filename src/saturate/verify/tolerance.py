@@ -24,6 +24,7 @@ from saturate.verify.deviation import (
     FIRST_ACTING,
     QUANTUM,
     Deviation,
+    OfMetrics,
     deviation,
     moves_without_direction,
     norm,
@@ -70,20 +71,11 @@ LEAST_MORE = math.log(1.1)
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class Tolerance(OfMetrics):
     """Allowed deviation per update (units as in `deviation`), and the least allowed update cosine."""
 
-    loss: list[float]
-    gradient: list[float]
-    turn: list[float]
-    stretch: list[float]
-    drift: list[float]
-    statistics: list[float]
     slowest: float
     moves: float = LEAST_MORE
-
-    def series(self) -> tuple[list[float], ...]:
-        return self.loss, self.gradient, self.turn, self.stretch, self.drift, self.statistics
 
     @property
     def least_cosine(self) -> list[float]:
