@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
 
+from saturate.study import bench as study_bench
 from saturate.study import state
 from saturate.study.bench import Bench
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
-from saturate.trial import process
+from saturate.trial import layers, process
 from saturate.trial.process import Workload
 
 OPTIONS = ("--only", "fused-optimizer")
@@ -216,3 +217,22 @@ def test_a_trial_that_cannot_be_started_leaves_nothing(bench, tmp_path, monkeypa
         made.start("anything", ())
     left = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}
     assert left == {"plan.json"} and not (tmp_path / "study" / "t002" / "layers").exists() and made.living == made.living[:1]
+
+
+def test_what_an_interrupted_clearing_away_has_left_goes_at_the_end(bench, tmp_path, monkeypatch):
+    """Ctrl-C while a trial's files are removed: they lay there until the next study in that folder."""
+    made = bench()
+    trial = made.start("anything", ())
+
+    def interrupted(folder, plan=None):
+        (folder / "layers" / "0").mkdir(parents=True, exist_ok=True)       # it may have been ended before it made any
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_bench, "discard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.finish(trial, ())
+    (tmp_path / "study" / "t002" / "rehearsal" / "layers" / "0" / "work").mkdir(parents=True, mode=0)
+    assert made.living == [] and layers.left_behind(tmp_path / "study" / "t001")
+    made.close()
+    assert not any(layers.left_behind(folder) for folder in (tmp_path / "study").glob("t*"))
+    assert (tmp_path / "study" / "t001" / "output.log").exists()

@@ -23,7 +23,7 @@ from saturate.study.candidates import Set, key
 from saturate.study.peaks import Peaks
 from saturate.study.store import Store
 from saturate.trial import planning
-from saturate.trial.layers import clear_away, collect_caches, discard
+from saturate.trial.layers import clear_away, collect_caches, discard, left_behind
 from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
@@ -404,3 +404,6 @@ class Bench:
             trial.stop()
         for trial in list(self.living):
             self.finish(trial, ())
+        for folder in self.folder.glob("t[0-9]*"):      # an interruption may have come while one was being cleared away
+            if left_behind(folder):
+                clear_away(folder)

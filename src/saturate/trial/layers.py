@@ -12,6 +12,9 @@ from pathlib import Path
 from saturate.trial import tree
 from saturate.trial.cage import INDEX, LAYERS, SHADOW, CagePlan
 
+#: In the run folder: that of the rehearsal of its cage.
+REHEARSAL = "rehearsal"
+
 #: In the run folder, until the supervisor has read it: what it starts, with the user's environment.
 SUPERVISE = "supervise.json"
 
@@ -85,14 +88,14 @@ def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
     Works on what a killed trial left: folders of mode 000 (overlayfs makes one) are opened first.
     """
     scratch = Path(plan.scratch) if plan and plan.scratch else scratch_folder(run_dir.resolve())
-    for folder in (run_dir / LAYERS, run_dir / SHADOW, scratch):
+    for folder in (run_dir / LAYERS, run_dir / SHADOW, run_dir / REHEARSAL, scratch):
         _remove(folder)
     (run_dir / INDEX).unlink(missing_ok=True)
 
 
 def left_behind(run_dir: Path) -> bool:
     """Whether something lies there that no trial leaves which was ended by its controller."""
-    return any(path.exists() for path in (*(run_dir / name for name in (LAYERS, SHADOW, INDEX, SUPERVISE)), scratch_folder(run_dir.resolve())))
+    return any(path.exists() for path in (*(run_dir / name for name in (LAYERS, SHADOW, INDEX, SUPERVISE, REHEARSAL)), scratch_folder(run_dir.resolve())))
 
 
 def clear_away(run_dir: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from saturate.trial import elsewhere, landlock
 from saturate.trial.cage import CagePlan
-from saturate.trial.layers import discard, make_scratch
+from saturate.trial.layers import REHEARSAL, discard, make_scratch
 from saturate.trial.offline import environment_offline
 
 #: Environment variable that decides the mode: "overlay", "intercept" or empty.
@@ -237,7 +237,7 @@ def _rehearsed(plan: CagePlan, argv: list[str]) -> tuple[bool, str]:
     """`_rehearse`, once per set of folders: the answer does not depend on the trial."""
     key = (plan.cwd, plan.study_dir, plan.overlays, plan.caches, plan.passthrough, tuple(argv))
     if key not in _decisions:
-        trial_run = Path(plan.run_dir) / "rehearsal"
+        trial_run = Path(plan.run_dir) / REHEARSAL
         trial_run.mkdir()
         try:
             named = {folder for path in _named_folders(argv, Path(plan.cwd)) if (folder := _nearest_folder(path))}
