@@ -226,3 +226,17 @@ def test_a_command_that_is_not_executable_is_there(tmp_path, capsys, monkeypatch
     assert main.main(["run", "e.toml", "--", "./train.sh"]) == 2
     assert "'./train.sh' is not executable\nhelp: chmod +x ./train.sh" in capsys.readouterr().err
     assert main.main(["run", "e.toml", "--", "./none.sh"]) == 2 and "there is no command" in capsys.readouterr().err
+
+
+def test_an_interruption_that_nobody_could_be_told_of_is_one(monkeypatch):
+    """The terminal was closed: SIGHUP, and then no place to say what was found. That ended as a machine without standard output (3)."""
+    def interrupted(words):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise OSError(5, "Input/output error")
+
+    left = []
+    monkeypatch.setattr(main, "_dispatch", interrupted)
+    monkeypatch.setattr(main, "_to_nowhere", left.append)
+    assert main.main(["x"]) == 130 and left == [sys.stdout]

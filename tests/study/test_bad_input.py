@@ -328,6 +328,18 @@ def test_closed_standard_streams(closed, folder):
         assert ended.result.verdict == "inconclusive"
 
 
+def test_who_no_longer_reads_the_messages_changes_no_exit_code(folder):
+    """`saturate tune --json 2>&1 >result.json | head -1`: 141, though all was done and told."""
+    folder.write("train.py", "print('hello')")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(folder.command(), cwd=folder.path, env=folder.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=writer, text=True) as process:
+        os.close(writer)
+        stdout, _ = process.communicate(timeout=180)
+    assert process.returncode == 0 and json.loads(stdout)["verdict"] == "inconclusive"
+
+
 @pytest.mark.parametrize("source, code", [
     ("import sys; sys.exit(7)", 7),
     ("import os; os.kill(os.getpid(), 9)", -9),

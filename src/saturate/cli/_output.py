@@ -44,6 +44,27 @@ def paint(text: str, *styles: str, stream: TextIO | None = None) -> str:
     return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
 
 
+def tell(text: str) -> None:
+    """On standard error. Where nobody reads that any more (`2>&1 | head -1`, a terminal that was closed) the exit code still tells."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        to_nowhere(sys.stderr)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """The interpreter flushes once more at exit: give it somewhere to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def present(text: str, stream: TextIO) -> None:
+    """What a verb has found, for people: on standard output or, beside JSON, on standard error."""
+    if stream is sys.stderr:
+        tell(text + "\n")
+    else:
+        print(text, file=stream)
+
+
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Rows in aligned columns, the last one ragged."""
     if not rows:

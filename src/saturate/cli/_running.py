@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TextIO
 
+from saturate.cli._output import tell
 from saturate.errors import SaturateError
 
 
@@ -61,4 +62,4 @@ def show_log(error: SaturateError) -> None:
         return
     with open(error.evidence, encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
-    print("\n".join(["", *lines[-30:], ""]), file=sys.stderr)
+    tell("\n".join(["", *lines[-30:], "", ""]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, show_json, width, with_program
+from saturate.cli._output import coloured, present, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.command_line import joined
@@ -71,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
-    print(with_program(report.summary(result, width=width(stream), color=coloured(stream))), file=stream)
+    present(with_program(report.summary(result, width=width(stream), color=coloured(stream))), stream)
     return 0
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
-from saturate.cli._output import coloured, show_json, width, with_program
+from saturate.cli._output import coloured, present, show_json, tell, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.fit import Fit
@@ -64,9 +64,9 @@ def execute(arguments: argparse.Namespace) -> int:
     except Interrupted as interruption:
         show(interruption.found)
         if interruption.found.micro_batch is not None:
-            print(f"best so far: a batch of {interruption.found.micro_batch}", file=sys.stderr)
+            tell(f"best so far: a batch of {interruption.found.micro_batch}\n")
         elif interruption.found.measured_batch is not None:
-            print(f"measured so far, not proved: a batch of {interruption.found.measured_batch}", file=sys.stderr)
+            tell(f"measured so far, not proved: a batch of {interruption.found.measured_batch}\n")
         raise
     except KeyboardInterrupt:
         show(nothing(asked, "interrupted"))
@@ -77,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
-    print(with_program(report.summary(found, width=width(stream), color=coloured(stream), blocks=blocks)), file=stream)
+    present(with_program(report.summary(found, width=width(stream), color=coloured(stream), blocks=blocks)), stream)
     return 0
 
 

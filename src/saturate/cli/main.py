@@ -102,10 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _tell("interrupted\n")
         return _INTERRUPTED
-    except BrokenPipeError:
-        _to_nowhere(sys.stdout)
-        return _BROKEN_PIPE
     except OSError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):    # what was found until then could not be shown: the terminal was closed
+            _to_nowhere(sys.stdout)
+            return _INTERRUPTED
+        if isinstance(error, BrokenPipeError):
+            _to_nowhere(sys.stdout)
+            return _BROKEN_PIPE
         if _folder_is_gone():
             return _fail(EnvironmentProblem("the working directory was removed", cause=str(error), remedy="change to a folder that exists"))
         return _fail(_bug(error) if error.filename is not None or _stdout_works() else _no_output(error))
@@ -137,8 +140,15 @@ def _no_output(error: OSError) -> EnvironmentProblem:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """The interpreter flushes once more at exit: give it somewhere to flush to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    from saturate.cli._output import to_nowhere
+
+    to_nowhere(stream)
+
+
+def _tell(text: str) -> None:
+    from saturate.cli._output import tell
+
+    tell(text)
 
 
 def _bug(error: Exception) -> SaturateFailed:
@@ -276,14 +286,6 @@ def _fail(error: SaturateError) -> int:
         _tell(clean("".join(traceback.format_exception(error.__cause__))))
     _tell(_card(error) + "\n")
     return error.exit_code
-
-
-def _tell(text: str) -> None:
-    """On standard error. Where nobody reads that any more (`2>&1 | head -1`, a terminal that was closed) the exit code still tells."""
-    try:
-        print(text, end="", file=sys.stderr, flush=True)
-    except OSError:
-        _to_nowhere(sys.stderr)
 
 
 def _card(error: SaturateError) -> str:

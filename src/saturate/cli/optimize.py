@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from saturate.cli._options import duration, ids
-from saturate.cli._output import coloured, show_json, width, with_program
+from saturate.cli._output import coloured, present, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts
 from saturate.cli.bench import threads
 from saturate.errors import SaturateError, UsageError
@@ -215,7 +215,7 @@ def _train(given: Any, name: str) -> Any:
 def _show(record: OptimizeRecord, stream: Any) -> None:
     from saturate.report import inference as report
 
-    print(with_program(report.summary(record, width=width(stream), color=coloured(stream))), file=stream)
+    present(with_program(report.summary(record, width=width(stream), color=coloured(stream))), stream)
 
 
 @contextmanager

@@ -7,14 +7,13 @@ an interrupted pack left: the same command goes on. Hugging Face `datasets` read
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from saturate.cli._output import show_json
+from saturate.cli._output import show_json, tell
 from saturate.errors import EnvironmentProblem, UsageError
 
 
@@ -52,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
         with bar(source.total_bytes) as progress:
             done = pack.pack(source, destination, arguments.shard_size, progress)
     except KeyboardInterrupt:
-        print("stopped; what is packed is kept, and the same command goes on from here", file=sys.stderr)
+        tell("stopped; what is packed is kept, and the same command goes on from here\n")
         raise
     seconds = time.monotonic() - began
     loader = [line.format(path=str(arguments.destination)) for line in pack.LOADER]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, must_exist
-from saturate.cli._output import coloured, show_json, width, with_program
+from saturate.cli._output import coloured, present, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
 from saturate.records.analysis import Profile
@@ -67,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))
     summary = analysis.summary if arguments.verbose else brief
-    print(with_program(summary(found, width=width(stream), color=coloured(stream), blocks=blocks)), file=stream)
+    present(with_program(summary(found, width=width(stream), color=coloured(stream), blocks=blocks)), stream)
     return 0
 
 

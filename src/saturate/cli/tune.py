@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
-from saturate.cli._output import coloured, show_json, width, with_program
+from saturate.cli._output import coloured, present, show_json, tell, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, TooNoisy, UsageError
 from saturate.records.result import StepTime, TuneResult
@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     except Interrupted as interruption:
         show(interruption.record.result)
-        print(f"best so far: {interruption.record.result.recipe}; the same command goes on from here", file=sys.stderr)
+        tell(f"best so far: {interruption.record.result.recipe}; the same command goes on from here\n")
         raise
     except KeyboardInterrupt:
         show(_nothing(command, "interrupted"))
@@ -75,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
     found = error or summary.verdict_error(record)
     stream = sys.stderr if arguments.json else sys.stdout
     if found is None or (error is None and isinstance(found, TooNoisy)):
-        print(with_program(terminal.summary(record, width=width(stream), color=coloured(stream))), file=stream)
+        present(with_program(terminal.summary(record, width=width(stream), color=coloured(stream))), stream)
     if found is not None:
         show_log(found)
         raise found
