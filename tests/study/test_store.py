@@ -292,3 +292,11 @@ def test_links_that_lead_round_in_a_loop_stop_no_study(tmp_path):
         (run / name).symlink_to(leads_to)
     StudyLock(tmp_path).release()
     assert sorted(path.name for path in run.iterdir()) == ["p1", "t001", "t002"], "what is not understood is left as it is"
+
+
+def test_a_path_that_is_too_long_for_sqlite_is_told_so(tmp_path):
+    """In a folder this deep no study could be made, and the advice was to free some space."""
+    deep = tmp_path.joinpath(*3 * [200 * "d"])
+    with pytest.raises(EnvironmentProblem) as caught:
+        Store(deep)
+    assert "shorter" in caught.value.remedy and "--dir" in caught.value.remedy

@@ -40,6 +40,9 @@ commit;
 _ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
                 sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL)
 
+#: Bytes that SQLite takes for the path of a file (MAX_PATHNAME in its os_unix.c), less what it appends for its journals.
+_LONGEST_PATH = 512 - 10
+
 #: A write-ahead log needs memory that all processes of all machines share; these file systems have none.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
@@ -126,9 +129,11 @@ class Store:
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", None)     # absent when not the library but the module complains
             if code is not None and code & 0xFF in _ENVIRONMENT and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+                too_long = code == sqlite3.SQLITE_CANTOPEN and len(os.fsencode(os.path.realpath(self.path))) > _LONGEST_PATH
                 raise EnvironmentProblem(
                     f"cannot work with the study file {self.path}", cause=f"{error} ({error.sqlite_errorname})",
-                    remedy="free space there, or choose a writable folder on another disk with --dir FOLDER",
+                    remedy="its path is longer than SQLite takes (some 500 bytes): name a folder with a shorter one, --dir FOLDER" if too_long
+                    else "free space there, or choose a writable folder on another disk with --dir FOLDER",
                 ) from error
             raise self._damaged(str(error)) from error
 
