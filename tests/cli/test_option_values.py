@@ -16,3 +16,9 @@ def test_a_value_that_means_nothing_is_refused(options, capsys):
     assert main.main([*options, "--", "true"]) == 2
     shown = capsys.readouterr()
     assert "error[E200]" in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+@pytest.mark.parametrize("text", ["nan", "101%", "0.4", "x", "-1", "inf"])
+def test_what_is_no_confidence_is_called_that(text, capsys):
+    assert main.main(["optimize", "m:build", "--inputs", "m:loader", "--check", "m:score", "--max-drop", "1%", f"--confidence={text}"]) == 2
+    assert f"'{text}' is not a confidence between 50% and 100%" in capsys.readouterr().err

@@ -339,3 +339,18 @@ def test_the_page_shows_how_to_call_the_winner_and_how_to_make_it_without_satura
     section = text.partition('<section id="reproduce"')[2].partition("</section>")[0]
     assert "program = load(&quot;&lt;x&gt;&quot;)\nanswers = program()" in section or "program = load(&#34;&lt;x&gt;&#34;)\nanswers = program()" in section
     assert section.index("answers = program()") < section.index("make = it")
+
+
+def test_many_columns_are_stacked_before_they_do_not_fit():
+    """Seven columns with intervals need some 900 pixels, whatever the words of their reasons."""
+    text = page.render(optimizations.win())
+    assert 'class="stacked many decisions small"' in text
+    assert "@media(max-width:44rem){.stacked,.stacked :is(thead" in text and "@media(max-width:62rem){.stacked.many,.stacked.many :is(thead" in text
+    assert "@media(min-width:62.01rem){.decisions th:first-child{width:36%}}" in text
+
+
+def test_a_ratio_is_not_said_twice_where_the_fates_are_explained():
+    record = optimizations.win()
+    slow = CandidateRecord(id="bf16", techniques=[], fate="slower", reason="0.63x in a screening", speedup=0.632)
+    text = page.render(msgspec.structs.replace(record, candidates=[*(one for one in record.candidates if one.fate != "slower"), slow]))
+    assert "bf16: 0.63x in a screening" in text

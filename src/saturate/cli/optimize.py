@@ -277,7 +277,10 @@ def confidence(text: str) -> float | None:
     """A share in "95%" or "0.95"; None for "none"."""
     if text == "none":
         return None
-    value = share(text)
+    try:
+        value = share(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
     if not 0.5 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a confidence between 50% and 100%")
     return value

@@ -37,7 +37,7 @@ RULES = """
 .pareto .front{stroke:var(--accent);stroke-width:1.5;stroke-dasharray:2 3}
 .pareto .budget{stroke:var(--ink);stroke-dasharray:6 4}
 .pareto .whisker{stroke-width:1;opacity:.55}
-@media(min-width:44.01rem){.decisions th:first-child{width:36%}}
+@media(min-width:62.01rem){.decisions th:first-child{width:36%}}
 @media(max-width:44rem){.pareto{height:19rem}}
 """
 

@@ -227,7 +227,7 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
             label="Every candidate",
             numeric=(2, 3, 4, 5, 6),
             short=(1,),
-            class_="stacked decisions small",
+            class_="stacked many decisions small",
         ),
         id="decisions",
     )
@@ -276,7 +276,8 @@ def _lost(record: OptimizeRecord) -> Markup | None:
         if not those:
             continue
         first = max(those, key=lambda one: one.speedup or 0.0)
-        speed = f" {words.ratio(first.speedup, first.speedup_ci, TIMES)}" if first.speedup is not None else ""
+        told = first.speedup is None or first.reason.startswith(f"{first.speedup:.2f}x")
+        speed = "" if told else f" {words.ratio(first.speedup, first.speedup_ci, TIMES)}"
         example = "" if first.fate == "dominated" and not first.reason else f"{first.id}{speed}: {first.reason}"
         rows.append(
             [

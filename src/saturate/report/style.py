@@ -63,6 +63,22 @@ def _shades() -> str:
     )
 
 
+#: A table whose rows are labelled blocks, where a screen is too narrow for its columns.
+_STACKED = """
+.stacked,.stacked :is(thead,tbody,tfoot,tr,td){display:block}
+.stacked thead{position:absolute;left:-99rem}
+.stacked tr{padding:.8rem 0;border-bottom:1px solid var(--rule)}
+.stacked td{padding:.12rem 0;border:0;text-align:left;white-space:normal;display:grid;
+grid-template-columns:7.5rem minmax(0,1fr);column-gap:.5rem}
+.stacked td::before{content:attr(data-label);color:var(--soft);font-size:.8125rem;line-height:1.75}
+.stacked td:first-child{display:block}
+.stacked td:first-child::before,.stacked td:empty{display:none}
+.stacked tbody tr:last-child{border-bottom:0}
+.stacked tfoot tr{border-top:2px solid var(--ink);border-bottom:0}
+"""
+#: Up to which width: of most tables, and of those with `many` columns.
+_NARROW, _MIDDLING = "44rem", "62rem"
+
 _RULES = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;scroll-behavior:smooth}
@@ -209,16 +225,6 @@ header{padding-top:1.75rem}
 .compact{font-size:.875rem}
 .compact td,.compact th{padding-right:.5rem}
 .compact th{white-space:normal}
-.stacked,.stacked :is(thead,tbody,tfoot,tr,td){display:block}
-.stacked thead{position:absolute;left:-99rem}
-.stacked tr{padding:.8rem 0;border-bottom:1px solid var(--rule)}
-.stacked td{padding:.12rem 0;border:0;text-align:left;white-space:normal;display:grid;
-grid-template-columns:7.5rem minmax(0,1fr);column-gap:.5rem}
-.stacked td::before{content:attr(data-label);color:var(--soft);font-size:.8125rem;line-height:1.75}
-.stacked td:first-child{display:block}
-.stacked td:first-child::before,.stacked td:empty{display:none}
-.stacked tbody tr:last-child{border-bottom:0}
-.stacked tfoot tr{border-top:2px solid var(--ink);border-bottom:0}
 }
 
 @media print{
@@ -241,4 +247,9 @@ def sheet() -> str:
     return (
         f":root{{color-scheme:light dark;{light}}}"
         f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}" + _shades() + _RULES.replace("\n", "")
+        + _stacking(_NARROW, ".stacked") + _stacking(_MIDDLING, ".stacked.many")
     )
+
+
+def _stacking(width: str, tables: str) -> str:
+    return f"@media(max-width:{width}){{{_STACKED.replace('.stacked', tables)}}}".replace("\n", "")
