@@ -156,21 +156,21 @@ def test_what_was_found_for_another_aim_is_not_taken_over() -> None:
 def test_what_keeps_candidates_away_is_said_first() -> None:
     answer = [[torch.ones(2)]]
     facts = ModelFacts(training_mode=True, exportable=False, export_problem="it branches on data")
-    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
+    lab = SimpleNamespace(facts=None, threads=1, observe=lambda worker: None, reference=answer, again=answer)
     notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=facts)), None)
     assert [note.partition(":")[0] for note in notes] == ["the model cannot be exported", "the model came in training mode"]
 
 
 @pytest.mark.parametrize("answer", [torch.full((4, 2), float("nan")), torch.zeros(0, 2)])
 def test_a_model_that_answers_with_no_number_is_named(answer: Any) -> None:
-    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=[[answer]], again=[[answer]])
+    lab = SimpleNamespace(facts=None, threads=1, observe=lambda worker: None, reference=[[answer]], again=[[answer]])
     with pytest.raises(WorkloadFailed, match="hold no number"):
         api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=ModelFacts())), None)
 
 
 def test_what_cannot_be_compared_is_said() -> None:
     answer = [[torch.tensor([1.0, float("nan"), 2.0, float("-inf")]), torch.arange(4)]]
-    lab = SimpleNamespace(facts=None, observe=lambda worker: None, reference=answer, again=answer)
+    lab = SimpleNamespace(facts=None, threads=1, observe=lambda worker: None, reference=answer, again=answer)
     notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=ModelFacts())), None)
     assert "12.5 % of what the model answers with is NaN" in notes[0]
 
@@ -226,3 +226,14 @@ def test_a_training_loader_that_is_none_is_named(loader: Any, error: type[Except
     with pytest.raises(error) as caught:
         api.apart(Train(loader, max), scored_samples(), 60.0)
     assert words in caught.value.card()
+
+
+def test_no_more_threads_are_offered_than_a_candidate_may_use():
+    """With OMP_NUM_THREADS=1, say, a variant with one for each core would be started, and then refused."""
+    from saturate.inference.techniques import threads
+
+    alone = api.allowed(ModelFacts(threads=1, cores=8), 1, asked=False)
+    assert not threads.eligible(alone) and threads.variants(alone) == []
+    physical = api.allowed(ModelFacts(threads=4, cores=8), 4, asked=False)
+    assert {one.count for one in threads.variants(physical)} <= {1, 2, 3}
+    assert api.allowed(ModelFacts(threads=1, cores=2), 8, asked=True) == ModelFacts(threads=8, cores=8)

@@ -40,7 +40,7 @@ from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
-from saturate.records.inference import OptimizeRecord
+from saturate.records.inference import ModelFacts, OptimizeRecord
 from saturate.records.spelling import suggestion
 from saturate.trial.lock import FolderLock
 
@@ -201,12 +201,17 @@ def memory_limit(device: str) -> int | None:
     return None if total is None else int(MOST_MEMORY * total)
 
 
+def allowed(facts: ModelFacts, threads: int, *, asked: bool) -> ModelFacts:
+    """The facts with the cores that a candidate may use: as many as the `threads` of the search. Where they were not `asked` for
+    they are torch's (OMP_NUM_THREADS, or one for each physical core)."""
+    if asked:
+        return dataclasses.replace(facts, threads=threads, cores=threads)
+    return dataclasses.replace(facts, cores=min(facts.cores, threads))
+
+
 def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
     """The baseline's facts and outputs; what a user must know about them."""
-    facts = worker.ready.facts
-    if threads is not None:
-        facts = dataclasses.replace(facts, threads=threads, cores=threads)
-    lab.facts = facts
+    facts = lab.facts = allowed(worker.ready.facts, lab.threads, asked=threads is not None)
     lab.observe(worker)
     import torch
 
