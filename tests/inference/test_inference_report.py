@@ -10,7 +10,7 @@ import optimizations
 import pytest
 from pages import Page, stands_alone
 
-from saturate.records.inference import CandidateRecord, Fate, OptimizeRecord, ThroughputRow
+from saturate.records.inference import SEARCH_ENDED, CandidateRecord, Fate, OptimizeRecord, ThroughputRow
 from saturate.report import inference as report
 from saturate.report import inference_charts as charts
 from saturate.report import inference_html as page
@@ -75,6 +75,8 @@ def test_where_nothing_was_measured_the_first_that_ran_says_why():
     assert say.why_nothing(record) == "no candidate could be measured: onnx-runtime, onnx-runtime says why"
     waiting = msgspec.structs.replace(record, candidates=[msgspec.structs.replace(one, fate="not_tried") for one in stopped])
     assert say.why_nothing(waiting) == "the time ended before the first candidate's turn: give it more"
+    interrupted = [msgspec.structs.replace(one, reason=SEARCH_ENDED) for one in waiting.candidates]
+    assert say.why_nothing(msgspec.structs.replace(waiting, candidates=interrupted)) == "the search was ended before the first candidate's turn"
 
 
 def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice():

@@ -22,7 +22,7 @@ from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
-from saturate.records.inference import Best, CandidateRecord, Fate, OptimizeRecord
+from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, Best, CandidateRecord, Fate, OptimizeRecord
 from saturate.trial.lock import FolderLock
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, accuracy=lab.scores.mean)
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
-    waiting = untried(search, lab.threads)
+    waiting = untried(search, lab.threads, TIME_ENDED if complete else SEARCH_ENDED)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
     best = best_of(won, lossless, final, versus) if verdict == "faster" else None
     rows = [rowed(found, lab) for found in search.tried.values()]
@@ -239,10 +239,10 @@ def rowed(found: Tried, lab: Lab) -> CandidateRecord:
     return row
 
 
-def untried(search: Search, threads: int) -> list[CandidateRecord]:
-    """Techniques that time did not reach: nothing vanishes."""
+def untried(search: Search, threads: int, reason: str) -> list[CandidateRecord]:
+    """Techniques that the search did not reach: nothing vanishes."""
     seen = {part.id for candidate in search.tried for part in candidate.parts}
     pool = search.pool
     waiting = {part.id: part for part in (*pool.switches, *pool.runtimes, *pool.numbers, *pool.trained) if part.id not in seen}
     return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], numerics=part.module.TECHNIQUE.numerics, fate="not_tried",
-                            reason="the time ended before its turn", code=code(Candidate.of([part]), threads)) for id, part in waiting.items()]
+                            reason=reason, code=code(Candidate.of([part]), threads)) for id, part in waiting.items()]

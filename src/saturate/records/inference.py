@@ -21,6 +21,10 @@ Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "
                "undecided", "not_applied", "not_applicable", "not_deployable", "failed", "not_tried"]
 
 
+#: Why a candidate is `not_tried`: the time that was given is over, or somebody or something ended the search before that.
+TIME_ENDED, SEARCH_ENDED = "the time ended before its turn", "the search was ended before its turn"
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """One model with its inputs, before anything was changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saturate.records.inference import CandidateRecord, OptimizeRecord, Timing
+from saturate.records.inference import SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
 from saturate.records.sizes import show
 from saturate.report import words
 
@@ -104,8 +104,10 @@ def why_nothing(record: OptimizeRecord) -> str:
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
-        if ran is None and any(one.fate == "not_tried" for one in record.candidates):
-            return "the time ended before the first candidate's turn: give it more"
+        waiting = next((one for one in record.candidates if one.fate == "not_tried"), None)
+        if ran is None and waiting is not None:
+            cut = waiting.reason == SEARCH_ENDED
+            return "the search was ended before the first candidate's turn" if cut else "the time ended before the first candidate's turn: give it more"
         return "no candidate could be measured" + (f": {ran.id}, {ran.reason}" if ran else "")
     before = record.baseline.peak_memory_bytes
     if record.objective == "memory" and before and (least := min((one for one in tried if one.peak_memory_bytes),
