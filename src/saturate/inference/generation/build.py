@@ -11,7 +11,16 @@ from typing import Any
 from saturate.errors import UsageError
 from saturate.inference.generation import measure
 from saturate.inference.generation.decode import Loop, Request
-from saturate.inference.generation.models import Adapter, Decoder, decoder, plain_forward
+from saturate.inference.generation.lengths import refuse, turns_of
+from saturate.inference.generation.models import (
+    Adapter,
+    Decoder,
+    RecomputeDecoder,
+    decoder,
+    plain_forward,
+    slots_of,
+    text_config,
+)
 from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.prompts import table_size
 from saturate.inference.generation.proof import prove, prove_behind_window
@@ -73,6 +82,10 @@ def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request:
             clock=way.clock,
             known_tokens=table_size(model, width),
         )
+        turns = turns_of(text_config(model))
+        loop.fits = lambda lengths, most: refuse(
+            target.name, turns, lengths, most, cached=not isinstance(target, RecomputeDecoder),
+            slots=None if way.compile_mode is None else slots_of(most))
         if target.window is not None:
             loop.behind_window = lambda rows: prove_behind_window(torch, target, forward, rows, several)
         loop.check(batch, request)

@@ -167,6 +167,7 @@ class Loop:
     may_stop: bool = True
     clock: Callable[[], int] = time.perf_counter_ns     # nanoseconds
     known_tokens: int | None = None     # how many numbers of tokens the target can look up; None: not known
+    fits: Callable[[list[int], int], None] = lambda lengths, most: None     # refuses prompts of these lengths, texts of at most so many tokens
     behind_window: Callable[[Batch], float] | None = None   # proves, once, how it is called behind its sliding window
     _generator: Any = field(default=None, repr=False)
 
@@ -320,6 +321,7 @@ class Loop:
                 f"{self.target.name} takes {context}{self.target.context_words}",
                 remedy="shorten the prompts, or lower max_new_tokens",
             )
+        self.fits([len(prompt) for prompt in prompts], self._capacity(longest, request))
         window = self.target.window if self.behind_window is not None else None
         if self.behind_window is not None and window is not None and self._capacity(longest, request) > window:
             self.tolerance = max(self.tolerance, self.behind_window(prompts))

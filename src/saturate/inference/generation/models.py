@@ -34,6 +34,11 @@ _FIXED_SLOTS = 64  # capacity of a compiled decoder, in steps of this: a compile
 _MOST_SHAPES = 256
 
 
+def slots_of(capacity: int) -> int:
+    """Of a compiled decoder's cache, for sequences of at most `capacity` tokens."""
+    return -(-capacity // _FIXED_SLOTS) * _FIXED_SLOTS
+
+
 class Decoder(Protocol):
     """One model on one batch. Rows may be at different positions."""
 
@@ -83,7 +88,7 @@ class CachedDecoder:
     def start(self, rows: int, capacity: int) -> None:
         window = self.window if self.window is not None and capacity > self.window else None
         if self._compiled is not None:
-            capacity = -(-capacity // _FIXED_SLOTS) * _FIXED_SLOTS
+            capacity = slots_of(capacity)
         self._cache = StaticCache(self._torch, capacity, fixed=self._compiled is not None, window=window)
 
     def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
@@ -209,14 +214,14 @@ def logits_of(output: Any) -> Any:
 
 def context_of(model: Any) -> int | None:
     """The longest sequence that a model says it takes."""
-    config = _text_config(model)
+    config = text_config(model)
     named = [getattr(owner, name, None) for owner in (config, model) if owner is not None for name in _CONTEXT]
     return min((value for value in named if isinstance(value, int) and not isinstance(value, bool)), default=None)
 
 
 def window_of(model: Any) -> int | None:
     """How many tokens the layers of a model see that do not see all; None where all do."""
-    config = _text_config(model)
+    config = text_config(model)
     found = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return found if isinstance(found, int) and not isinstance(found, bool) and _slides(config) else None
 
@@ -233,7 +238,7 @@ def dtype_of(torch: Any, model: Any) -> Any:
     return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
 
-def _text_config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
     """The configuration of the language model in it; None for a model without one."""
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -274,7 +279,7 @@ def _refuse_stateful(model: Any) -> None:
 
 def _other_layers(model: Any) -> list[str]:
     """The kinds of layers that it says it has, beside those that see all tokens or a sliding window of them."""
-    return sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    return sorted(set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
 
 def _keeps_positions(kind: str) -> bool:
@@ -293,7 +298,7 @@ def _refuse_other_masks(model: Any) -> None:
 
 def _refuse_huggingface(model: Any) -> None:
     """Raise UsageError for what cannot be told at which positions tokens are, or which slots to see."""
-    name, config, text = type(model).__name__, getattr(model, "config", None), _text_config(model)
+    name, config, text = type(model).__name__, getattr(model, "config", None), text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"{name} is an encoder-decoder; causal language models only", remedy="use the model's own generate"
@@ -314,7 +319,7 @@ def _refuse_huggingface(model: Any) -> None:
 def _huggingface(torch: Any, model: Any) -> Callable[[Any, StaticCache, int | None], Any]:
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     dtype = dtype_of(torch, model)
-    layers = set(getattr(_text_config(model), "layer_types", None) or ())
+    layers = set(getattr(text_config(model), "layer_types", None) or ())
 
     def bias_of(mask: Any) -> Any:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
