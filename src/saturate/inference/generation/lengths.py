@@ -2,8 +2,8 @@
 
 rescaled      longer than this, and all positions of a text are scaled anew ("longrope"), those of its first tokens included:
               keys that were kept of a shorter text are none of the longer one, and rows of one batch share one scale
-own_window    layers that see only the last so many slots, by a mask of their own that counts from the end of the cache: right for
-              one row that ends there, and not for rows at positions of their own
+own_window    layers that see only so many slots, by a mask of their own over the whole of the cache (the last ones of it, or those that
+              score highest): right for one row that ends there, and not for rows at positions of their own
 
 The proof that a model is called rightly takes a short text, where neither shows.
 """
@@ -28,7 +28,7 @@ class Turns:
 def turns_of(config: Any) -> Turns:
     """By the configuration of the language model; None: it has none."""
     local = "local" in (getattr(config, "attention_layers", None) or ())
-    return Turns(_rescaled(config), _whole(getattr(config, "window_size", None)) if local else None)
+    return Turns(_rescaled(config), _whole(getattr(config, "window_size" if local else "keep_window_size", None)))
 
 
 def _rescaled(config: Any) -> int | None:
@@ -60,8 +60,8 @@ def refuse(name: str, turns: Turns, prompts: Sequence[int], most: int, *, cached
     window = turns.own_window
     if cached and window is not None and (slots or most) > window and (slots is not None or not alone):
         raise UsageError(
-            f"{name} has layers that see only the last {window} slots of its cache, by a mask of their own",
-            cause="it counts from the end of the cache, where " + ("a compiled program has free slots" if slots is not None else
+            f"{name} has layers that see only {window} slots of its cache, by a mask of their own",
+            cause="it is made of the whole cache, where " + ("a compiled program has free slots" if slots is not None else
                                                                    "the rows of a batch do not end together"),
             remedy=f'batch_size=1, prompts and new tokens within {window}, or adapter="recompute", which uses no cache',
         )

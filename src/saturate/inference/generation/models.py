@@ -216,7 +216,7 @@ def context_of(model: Any) -> int | None:
     """The longest sequence that a model says it takes."""
     config = text_config(model)
     named = [getattr(owner, name, None) for owner in (config, model) if owner is not None for name in _CONTEXT]
-    return min((value for value in named if isinstance(value, int) and not isinstance(value, bool)), default=None)
+    return min((value for value in named if isinstance(value, int) and not isinstance(value, bool) and value > 0), default=None)
 
 
 def window_of(model: Any) -> int | None:

@@ -47,7 +47,19 @@ def prove(
     half = len(tokens) // 2
     _same(forward(ids[:1, :half])[0].float(), wanted[0][:half], allowed, decoder,
           "changes the logits of a token with the tokens that follow it", "it is not a causal language model")
-    return TIE * max(_replay(torch, decoder, ids, rows, wanted, allowed, several), 1e-6 * scale)
+    try:
+        rounding = _replay(torch, decoder, ids, rows, wanted, allowed, several)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
+        # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
+        line = next(iter(str(error).splitlines()), "")
+        raise UsageError(
+            f"{decoder.name} cannot be called with a static cache, and a mask and positions for each row",
+            cause=f"{type(error).__name__}: {line}"[:300],
+            remedy='pass adapter="recompute", which uses no cache, or a function (model, ids, cache) -> logits',
+        ) from error
+    return TIE * max(rounding, 1e-6 * scale)
 
 
 def prove_behind_window(
