@@ -437,6 +437,50 @@ def test_sizes_stay_open_where_no_branch_is_on_them(model: Any, shapes: list[Any
     assert list(program.signature["ranges"].values()) == [[one, None] for one in least] and not program.signature["why_fixed"]
 
 
+class Looks(torch.nn.Module):
+    """Looks numbers up in two tables, others behind a sum, and adds some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = torch.nn.Embedding(20, 4), torch.nn.Embedding(9, 4)
+
+    def forward(self, ids: torch.Tensor, more: torch.Tensor, shifted: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        found = self.large(ids.reshape(-1)).reshape(*ids.shape, 4) + self.small(ids) + self.large(more.unsqueeze(1)) + self.small(shifted + 3)
+        return found + count[:, None, None]
+
+
+def looking(rows: int = 2) -> tuple[Any, ...]:
+    return (torch.full((rows, 5), 8), torch.full((rows,), 19, dtype=torch.int32), torch.full((rows, 5), -3), torch.full((rows,), 10**6))
+
+
+def test_numbers_that_a_table_has_no_row_for_are_refused_as_by_the_model(tmp_path: Path) -> None:
+    """A compiled program counts from the end, reads what lies beside the table, or ends the process."""
+    model = Looks().eval()
+    program = _program.capture(context_of(model, [looking()], tmp_path))
+    assert program.signature["values"] == [[0, 9], [1, 20]]
+    asked: list[Any] = []
+
+    def run(tensors: list[Any]) -> list[Any]:
+        asked.append(tensors)
+        return [torch.zeros(len(tensors[0]), 5, 4)]
+
+    call = _program.callable_of(torch, json.loads(json.dumps(program.signature)), "cpu", run)
+    call(*looking())
+    for place, number, said in ((0, 9, "holds 8 to 9, and is looked up in a table of 9 rows"), (0, -1, "-1 to 8"), (1, 20, "a table of 20 rows")):
+        inputs = looking()
+        inputs[place].view(-1)[0] = number
+        with pytest.raises(IndexError):
+            model(*inputs)
+        with pytest.raises(IndexError, match=said):
+            call(*inputs)
+    assert len(asked) == 1
+    older = {name: value for name, value in program.signature.items() if name != "values"}
+    _program.callable_of(torch, older, "cpu", run)(looking()[0] + 100, *looking()[1:])
+    for damaged in ([[7, 9]], [[0]], 3, [[0, "9"]]):
+        with pytest.raises((ValueError, TypeError)):
+            _program.callable_of(torch, {**program.signature, "values": damaged}, "cpu", run)
+
+
 class Odd(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return {"x": x, "object": object()}

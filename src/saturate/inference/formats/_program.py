@@ -8,6 +8,7 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
     tensors             of each input tensor {"dtype": "float32", "shape": [batch, 3, 224, 224]}; a size that may vary is
                         a name, and equal names mean equal sizes
     ranges              {name: [least, most]}; most is None without a limit
+    values              [[place of an input tensor, rows of the table that its numbers are looked up in], ...]
     why_fixed           why the batch size is no name although the inputs have one; "" where nothing is known to say
 
 Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`; what it plans is exported and tried out here.
@@ -25,6 +26,10 @@ from saturate.inference import batches as trees
 from saturate.inference import structure
 from saturate.inference.formats import _dynamic_shapes
 from saturate.inference.techniques._api import Context, NotApplied
+
+#: Operators that pass numbers on as they are.
+_PASSES_ON = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t", "expand", "clone", "contiguous", "alias",
+              "detach", "to", "_to_copy", "lift_fresh_copy")
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256
@@ -68,7 +73,7 @@ def capture(context: Context, model: Any = None) -> Program:
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
             problem = problem or error      # the plan with most freedom says best what the model asks for
             continue
-        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes,
+        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": looked_up(exported),
                      "why_fixed": str(problem) if isinstance(problem, _dynamic_shapes.Decided) else ""}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
@@ -149,6 +154,24 @@ def answers(exported: Any) -> list[str]:
     return [str(node.meta["val"].dtype).removeprefix("torch.") for node in values]
 
 
+def looked_up(exported: Any) -> list[list[int]]:
+    """Of the inputs that are looked up in a table as they are: place, and the rows of the smallest one. torch raises IndexError for
+    other numbers; programs of other runtimes count from the end, read zeros, or end the process."""
+    names = list(exported.graph_signature.user_inputs)
+    rows: dict[int, int] = {}
+    for node in exported.graph.nodes:
+        if str(node.target) != "aten.embedding.default":
+            continue
+        table, numbers = (argument for argument in node.args[:2])
+        while numbers.op == "call_function" and str(numbers.target).split(".")[1:2] in [[name] for name in _PASSES_ON]:
+            numbers = numbers.args[0]
+        size = table.meta["val"].shape[0]
+        if numbers.op == "placeholder" and numbers.name in names and type(size) is int:
+            place = names.index(numbers.name)
+            rows[place] = min(size, rows.get(place, size))
+    return [list(one) for one in sorted(rows.items())]
+
+
 def _flat_module(torch: Any, model: Any, description: Any) -> Any:
     class Flat(torch.nn.Module):
         """Tensors in, a tuple of tensors out; `outputs` is the description of what the model returned."""
@@ -195,7 +218,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     many tensors `run` returns; None: not known before the first call.
 
     The function raises TypeError for another structure or number type and for sparse tensors, ValueError for sizes that the program was not
-    made for. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
+    made for, and on a CPU IndexError for numbers that a table has no row for, as the model does. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]
@@ -212,6 +235,9 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     plain = inputs == {"tuple": [[place] for place in range(len(expected))]}      # tensors only: nothing to take apart
     alone = outputs == [0]
     kinds = [torch.Tensor] * len(expected)
+    tables = signature.get("values", []) if device == "cpu" else []      # unknown to older artifacts; a GPU would be waited for
+    if not all(isinstance(one, list) and len(one) == 2 and type(one[1]) is int and one[0] in range(len(expected)) for one in tables):
+        raise ValueError(f"{tables!r:.200} does not say which inputs are looked up in a table")
     if not all(isinstance(dtype, torch.dtype) for dtype, _ in expected):
         raise ValueError("an input is of no type that torch knows")
     # A small model takes some ten microseconds, and so would this function: what fitted once need not be looked at again.
@@ -243,6 +269,11 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             check(tensors)
             if len(fitted) < MOST_FITTED:
                 fitted.add(kind)
+        for place, rows in tables:
+            if tensors[place].numel():
+                least, most = tensors[place].aminmax()
+                if least < 0 or most >= rows:
+                    raise IndexError(f"input tensor {place} holds {int(least)} to {int(most)}, and is looked up in a table of {rows} rows, from 0")
         tensors = [(one.detach() if one.requires_grad else one).contiguous() for one in tensors]
         if not quiet and torch.is_grad_enabled():
             with torch.no_grad():
