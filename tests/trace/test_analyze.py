@@ -60,6 +60,14 @@ def test_every_none_of_a_device_has_a_reason() -> None:
     assert fields <= set(device.unknown) and {"gaps", "data_wait", "roofline"} <= set(device.unknown)
 
 
+def test_of_no_time_no_share_waits_for_input_and_it_says_why() -> None:
+    made = Recording()
+    made.loader(0, 10)
+    made.kernel("k", 20, 20, launched=15)
+    device = analyze([made.trace()]).devices[0]
+    assert device.data_wait.raw is None and device.unknown["data_wait"] == "nothing that was recorded took any time"
+
+
 def test_without_steps_the_parts_sum_to_the_span() -> None:
     made = Recording(V100)
     made.kernel("a", 10, 40, launched=5)

@@ -166,6 +166,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
             (not span.window_ns, "busy_of_span", "nothing that was recorded took any time"),
             (not parts.communication_ns, "communication_overlap", "no communication was recorded"),
             (seen.waiting is None, "data_wait", OF_WHOM if here.untold else NO_LOADER),
+            (not parts.window_ns, "data_wait", "nothing that was recorded took any time"),
             (not idle_in_span, "gaps", "the device was never idle inside its span"),
             (seen.waiting is None and idle_in_span, "gaps.input", "what of it was waiting for input is not known, and counts under the other causes"),
             (roof.coverage is None, "roofline", roof.source or "there is no kernel time to model")):
