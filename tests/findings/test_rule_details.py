@@ -100,6 +100,15 @@ def test_attention_names_its_slowest_softmax():
     assert len(found("eager-attention", base(attention_eager=0.4, operators=(product,))).evidence) == 1
 
 
+def test_whoever_calls_fused_attention_is_not_told_to_call_it():
+    seen = base(attention_eager=0.4, operators=(SOFTMAX,))
+    assert found("eager-attention", seen).advice.startswith("call torch.nn.functional.scaled_dot_product_attention")
+    for device, told in (("cuda", "sdpa_kernel"), ("cpu", "dropout")):
+        answer = found("eager-attention", but(seen, device=device, attention_fell_back=True))
+        assert answer.reason.endswith("takes 40.0 % of the step, although scaled_dot_product_attention is called.")
+        assert told in answer.advice and not answer.advice.startswith("call ")
+
+
 def test_elementwise_chains_give_way_only_to_launches_that_really_cost():
     tiny = KernelsSeen(short_share=0.5, median_us=9.9, median_launch_delay_us=8.0, host_late=0.15)
     for change, silent in (

@@ -311,3 +311,12 @@ def test_facts_of_the_device() -> None:
     assert native(capability=None) is None
     assert native(name="AMD Instinct MI300X", capability=(9, 4)) is True
     assert native(name="AMD Radeon VII", capability=(9, 0)) is False
+
+
+def test_fused_attention_that_fell_back_to_its_parts_is_told_from_attention_written_out() -> None:
+    for name, fell_back in (("aten::_scaled_dot_product_attention_math", True), ("aten::_softmax", False),
+                            ("aten::_scaled_dot_product_flash_attention_for_cpu", False)):
+        made = steps(Recording())
+        made.operator("aten::scaled_dot_product_attention", 10, 500)
+        made.operator(name, 20, 400)
+        assert seen(made.trace()).attention_fell_back == fell_back, name

@@ -8,7 +8,7 @@ several times. A fused kernel (scaled dot product attention, flash attention) ne
 Evidence
 --------
 Time of the two products and of the softmax, mask, scale and dropout between them, as a share of the step; the
-slowest softmax with its shape.
+slowest softmax with its shape; whether `scaled_dot_product_attention` itself ran as these parts.
 
 Threshold
 ---------
@@ -22,8 +22,9 @@ sequence length makes the products slow as well, and fusing removes both.
 What helps
 ----------
 `torch.nn.functional.scaled_dot_product_attention`; in libraries, their option for it
-(`attn_implementation="sdpa"`). The compiler recognises some forms of it. The bound takes the whole time of the
-parts, although the products' arithmetic stays.
+(`attn_implementation="sdpa"`). The compiler recognises some forms of it. Where that function is called and has no fused
+kernel for what it was given, other arguments: on a CPU none takes dropout, or a mask that needs gradients. The bound
+takes the whole time of the parts, although the products' arithmetic stays.
 
 References
 ----------
@@ -60,12 +61,21 @@ def detect(seen: Observations) -> Finding | None:
         evidence += number(
             "slowest softmax", slowest.share, "of the step", where=f"{slowest.name} {slowest.shapes}".strip()
         )
+    fell_back = seen.attention_fell_back
     return finding(
         RULE,
         seen,
-        f"Attention as separate products and softmax takes {percent(share)} of the step.",
+        f"Attention as separate products and softmax takes {percent(share)} of the step"
+        f"{', although scaled_dot_product_attention is called' * fell_back}.",
         evidence,
         share,
         techniques=() if seen.compiler.compiled else None,
-        advice="call torch.nn.functional.scaled_dot_product_attention",
+        advice=_other_arguments(seen) if fell_back else "call torch.nn.functional.scaled_dot_product_attention",
     )
+
+
+def _other_arguments(seen: Observations) -> str:
+    """What helps where scaled_dot_product_attention has no fused kernel for what it was given."""
+    if seen.device == "cpu":
+        return "no fused kernel of a CPU takes dropout in attention, or a mask that needs gradients: do without, if the training allows it"
+    return "look for what no fused kernel takes: inside torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) torch says why"

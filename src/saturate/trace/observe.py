@@ -40,6 +40,8 @@ _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFxGraph|CompiledFunction|
 _COMPILING = re.compile(r"compile_inner|entire_frame_compile")
 _AMD_BF16 = re.compile(r"MI[23]\d\d")
 _READS_VALUE = re.compile(r"^aten::item$")
+#: What scaled_dot_product_attention calls where it has no fused kernel for its arguments.
+_ATTENTION_IN_PARTS = re.compile(r"^aten::_scaled_dot_product_attention_math")
 
 
 def observations(trace: Trace, device: Device, labelled: bool = True) -> Observations:
@@ -69,7 +71,8 @@ def observations(trace: Trace, device: Device, labelled: bool = True) -> Observa
         forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"),
         optimizer_kind=kind, optimizer_fused=_optimizer_fused(seen, kind), optimizer_tensors=_optimizer_tensors(seen),
         fp32_matmul=share(patterns.fp32_matmuls(operators) if operators else None),
-        attention_eager=share(patterns.eager_attention(operators)), elementwise=share(patterns.elementwise(operators)),
+        attention_eager=share(patterns.eager_attention(operators)), attention_fell_back=_any(trace, _ATTENTION_IN_PARTS, trace.operators),
+        elementwise=share(patterns.elementwise(operators)),
         overhead=None if "busy" in blocked else _overhead(seen), limit=device.verdict, integrity_blocks=frozenset(blocked),
         loader=LoaderSeen(num_workers=_workers(seen)), copies=_copies(seen, device), syncs=_syncs(seen, labelled),
         kernels=_cpu_kernels(seen) if device.id == CPU else _kernels(seen, device, idle.get("host_late")),
