@@ -366,6 +366,8 @@ while True:
     opt.zero_grad(); loss_of().backward(); opt.step(); gc.collect()
 """)
     assert seen["gc_pauses"] == 30 and seen["gc_ns"] > 0.1 * seen["wall_ns"]
+    (file, line, ns), = seen["gc_called"]
+    assert file.endswith(".py") and line > 0 and seen["gc_ns"] <= ns <= seen["wall_ns"]
 
 
 def test_page_faults_of_blocks_that_are_mapped_anew(sample):

@@ -109,6 +109,16 @@ def test_whoever_calls_fused_attention_is_not_told_to_call_it():
         assert told in answer.advice and not answer.advice.startswith("call ")
 
 
+def test_collections_that_the_script_asks_for_have_another_remedy():
+    seen = case("gc-pauses").fires
+    assert found("gc-pauses", seen).advice.startswith("gc.freeze()")
+    for share, by_call in ((0.15, True), (0.149, False), (None, False)):
+        answer = found("gc-pauses", but(seen, gc_called="train.py:41", gc_called_share=share))
+        assert answer.reason.endswith("step, most of it called by gc.collect() at train.py:41." if by_call else "of the step.")
+        assert answer.advice.startswith("leave gc.collect() out" if by_call else "gc.freeze()"), share
+        assert [one.where for one in answer.evidence][2:] == ["train.py:41"] * (share is not None)
+
+
 def test_elementwise_chains_give_way_only_to_launches_that_really_cost():
     tiny = KernelsSeen(short_share=0.5, median_us=9.9, median_launch_delay_us=8.0, host_late=0.15)
     for change, silent in (

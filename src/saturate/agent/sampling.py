@@ -6,6 +6,7 @@ processes, whose Python stacks cannot be seen from here: of them only CPU time a
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -44,6 +45,7 @@ class Sampling(Window):
         self.fetch_queued_ns = 0        # ready to run, on a core that was busy with something else
         self.longest_ns = 0
         self.pauses: list[int] = []
+        self.collected: Counter[tuple[str, int]] = Counter()    # nanoseconds in `gc.collect`, by the line that calls it
         self.workers: list[Any] = []
         self.elsewhere = False          # whether another thread fetched a batch
         self.dataset: Any = None
@@ -62,6 +64,7 @@ class Sampling(Window):
         self._watch_parts()
         gc.callbacks.append(self._collector)
         self.on_undo(lambda: gc.callbacks.remove(self._collector))
+        self.replace(gc, "collect", self._collecting(gc.collect))
         if self.device == "cuda":
             device = self.session.inspection.devices[0]
             self.torch.cuda.reset_peak_memory_stats(device)
@@ -104,7 +107,8 @@ class Sampling(Window):
             fetch_queued_ns=self.fetch_queued_ns, longest_fetch_ns=self.longest_ns,
             read_bytes=None if read is None or self._read is None else read - self._read,
             kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
-            gc_ns=sum(self.pauses), gc_pauses=len(self.pauses), **self._sampler.result(),
+            gc_ns=sum(self.pauses), gc_pauses=len(self.pauses),
+            gc_called=[[*place, ns] for place, ns in self.collected.most_common(1)], **self._sampler.result(),
             dataset=described(self.dataset, self.collate),
             fetched_elsewhere=self.elsewhere and self.dataset is None, python=sys.executable, memory=kinds.memory(self.session),
         )
@@ -199,6 +203,22 @@ class Sampling(Window):
             self._paused = self.clock()
         elif self._paused:
             self.pauses.append(self.clock() - self._paused)
+
+    def _collecting(self, original: Any) -> Any:
+        """`gc.collect`: a collection that the script asks for has another remedy than those that Python begins by itself."""
+        places = Places(self.torch)
+
+        @functools.wraps(original)
+        def collect(*args: Any, **kwargs: Any) -> Any:
+            began = self.clock()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                place = places.nearest(sys._getframe(1))
+                if place is not None:
+                    self.collected[place[:2]] += self.clock() - began
+
+        return collect
 
     def _processes(self) -> list[int]:
         known = [worker for entry in self.session.loaders.values() for worker in entry["workers"]]

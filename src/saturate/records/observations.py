@@ -149,6 +149,8 @@ class Observations:
     optimizer: float | None = None
     gc_pause: float | None = None           # garbage collector, of the step
     gc_collections_per_step: float | None = None
+    gc_called: str = ""                     # "train.py:41": the call of `gc.collect()` that takes most
+    gc_called_share: float | None = None    # of the step; None: the script calls none
     kernel_time: float | None = None        # of the training process's processor time: in the kernel
     page_faults: float | None = None        # of the training process per step: pages that the kernel had to give
     optimizer_kind: str = ""

@@ -282,6 +282,7 @@ def observe(
         "step_ms_recorded": base.step_ms,
         "gc_pause": sample["gc_ns"] / sample["wall_ns"] if sample else None,
         "gc_collections_per_step": sample["gc_pauses"] / sample["steps"] if sample else None,
+        **_collections_called(sample, shorten),
         "kernel_time": min(1.0, sample["kernel_ns"] / max(1, sample["process_cpu_ns"])) if sample else None,
         "page_faults": sample["page_faults"] / sample["steps"] if sample else None,
         "optimizer_kind": optimizer.kind if optimizer else "",
@@ -303,6 +304,13 @@ def observe(
     if fetched is not None:        # without a profiler, and nothing to hide behind
         changes |= {"input_wait": min(1.0, fetched), "input_wait_raw": min(1.0, fetched)}
     return dataclasses.replace(base, **changes)
+
+
+def _collections_called(sample: dict[str, Any], shorten: Callable[[str], str]) -> dict[str, Any]:
+    """The line that calls `gc.collect()`, and what that takes."""
+    for file, line, ns in sample.get("gc_called", []):
+        return {"gc_called": f"{shorten(file)}:{line}", "gc_called_share": min(1.0, ns / sample["wall_ns"])}
+    return {}
 
 
 def beside_input(base: Observations, input_share: float) -> Observations:
