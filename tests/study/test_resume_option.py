@@ -26,6 +26,14 @@ SOURCES = {
     "takes no arguments": ("import torch\ntorch.save({}, 'a.pt')", []),
     "takes them by itself": ("import sys\npath = sys.argv[1]", ["--resume", "out/last.pt"]),
     "declares them elsewhere": ("from options import parse\nparse()", ["--resume", "out/last.pt"]),
+    "a field that becomes a flag": (
+        "from transformers import HfArgumentParser\n@dataclass\nclass More:\n    resume: bool = field(default=False)", ["--resume"]),
+    "a field that becomes an option": (
+        "import tyro\n@dataclasses.dataclass(frozen=True)\nclass Config:\n    restore: str | None = None\ntyro.cli(Config)",
+        ["--restore", "out/last.pt"]),
+    "a field of the library's own": ("from transformers import HfArgumentParser\n@dataclass\nclass More:\n    rows: int = 3\n",
+                                     ["--resume", "out/last.pt"]),
+    "a field of no parser's": ("@dataclass\nclass State:\n    resume: bool = False", []),
     "no Python": ("exec python train.py --resume \"$1\"", ["--resume", "out/last.pt"]),
     "nothing": ("", ["--resume", "out/last.pt"]),
 }

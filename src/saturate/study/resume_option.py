@@ -21,6 +21,9 @@ _PASSING = re.compile(r"te?mp|partial|^\.")
 #: Signs that a script takes arguments, wherever they may be declared.
 _TAKES = re.compile(r"argv|pars|click|typer|fire|hydra|tyro|docopt|absl|cli\b", re.IGNORECASE)
 
+#: Libraries that make an option of each field of a dataclass, their own classes' fields included.
+_BY_FIELDS = re.compile(r"\b(HfArgumentParser|TrlParser|simple_parsing|tyro|draccus)\b")
+
 #: What stands for a file that the script names anew at each save.
 PATH = "PATH"
 
@@ -38,9 +41,11 @@ def resume_words(source: str, saved: Sequence[Sequence[str]]) -> list[str]:
     ['--resume']
     >>> resume_words("import torch", [])
     []
+    >>> resume_words("from transformers import HfArgumentParser\\n@dataclass\\nclass More:\\n    resume: bool = False", [])
+    ['--resume']
     """
     options = _options(source)
-    found = [(rank, option, flag) for option, flag in options or ()
+    found = [(rank, option, flag) for option, flag in [*(options or ()), *_fields(source)]
              for rank, name in enumerate(_NAMES) if name.match(option) and not _OTHERS.search(option)]
     if options is not None and not found:
         return []
@@ -63,6 +68,19 @@ def _options(source: str) -> list[tuple[str, bool]] | None:
     found = [(text, _is_flag(call)) for call in calls if (text := _option(call)) is not None]
     made = any(not isinstance(word, ast.Constant) for call in calls for word in call.args)
     return found if found or not (made or not source.strip() or _TAKES.search(source)) else None
+
+
+def _fields(source: str) -> list[tuple[str, bool]]:
+    """The options that a library makes of the fields of the script's own dataclasses: name, and whether it is a flag."""
+    if not _BY_FIELDS.search(source):
+        return []
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    kinds = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)]
+    return [(f"--{field.target.id}", ast.unparse(field.annotation) == "bool") for kind in kinds for field in kind.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
 
 
 def _declares(call: ast.Call) -> bool:
