@@ -491,6 +491,16 @@ def test_an_output_that_is_no_data_is_not_deployable(tmp_path: Path) -> None:
         exported.save(context_of(Odd(), [(torch.randn(4),)], tmp_path), tmp_path)
 
 
+def test_keys_and_values_in_an_answer_are_left_out_by_a_setting_which_is_named(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the model under test is its")
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    model, inputs = transformers.GPT2LMHeadModel(config), [(torch.randint(0, 20, (2, 5)),)]
+    with pytest.raises(NotDeployable, match=r"the output cannot be stored: \.past_key_values is .*; with model\.config\.use_cache = False"):
+        exported.save(context_of(model, inputs, tmp_path), tmp_path)
+    model.config.use_cache = False
+    assert exported.save(context_of(model, inputs, tmp_path), tmp_path).files
+
+
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:

@@ -77,8 +77,13 @@ def capture(context: Context, model: Any = None) -> Program:
                      "why_fixed": str(problem) if isinstance(problem, _dynamic_shapes.Decided) else ""}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
-        raise NotApplied(f"the output cannot be stored: {problem}") from problem
+        raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
     raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
+
+
+def _without_cache(problem: Exception) -> str:
+    """What to do about keys and values that a model of transformers returns unless it is told not to."""
+    return "; with model.config.use_cache = False the model does not return it" if ".cache_utils." in str(problem) else ""
 
 
 def _plain(torch: Any, tensor: Any) -> Any:
