@@ -437,6 +437,17 @@ def test_sizes_stay_open_where_no_branch_is_on_them(model: Any, shapes: list[Any
     assert list(program.signature["ranges"].values()) == [[one, None] for one in least] and not program.signature["why_fixed"]
 
 
+@pytest.mark.parametrize("guard, said", [
+    ("tensors_0.size()[1] == 6", "where dimension 1 of input tensor 0 is 6:"),
+    ("tensors_2.size()[1] > 4", "where dimension 1 of input tensor 2 is > 4:"),
+    ("tensors_0.size()[3] // 14 * (tensors_0.size()[2] // 14) != 16", "where input_0.shape[3] // 14 * (input_0.shape[2] // 14) != 16:"),
+    ("tensors_0.size()[1] == 6 + tensors_1.size()[0]", "where input_0.shape[1] == 6 + input_1.shape[0]:"),
+])
+def test_a_guard_is_said_as_it_is(guard: str, said: str) -> None:
+    assert said in _dynamic_shapes.one_size_only(AssertionError(f"Guard failed: {guard}\n"))
+    assert not _dynamic_shapes.one_size_only(AssertionError("Guard failed: something else")) and not _dynamic_shapes.one_size_only(None)
+
+
 class Looks(torch.nn.Module):
     """Looks numbers up in two tables, others behind a sum, and adds some."""
 

@@ -20,7 +20,9 @@ from typing import Any
 from saturate.inference.formats import _sizes
 
 #: What torch.export says of a size that was to stay open, and that it fixed.
-_GUARD = re.compile(r"Guard failed: tensors_(\d+)\.size\(\)\[(\d+)\] (\S+) (\d+)")
+_GUARD = re.compile(r"Guard failed: (.*)")
+_SIZE = r"tensors_(\d+)\.size\(\)\[(\d+)\]"
+_OF_ONE_SIZE = re.compile(rf"{_SIZE} (==|!=|<=?|>=?) (\d+)\s*")
 
 #: So many sizes are looked at for one that goes another way.
 _NEXT = 256
@@ -192,9 +194,12 @@ def _input_values(exported: Any) -> list[Any]:
 def one_size_only(problem: Exception | None) -> str:
     """What a guard on a size that varies means; "" for another problem."""
     found = _GUARD.search(str(problem))
-    if found is None:
+    if found is None or not re.search(_SIZE, found[1]):
         return ""
-    tensor, dimension, relation, number = found.groups()
-    must = number if relation == "==" else f"{relation} {number}"
-    return (f"sizes vary in the inputs, and what is captured holds where dimension {dimension} of input tensor {tensor} is {must}: "
+    if simple := _OF_ONE_SIZE.fullmatch(found[1]):
+        tensor, dimension, relation, number = simple.groups()
+        must = f"dimension {dimension} of input tensor {tensor} is {number if relation == '==' else f'{relation} {number}'}"
+    else:
+        must = re.sub(_SIZE, r"input_\1.shape[\2]", found[1].strip())
+    return (f"sizes vary in the inputs, and what is captured holds where {must}: "
             "recurrent layers and loops are unrolled, branches on a size are decided; pad the inputs to one size")
