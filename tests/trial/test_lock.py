@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -65,3 +66,14 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
     with pytest.raises(EnvironmentProblem, match="cannot write in"):
         FolderLock(tmp_path / "folder")
     assert (tmp_path / "thesis").read_text() == "the user's"
+
+
+def test_a_full_disk_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """"Choose a writable folder", it said of one that is."""
+    def full(self: FolderLock, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FolderLock, "_make", full)
+    with pytest.raises(EnvironmentProblem) as caught:
+        FolderLock(tmp_path / "study")
+    assert caught.value.remedy.startswith("free space there")

@@ -6,6 +6,7 @@ get it, and a fork of this one (a loader's worker) lets go of it at once, so tha
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import weakref
@@ -25,7 +26,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, option: str = "--dir FOLDER"):
         self._descriptor: int | None = None
-        refused = f"cannot write in {folder}"
+        refused, full = f"cannot write in {folder}", f"free space there, or choose another disk with {option}"
         try:
             self._make(folder)
             self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)    # what a link leads to is not ours to empty
@@ -40,13 +41,14 @@ class FolderLock:
             ) from error
         except OSError as error:
             self.release()
-            raise EnvironmentProblem(refused, cause=str(error), remedy=f"choose a writable folder with {option}") from error
+            raise EnvironmentProblem(refused, cause=str(error), remedy=full if error.errno in (errno.ENOSPC, errno.EDQUOT) else
+                                     f"choose a writable folder with {option}") from error
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
         except OSError as error:
             self.release()
-            raise EnvironmentProblem(refused, cause=str(error), remedy=f"free space there, or choose another disk with {option}") from error
+            raise EnvironmentProblem(refused, cause=str(error), remedy=full) from error
 
     def _make(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
