@@ -31,7 +31,7 @@ FOREVER = "\nwhile True: step()\n"
 
 
 def contents(study: Path) -> dict[str, dict[tuple, tuple]]:
-    """Every row of the study file by its key, but for the highest memory seen so far, which grows, and the rounds of a pair that
+    """Every row of the study file by its key, without its digest, but for the highest memory seen so far, which grows, and the rounds of a pair that
     was not counted to its end, which are measured again."""
     keys = {"meta": 1, "answers": 1, "rounds": 3, "trials": 1}
     found: dict[str, dict[tuple, tuple]] = {}
@@ -39,7 +39,7 @@ def contents(study: Path) -> dict[str, dict[tuple, tuple]]:
         tables = {name for name, in db.execute("select name from sqlite_master where type = 'table'")}
         for table, width in keys.items():
             rows = db.execute(f"select * from {table}") if table in tables else ()
-            found[table] = {row[:width]: row[width:] for row in rows if not str(row[0]).startswith("peak ")}
+            found[table] = {row[:width]: row[width:-1] for row in rows if not str(row[0]).startswith("peak ")}
     found["rounds"] = {key: row for key, row in found["rounds"].items() if (f"{key[0]} | end of pair {key[1]}",) in found["answers"]}
     return found
 

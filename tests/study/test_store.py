@@ -300,3 +300,34 @@ def test_a_path_that_is_too_long_for_sqlite_is_told_so(tmp_path):
     with pytest.raises(EnvironmentProblem) as caught:
         Store(deep)
     assert "shorter" in caught.value.remedy and "--dir" in caught.value.remedy
+
+
+@pytest.mark.parametrize("change", [
+    "update answers set value = '[]' where question = 'asked'",
+    "update answers set question = 'asked' where question = 'another'",
+    "update meta set value = '1' where key = 'identity'",
+    "update rounds set log_ratio = 9.0",
+    "update rounds set a_ms = 'fast'",
+    "update trials set record = '{\"id\": \"t9\"}'",
+    "update phases set seconds = 'x'",
+    "update phases set seconds = -1e308",
+], ids=str)
+def test_an_entry_that_is_not_as_it_was_written_has_a_name(change, tmp_path):
+    """Such an answer ended a study as an error of saturate's own, and did so again each time; or it was believed."""
+    store = Store(tmp_path)
+    store.set_meta("identity", "a")
+    store.set_answer("asked", {"step_ms": 1.5})
+    store.set_answer("another", {"step_ms": 2.5})
+    store.add_round("race", 0, 1, 3, 4.5, -0.0)
+    store.set_trial("t1", {"id": "t1"})
+    store.add_seconds("noise", 1.5)
+    def everything():
+        return store.meta("identity"), store.answer("asked"), store.rounds("race"), store.trials(), store.phases()
+
+    assert everything() == ("a", {"step_ms": 1.5}, [[(3.0, 4.5, 0.0)]], [{"id": "t1"}], [("noise", 1.5)])
+    with sqlite3.connect(tmp_path / NAME) as db:
+        if "another" in change:
+            db.execute("delete from answers where question = 'asked'")
+        db.execute(change)
+    with pytest.raises(StudyDamaged):
+        everything()

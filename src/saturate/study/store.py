@@ -7,7 +7,9 @@ questions again and finds the answers already there.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shlex
 import sqlite3
@@ -21,18 +23,19 @@ from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged, Usa
 from saturate.trial import layers, mounts
 from saturate.trial.lock import FolderLock
 
-VERSION = 1
+VERSION = 2
 NAME = "study.sqlite"
-_TABLES = f"""
+#: A row's `digest` is that of the rest: what a person or a bad disk made of an answer is none.
+_TABLES = """
 begin immediate;
-create table meta (key text primary key, value text not null);
-create table answers (question text primary key, value text not null);
+create table meta (key text primary key, value text not null, digest text not null);
+create table answers (question text primary key, value text not null, digest text not null);
 create table rounds (
     question text not null, pair integer not null, round integer not null,
-    a_ms real not null, b_ms real not null, log_ratio real not null, primary key (question, pair, round));
-create table trials (id text primary key, record text not null);
+    a_ms real not null, b_ms real not null, log_ratio real not null, digest text not null, primary key (question, pair, round));
+create table trials (id text primary key, record text not null, digest text not null);
 create table phases (name text primary key, seconds real not null);
-insert into meta values ('version', '{VERSION}');
+insert into meta values ('version', '{version}', '{digest}');
 commit;
 """
 
@@ -105,14 +108,19 @@ class Store:
         if damage != ["ok"]:
             raise self._damaged(str(damage[0]))
         tables = self._execute("select name from sqlite_master where type = 'table'")
-        if tables and (found := self.meta("version")) != VERSION:
+        if tables and (found := self._version()) != str(VERSION):
             raise StudyDamaged(f"{self.path} was written by another version of saturate (format {found})",
                                remedy="use --dir FOLDER for a new study, or that version of saturate")
         if remote or self._execute("pragma journal_mode=wal") != [("wal",)]:
             self._execute("pragma journal_mode=delete")
         self._execute("pragma synchronous=normal")
         if not tables:
-            self._db.executescript(_TABLES)
+            self._db.executescript(_TABLES.format(version=VERSION, digest=_digest("version", str(VERSION))))
+
+    def _version(self) -> str | None:
+        """Of the file, whatever else another version has in its rows."""
+        rows = self._execute("select value from meta where key = 'version'")
+        return str(rows[0][0])[:20] if rows else None
 
     def close(self) -> None:
         self._db.close()
@@ -144,27 +152,24 @@ class Store:
     # -- meta ------------------------------------------------------------------------------------------------------
 
     def meta(self, key: str) -> Any:
-        rows = self._execute("select value from meta where key = ?", (key,))
-        return self._loads(rows[0][0]) if rows else None
+        return self._read("select * from meta where key = ?", key)
 
     def set_meta(self, key: str, value: Any) -> None:
-        self._execute("insert or replace into meta values (?, ?)", (key, json.dumps(value)))
+        self._write("meta", key, json.dumps(value))
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def answer(self, question: str) -> Any:
         """The finished answer to `question`, or None."""
-        rows = self._execute("select value from answers where question = ?", (question,))
-        return self._loads(rows[0][0]) if rows else None
+        return self._read("select * from answers where question = ?", question)
 
     def set_answer(self, question: str, value: Any) -> None:
-        self._execute("insert or replace into answers values (?, ?)", (question, json.dumps(value)))
+        self._write("answers", question, json.dumps(value))
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def add_round(self, question: str, pair: int, number: int, a_ms: float, b_ms: float, log_ratio: float) -> None:
-        self._execute("insert or replace into rounds values (?, ?, ?, ?, ?, ?)",
-                      (question, pair, number, a_ms, b_ms, log_ratio))
+        self._write("rounds", question, pair, number, *(float(value) + 0.0 for value in (a_ms, b_ms, log_ratio)))     # SQLite keeps no -0.0
 
     def drop_rounds(self, question: str, pair: int) -> None:
         self._execute("delete from rounds where question = ? and pair = ?", (question, pair))
@@ -172,18 +177,18 @@ class Store:
     def rounds(self, question: str) -> list[list[tuple[float, float, float]]]:
         """Per pair, per round: (a_ms, b_ms, log ratio)."""
         pairs: dict[int, list[tuple[float, float, float]]] = {}
-        query = "select pair, a_ms, b_ms, log_ratio from rounds where question = ? order by pair, round"
-        for pair, a_ms, b_ms, ratio in self._execute(query, (question,)):
+        for row in self._execute("select * from rounds where question = ? order by pair, round", (question,)):
+            _, pair, _, a_ms, b_ms, ratio = self._whole(row)
             pairs.setdefault(pair, []).append((a_ms, b_ms, ratio))
         return [pairs[pair] for pair in sorted(pairs)]
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------
 
     def set_trial(self, identity: str, record: Any) -> None:
-        self._execute("insert or replace into trials values (?, ?)", (identity, json.dumps(record)))
+        self._write("trials", identity, json.dumps(record))
 
     def trials(self) -> list[Any]:
-        return [self._loads(row[0]) for row in self._execute("select record from trials order by rowid")]
+        return [json.loads(self._whole(row)[1]) for row in self._execute("select * from trials order by rowid")]
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self._execute(
@@ -191,13 +196,31 @@ class Store:
             (phase, seconds))
 
     def phases(self) -> list[tuple[str, float]]:
-        return self._execute("select name, seconds from phases order by rowid")  # type: ignore[return-value]
+        found = self._execute("select name, seconds from phases order by rowid")
+        if not all(isinstance(name, str) and isinstance(seconds, float) and 0 <= seconds < math.inf for name, seconds in found):
+            raise self._damaged("a phase has no duration")
+        return found  # type: ignore[return-value]
 
-    def _loads(self, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise self._damaged(f"a damaged entry: {error}") from error
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def _write(self, table: str, *values: Any) -> None:
+        marks = ", ".join("?" * (len(values) + 1))
+        self._execute(f"insert or replace into {table} values ({marks})", (*values, _digest(*values)))
+
+    def _read(self, query: str, key: str) -> Any:
+        rows = self._execute(query, (key,))
+        return json.loads(self._whole(rows[0])[1]) if rows else None
+
+    def _whole(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A row without its digest. Raises StudyDamaged where that is not its own."""
+        *values, digest = row
+        if digest != _digest(*values):
+            raise self._damaged(f"the entry {str(values[0])[:80]!r} is not as it was written")
+        return tuple(values)
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def find_unfinished(folder: Path, identity: str, unreadable: Callable[[EnvironmentProblem], None],
