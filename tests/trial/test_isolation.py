@@ -140,6 +140,13 @@ def test_a_cache_whose_link_leads_to_itself_is_not_followed(world):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+def test_nor_does_it_keep_a_user_without_rights_from_a_trial(tmp_path):
+    """Whose folders are looked at one by one: "Too many levels of symbolic links" ended every study."""
+    (tmp_path / ".triton").symlink_to(".triton")
+    plan = CagePlan("overlay", "", "user", str(tmp_path), str(tmp_path), "/", "/", caches=(str(tmp_path / ".triton"),))
+    assert planning._foreign(plan) == ""
+
+
 @needs_overlays
 def test_caches_are_handed_on_and_nothing_else(world):
     (world["home"] / ".cache" / "old").mkdir(parents=True)
@@ -286,7 +293,7 @@ def test_a_kernel_without_free_namespaces_names_the_cause(tmp_path):
         mounts.unshare(mounts.NEWUSER)
         mounts.map_own_ids(0, 0)
         open("/proc/sys/user/max_user_namespaces", "w").write("0")
-        plan = cage.CagePlan("overlay", "", "user", "/", "/tmp", "/tmp", "/tmp")
+        plan = CagePlan("overlay", "", "user", "/", "/tmp", "/tmp", "/tmp")
         try:
             cage.enter(plan)
         except cage.CageRefused as refused:

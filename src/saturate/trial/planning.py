@@ -263,8 +263,8 @@ def _foreign(plan: CagePlan) -> str:
     for path in (*plan.overlays, *plan.caches, *inside):
         try:
             seen = os.stat(path)
-        except (FileNotFoundError, PermissionError):
-            continue    # a cache that does not exist yet; an entry that was removed while we looked
+        except OSError:
+            continue    # a cache that does not exist yet, or whose link leads round in a loop; an entry that was removed while we looked
         shared_by_design = seen.st_mode & stat.S_ISVTX      # /tmp: everybody owns what lies in it
         if (seen.st_uid, seen.st_gid) != (os.geteuid(), os.getegid()) and not shared_by_design and os.access(path, os.W_OK):
             return f"{path} can be written but belongs to another user or group"
