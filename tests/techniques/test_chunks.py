@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 
+numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from chunk_models import Language, Net, Quota  # noqa: E402 - after the import that decides whether to run at all
@@ -675,6 +676,11 @@ def sorts(self, x):
     return y[y.sum(1).argsort()]
 
 
+def mixed_up(self, x):
+    y = self.linear(x)
+    return y + 0.3 * y[torch.randperm(len(y))]
+
+
 def gradient_only(self, x):
     y = self.linear(x)
     return y + (y - y.detach()).mean(0)         # the same values, other gradients
@@ -710,7 +716,7 @@ def python_value(self, x):
 
 LEFT_ALONE = {
     mixes: "depend on each other", negatives: "no part of it belongs to each sample", sorts: "depend on each other",
-    gradient_only: "gradients of chunks", counts: "changes calls", buffers: "changes mean", keeps: "keeps a tensor",
+    mixed_up: "depend on each other", gradient_only: "gradients of chunks", counts: "changes calls", buffers: "changes mean", keeps: "keeps a tensor",
     in_place: "input in place", own_loss: "weights of the samples", python_value: "values that depend on the batch",
 }
 
@@ -749,6 +755,24 @@ def test_a_forward_that_fills_its_argument_is_left_alone(what, capfd):
         argument = copy.deepcopy(empty)
         assert "ChunkedForward" not in model(torch.randn(8, 6), argument).grad_fn.name()
     assert capfd.readouterr().err.count("container among its arguments") == 1
+
+
+@pytest.mark.parametrize("given", [list, tuple, numpy.array, lambda lengths: {"lengths": lengths}], ids=["list", "tuple", "array", "dictionary"])
+def test_a_number_for_each_sample_in_a_list_is_not_taken_for_the_same_in_every_chunk(given, capfd):
+    """All samples are alike until they are not, in a batch that is not compared."""
+    def cut_off(self, x, found):
+        lengths = found["lengths"] if isinstance(found, dict) else found
+        return torch.stack([self.linear(x)[row, :int(lengths[row])].sum() for row in range(len(x))])
+
+    model, lengths = body(cut_off).train(), [3] * 8
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    for step in range(4):
+        assert ("ChunkedForward" in model(torch.randn(8, 6), given(lengths)).grad_fn.name()) == (step > 0)
+    x = torch.randn(8, 6)
+    lengths = [3] * 7 + [1]
+    assert torch.equal(model(x, given(lengths)), cut_off(model, x, given(lengths)))
+    assert "ChunkedForward" not in model(x, given(lengths)).grad_fn.name()
+    assert "left as it is" in capfd.readouterr().err
 
 
 def test_an_argument_that_is_filled_later_is_filled_by_the_script_s_own_forward(capfd):

@@ -279,12 +279,22 @@ def _agree_on_two(plan: Plan, inputs: list[Any]) -> bool:
 
 
 def _structure(module: Any, skeleton: Any, inputs: list[Any]) -> Any:
-    """What a plan is for: names and switches among the arguments, and the kind of each tensor, but not their sizes; which
-    parts of the module are trained, and in training mode."""
+    """What a plan is for: names, switches and lists of numbers among the arguments, and the kind of each tensor, but not their sizes;
+    which parts of the module are trained, and in training mode."""
     mode = (tuple(p.requires_grad for p in module.parameters()), tuple(child.training for child in module.modules()))
-    leaves = tuple((path, leaf if isinstance(leaf, (bool, str, type(None), _trees.Slot)) else type(leaf))
-                   for path, leaf in _trees.leaves(skeleton))
+    leaves = tuple((path, _kind(path, leaf)) for path, leaf in _trees.leaves(skeleton))
     return hash(mode), leaves, tuple((tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in inputs)
+
+
+def _kind(path: str, leaf: Any) -> Any:
+    """Of a number by itself, its type: it may be another one in every step. A list or an array of them may have one for each sample
+    (lengths, say), which no chunk gets its part of: where these are all alike, that shows in no comparison."""
+    listed = path.count(".") > 1 and path.rpartition(".")[2].isdigit() and isinstance(leaf, (int, float))
+    if listed or isinstance(leaf, (bool, str, type(None), _trees.Slot)):
+        return leaf
+    if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", ()):
+        return leaf.shape, leaf.dtype.str, hash(leaf.tobytes())
+    return type(leaf)
 
 
 def speaker(context: Any, identity: str, module: Any) -> Callable[[str], None]:

@@ -320,8 +320,8 @@ def _steady(func: Any, args: list[Any], kwargs: dict[str, Any], torch: Any) -> A
             return kept         # each entry is its own probability
         return kept.copy_(probability) if isinstance(probability, torch.Tensor) else kept.fill_(probability)
     result = func(*args, **kwargs)
-    if name.startswith("randperm"):
-        return result.copy_(torch.arange(result.numel(), device=result.device))
+    if name.startswith("randperm"):         # not in order: samples that are given to each other must not come back to themselves
+        return result.copy_(torch.arange(result.numel() - 1, -1, -1, device=result.device))
     if isinstance(result, torch.Tensor) and result.is_floating_point():
         return result.fill_(0.5)
     raise NotSplittable(f"the forward draws random numbers with {schema.name}")

@@ -26,7 +26,8 @@ wait in host memory).
 Numerics
 --------
 `stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
-numbers. Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
+numbers, and what is drawn once for all samples of a batch (noise on a weight, whether a layer is left out) once for each chunk.
+Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
 contrastive losses inside the model), that change state in their forward or fill an argument, or that reduce a loss in a way that is not
 recognised, are left alone, with the reason on stderr; negatives in a loss outside of the model are no obstacle.
 Of several outputs, each has the gradient that comes from outside of the model: where one is computed from another, a hook on the

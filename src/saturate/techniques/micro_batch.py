@@ -18,7 +18,8 @@ those of the whole batch.
 Numerics
 --------
 `stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
-numbers than a whole batch does, and the same ones again in their backward. Refused, with the reason: models whose samples
+numbers than a whole batch does, and the same ones again in their backward; what is drawn once for all samples of a batch (noise
+on a weight, whether a layer is left out) is drawn once for each chunk. Refused, with the reason: models whose samples
 depend on each other (BatchNorm in training mode, contrastive losses inside the model), that change state in their forward
 (their own, what it reaches outside, or what it is given: a list of auxiliary losses, a counter), that have random generators of
 their own, or that reduce a loss in a way that is not recognised. A mean that torch's own loss functions took is weighted by how many
