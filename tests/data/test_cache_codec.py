@@ -76,6 +76,30 @@ def test_arrays(value):
     assert again.flags.writeable and again.flags.owndata
 
 
+@pytest.mark.parametrize("view", [
+    lambda a: a.transpose(2, 0, 1), lambda a: a[..., :1].transpose(2, 0, 1), lambda a: a[:, ::2], lambda a: a[:, ::-1].transpose(2, 0, 1),
+    lambda a: a[:1, :, :1].transpose(1, 2, 0), lambda a: numpy.broadcast_to(a[:1], (3, 6, 3)), lambda a: a.transpose(2, 0, 1)[None],
+], ids=["permuted", "one channel", "holes", "mirrored", "sparse", "expanded", "batch"])
+def test_the_axes_of_an_array_come_back_in_the_order_in_which_they_lie(view):
+    value = view(numpy.arange(4 * 6 * 3, dtype="f4").reshape(4, 6, 3))
+    again = back(value)
+    assert numpy.array_equal(again, value) and again.flags.writeable
+    assert numpy.stack([again, again]).strides == numpy.stack([value, value]).strides
+    assert again.strides == value.strides or min(value.strides) < 0
+    column = value.reshape(-1)[:1].repeat(1000).reshape(100, 10)[:, 0]        # a few entries of many
+    assert numpy.array_equal(back(column), column)
+
+
+@pytest.mark.parametrize("make", [lambda fill: torch.full((4, 6), fill), lambda fill: numpy.full((4, 6), fill)], ids=["tensor", "array"])
+def test_what_lies_in_the_holes_of_a_view_is_no_part_of_it(make):
+    def padded(fill):
+        whole = make(fill)
+        whole[:, :5] = 1.0
+        return whole[:, :5]
+
+    assert encode(padded(0.5)) == encode(padded(0.25)) and back(padded(0.5)).tolist() == padded(0.5).tolist()
+
+
 @pytest.mark.parametrize("value", [numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.uint8(7)])
 def test_numpy_scalars(value):
     assert type(back(value)) is type(value) and back(value) == value
@@ -95,8 +119,14 @@ class Own(dict):
     pass
 
 
+def named():
+    value = torch.zeros(2)
+    value.label = "as some code marks them"
+    return value
+
+
 @pytest.mark.parametrize("value", [
-    object(), {1, 2}, Own(), {(1, 2): 3}, torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(2)),
+    object(), {1, 2}, Own(), named(), {(1, 2): 3}, torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(2)),
     torch.eye(3).to_sparse(), torch.zeros(1, device="meta"), torch.zeros(100, 100)[:, 0], numpy.array([object()]),
     numpy.zeros(2, "i4,f4"), numpy.ma.zeros(3), *([Image.new("P", (2, 2))] if Image else []), torch.randn(2, dtype=torch.complex64).conj(), 1j,
 ], ids=lambda value: type(value).__name__)

@@ -119,6 +119,8 @@ def _put_tensor(value: Any, out: list[bytes]) -> None:
         raise Unstorable(f"it holds a {dtype} tensor on {value.device} of layout {value.layout}")
     if value.requires_grad or value.is_conj() or value.is_neg():
         raise Unstorable("it holds a tensor with a gradient, or one that is a lazy conjugate")
+    if value.__dict__:
+        raise Unstorable(f"it holds a tensor that was given attributes ({', '.join(value.__dict__)})")
     span = _span(value.shape, value.stride())
     if span > _MOST_HOLES * max(1, value.numel()):
         raise Unstorable("it holds a tensor that is a sparse view of a larger one")
@@ -126,7 +128,17 @@ def _put_tensor(value: Any, out: list[bytes]) -> None:
     _named(dtype, out)
     _numbers(value.shape, out)
     _numbers(value.stride(), out)
+    if span > value.numel() and 0 not in value.stride():
+        value = _with_clean_holes(value, span)
     _sized(ctypes.string_at(value.data_ptr(), span * value.element_size()) if span else b"", out)
+
+
+def _with_clean_holes(value: Any, span: int) -> Any:
+    """The same entries in the same places, and nothing between them: what lies there is no part of the sample, and need not be the
+    same each time."""
+    whole = value.new_zeros(span)
+    whole.as_strided(value.shape, value.stride()).copy_(value)
+    return whole
 
 
 def _span(shape: Any, strides: Any) -> int:
@@ -139,12 +151,30 @@ def _span(shape: Any, strides: Any) -> int:
 def _put_ndarray(value: Any, out: list[bytes]) -> None:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise Unstorable(f"it holds a numpy array of dtype {value.dtype}")
-    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    span = _span_bytes(value.shape, value.strides, value.itemsize)
+    if min(value.strides, default=0) < 0 or span > _MOST_HOLES * max(value.itemsize, value.nbytes):
+        value = value.copy("K")         # the axes lie in memory in the same order, without the holes
+        span = _span_bytes(value.shape, value.strides, value.itemsize)
     out.append(b"A")
     _named(value.dtype.str, out)
-    _named(order, out)
     _numbers(value.shape, out)
-    _sized(value.tobytes(order), out)
+    _numbers(value.strides, out)
+    _sized(_array_bytes(value, span), out)
+
+
+def _array_bytes(value: Any, span: int) -> bytes:
+    if span > value.nbytes:             # what lies in the holes is no part of the sample, and need not be the same each time
+        whole = bytearray(span)
+        type(value)(value.shape, value.dtype, buffer=whole, strides=value.strides)[...] = value
+        return bytes(whole)
+    return ctypes.string_at(value.ctypes.data, span) if span else b""
+
+
+def _span_bytes(shape: Any, strides: Any, itemsize: int) -> int:
+    """From the first byte of an array with these strides (in bytes) to behind its last one."""
+    if any(size == 0 for size in shape):
+        return 0
+    return itemsize + sum((size - 1) * stride for size, stride in zip(shape, strides))
 
 
 def _put_image(value: Any, out: list[bytes]) -> None:
@@ -259,10 +289,18 @@ class _Reader:
         import numpy
 
         dtype, at = self.dtype(at)
-        order, at = self.named(at)
         shape, at = self.numbers(at)
+        strides, at = self.numbers(at)
         raw, at = self.sized(at)
-        return numpy.ndarray(shape, dtype, buffer=raw, order="F" if order == "F" else "C").copy("K"), at
+        if len(shape) != len(strides) or _span_bytes(shape, strides, dtype.itemsize) != len(raw):
+            raise Damaged("an array's size does not fit its shape")
+        if not raw:
+            return numpy.empty(shape, dtype), at
+        array = numpy.ndarray(shape, dtype, buffer=raw, strides=strides)
+        again = array.copy("K")
+        if again.strides != strides:    # it has holes, which a copy closes, or axes of one entry
+            again = numpy.ndarray(shape, dtype, buffer=bytearray(raw), strides=strides)
+        return again, at
 
     def scalar(self, at: int) -> tuple[Any, int]:
         import numpy

@@ -23,7 +23,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-_MAGIC = b"SATDATA1"
+_MAGIC = b"SATDATA2"
 _FIXED = struct.Struct("<8s32sQQQ")     # magic, key, slots, limit, share
 _CHECK, _END, _DROPPED, _REASON = 64, 72, 80, 88
 _MOST_REASON = 1024
