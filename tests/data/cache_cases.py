@@ -153,6 +153,23 @@ class ClassOwn(Files):
         return image.flip(-1) if self.chance.random() < 0.02 else image
 
 
+class Unseeded(Files):
+    """As `RarelyOwn`, by a generator that is made for each item."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.flipped(image), target
+
+    def flipped(self, image):
+        return image.flip(-1) if numpy.random.default_rng().random() < 0.02 else image
+
+
+class SeededByItem(Files):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image + numpy.random.default_rng(index).random(), target
+
+
 CHANCE = torch.Generator()
 
 

@@ -62,6 +62,7 @@ def test_other_shapes_of_transforms(root):
     (cases.LateOwn, "generator of its own (Generator)"),
     (cases.ClassOwn, "generator of its own (RandomState)"),
     (cases.GlobalOwn, "generator of its own (Generator)"),
+    (cases.Unseeded, "random numbers that no seed decides (default_rng)"),
     (lambda root: cases.Folder(root, cases.Compose([cases.Scale(), cases.FlipsByOwn()])), "generator of its own (Random)"),
     (cases.DrawsForNothing, "draws random numbers"),
     (lambda root: cases.After(root, cases.RandomShift()), "changed after it"),
@@ -73,6 +74,10 @@ def test_other_shapes_of_transforms(root):
 ])
 def test_what_cannot_be_cached_says_why(root, make, reason):
     assert reason in look(make(root)).refusal
+
+
+def test_a_generator_that_is_seeded_for_each_item_is_no_obstacle(root):
+    assert look(cases.SeededByItem(root)).refusal == ""
 
 
 def test_what_costs_nothing_is_not_cached():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
 import random
 import sqlite3
 import sys
@@ -19,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from saturate.data.glance import glance, open_file, own_generator  # noqa: E402
+from saturate.data.glance import glance, open_file, own_generator, unseeded_source  # noqa: E402
 
 next(tempfile._get_candidate_names())       # the standard library's own generator is there from now on
 LEVEL = types.SimpleNamespace(noise=0.1)
@@ -194,6 +195,19 @@ class Augments(torch.utils.data.Dataset):
 
     def noise(self, index):
         return numpy.random.RandomState(index).rand() + len(mkdtemp.__name__)
+
+
+@pytest.mark.parametrize("draw, name", [
+    (lambda: random.SystemRandom().random(), "SystemRandom"), (lambda: os.urandom(1), "urandom"), (lambda: random.Random(), "Random"),
+    (lambda: numpy.random.Generator(numpy.random.PCG64()), "PCG64"), (lambda: [numpy.random.default_rng() for _ in range(2)], "default_rng"),
+    (lambda index: numpy.random.default_rng(index), ""), (lambda index: random.Random(index).random(), ""),
+    (lambda: random.random() + numpy.random.rand(), ""),
+])
+def test_random_numbers_that_nothing_seeds_are_named_by_the_code(draw, name, monkeypatch):
+    assert unseeded_source(draw) == unseeded_source(holder(transform=[functools.partial(draw)])) == name
+    assert unseeded_source(Augments()) == ""
+    monkeypatch.setattr(Augments, "noise", draw)            # named by another method
+    assert unseeded_source(torch.utils.data.Subset(Augments(), [0])) == name
 
 
 @pytest.mark.parametrize("make", [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState, numpy.random.PCG64])

@@ -22,7 +22,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from saturate.data.code_names import global_names
+from saturate.data.code_names import NO_STEPS, global_names
 
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
 MOST_BYTES = 2 << 30
@@ -331,12 +331,8 @@ def _variables(code: types.CodeType, namespace: dict[str, Any]) -> list[Any]:
     """Names of the environment variables that a piece of code reads; None for each time that it does not write one out."""
     if not any(_is_environment(name, namespace) for name in (*code.co_names, *code.co_freevars)):
         return []
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+    steps = [step for step in dis.get_instructions(code) if step.opname not in NO_STEPS]
     return [_variable(steps, place) for place, step in enumerate(steps) if _is_environment(step.argval, namespace)]
-
-
-#: Instructions that do nothing, or prepare a call.
-_NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME")
 
 
 def _variable(steps: list[dis.Instruction], place: int) -> str | None:

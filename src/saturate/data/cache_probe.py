@@ -22,7 +22,7 @@ from typing import Any
 
 from saturate.data import cache_codec
 from saturate.data.cache_fork import fork, wait
-from saturate.data.glance import open_connection, own_generator
+from saturate.data.glance import open_connection, own_generator, unseeded_source
 
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6
@@ -238,7 +238,10 @@ def _drawing(dataset: Any) -> Found | None:
     """Refused where there is a random generator of its own: it would have to be drawn from for every item, and none of those that are
     looked at need be one that it changes."""
     own = own_generator(dataset)
-    return Found(f"it, or a step of its transform, has a random generator of its own ({own})") if own else None
+    if own:
+        return Found(f"it, or a step of its transform, has a random generator of its own ({own})")
+    unseeded = unseeded_source(dataset)
+    return Found(f"its code draws random numbers that no seed decides ({unseeded})") if unseeded else None
 
 
 def _made_twice(dataset: Any, length: int) -> Found:

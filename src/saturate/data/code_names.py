@@ -1,4 +1,5 @@
-"""The names in a piece of code that mean something of its module, apart from those of attributes."""
+"""What the bytecode of a function tells: the names in it that mean something of its module, and where it draws random numbers that
+nothing seeds."""
 
 from __future__ import annotations
 
@@ -19,3 +20,28 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     ('len', 'SIZE')
     """
     return tuple(dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname in _READS))
+
+
+#: What gives other random numbers each time, whatever was seeded before.
+_ENTROPY = frozenset({"SystemRandom", "getrandom", "randbelow", "randbits", "urandom"})
+#: Generators that do so where they are made without a seed.
+_SEEDABLE = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "Random", "RandomState", "SFC64", "SeedSequence", "default_rng"})
+#: Instructions that do nothing, or prepare a call.
+NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME")
+
+
+@functools.lru_cache(4096)
+def unseeded(code: types.CodeType) -> str:
+    """The name of a source of random numbers in the code that no seed decides, or "".
+
+    >>> unseeded((lambda self: numpy.random.default_rng().random()).__code__)
+    'default_rng'
+    >>> unseeded((lambda self, index: numpy.random.default_rng(index).random()).__code__)
+    ''
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in NO_STEPS]
+    for step, after in zip(steps, steps[1:]):
+        made = after.opname.startswith("CALL") and after.arg == 0
+        if step.opname.startswith("LOAD_") and (step.argval in _ENTROPY or (step.argval in _SEEDABLE and made)):
+            return str(step.argval)
+    return ""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from saturate.data.cache_key import is_users, named_in
-from saturate.data.code_names import global_names
+from saturate.data.code_names import global_names, unseeded
 
 #: Things that a glance looks at, at most: some 20 ms.
 MOST = 20_000
@@ -65,6 +65,13 @@ def own_generator(*things: Any) -> str:
     """The class of a random generator in these things, in their classes or in what their code names, or "". What is drawn from it goes
     on from item to item: two processes that each have a copy draw the same numbers, and an item that is not made draws none."""
     return next((type(thing).__name__ for thing, _ in _walk(things, _look_into_classes) if is_generator(thing)), "")
+
+
+def unseeded_source(*things: Any) -> str:
+    """What the code by which items are made draws from that nothing seeds (`numpy.random.default_rng()`), or "". No state shows that
+    it was drawn from, and where it seldom has an effect, a few items do not show it either."""
+    return next((name for thing, _ in _walk(things) if isinstance(thing, types.FunctionType) and not _is_standard(thing.__module__)
+                 for code in _codes(thing) if (name := unseeded(code))), "")
 
 
 def is_generator(thing: Any) -> bool:

@@ -25,7 +25,8 @@ Numerics
 random numbers and came out alike without drawing any; all the time a few items are made again and compared, and one
 that differs ends the cache, with a message. Batches are made at once by some datasets: one is then read from the cache as a whole or
 not at all, and those whose items depend on the others of their batch (as padding to its longest) are refused. Items that are random as a whole are refused, and so are datasets that have a random
-generator of their own, they or their transforms (as those of MONAI and albumentations do): it need not show in a few items.
+generator of their own, they or their transforms (as those of MONAI and albumentations do), or make one without a seed for an item
+(`numpy.random.default_rng()`): it need not show in a few items.
 
 How it is applied
 -----------------
