@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache, cache_ahead, cache_codec, cache_probe, cache_reader, cache_store  # noqa: E402
+from saturate.data import cache, cache_ahead, cache_codec, cache_key, cache_probe, cache_reader, cache_store  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
@@ -298,13 +298,51 @@ def test_a_transform_that_is_changed_acts(root, on):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_is_written_anew_between_epochs_acts(root, on, monkeypatch, capfd, workers):
+    monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
+    context = on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=workers)
+    first = next(iter(loader))[0]
+    assert torch.equal(next(iter(loader))[0], first)
+    (root / "notes.txt").write_text("what a training writes beside its data")
+    Path(dataset.paths[7]).write_bytes(bytes(60))
+    for _ in range(2):
+        images = next(iter(loader))[0]
+        assert images[7].abs().sum() == 0 and torch.equal(images[8:], first[8:])
+    (root / "notes.txt").write_text("more of it")
+    looks = []
+    monkeypatch.setattr(cache_probe, "probe", lambda *given: looks.append(given))
+    assert torch.equal(next(iter(loader))[0], images) and not looks
+    assert told_of(capfd) == "" and "dropped" not in told(context)
+
+
+def test_files_are_looked_at_for_a_share_of_the_time(root, monkeypatch):
+    path = root / "00.bin"
+    files = cache._Files({str(path): cache_key.stamp(path.stat())})
+    assert files.unchanged()
+    path.unlink()
+    files._took_s = 10.0
+    assert files.unchanged()                # not looked at
+    files._took_s = 0.0
+    assert not files.unchanged()
+
+
+def write_unseen(path):
+    """Other content for which neither the size nor the time of a file tells."""
+    before = os.stat(path)
+    Path(path).write_bytes(bytes(60))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_items_that_change_between_reads_end_the_cache_loudly(root, on, capfd, workers):
     context = on()
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers)
     list(loader)
     for path in dataset.paths:                          # written anew while the run goes on
-        Path(path).write_bytes(bytes(60))
+        write_unseen(path)
     batches = [images for images, _ in loader] + [images for images, _ in loader]
     assert torch.cat(batches[5:]).abs().sum() == 0      # the second epoch is read from the files
     assert "dropped: item" in told(context)
@@ -320,7 +358,7 @@ def test_without_looking_again_it_would_go_unseen(root, on, monkeypatch):
     loader = torch.utils.data.DataLoader(dataset, batch_size=20)
     first = next(iter(loader))[0]
     for path in dataset.paths:
-        Path(path).write_bytes(bytes(60))
+        write_unseen(path)
     assert torch.equal(next(iter(loader))[0], first)
 
 

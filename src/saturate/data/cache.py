@@ -8,6 +8,7 @@ looks.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from saturate.checkpoints.host_memory import available_bytes
 from saturate.data import cache_key, cache_probe, cache_store, ranks
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
-from saturate.data.cache_reader import CachedDataset, Reader, attributes, same, say
+from saturate.data.cache_reader import LOOKED, CachedDataset, Reader, attributes, same, say
 
 #: Share of the free disk, or of the available memory, that a cache may take.
 FREE_SHARE = 0.5
@@ -43,9 +44,32 @@ class _Served:
     attributes: list[Any]               # of the dataset when it was looked at
     reader: Reader | None
     versions: int
+    files: _Files | None = None
 
     def unchanged(self, dataset: Any) -> bool:
-        return self.reader.unchanged() if self.reader else same(self.attributes, attributes(dataset))
+        if self.reader is None:
+            return same(self.attributes, attributes(dataset))
+        return self.reader.unchanged() and (self.files is None or self.files.unchanged())
+
+
+class _Files:
+    """Those that items may be made from. They are looked at when a pass begins, for `LOOKED` of the time."""
+
+    def __init__(self, stamps: dict[str, tuple[int, int]]):
+        self._stamps = stamps
+        self._looked, self._took_s = time.monotonic(), 0.0
+
+    def unchanged(self) -> bool:
+        began = time.monotonic()
+        if self._took_s > LOOKED * (began - self._looked):
+            return True                 # not looked at: some items are made again and compared in any case
+        try:
+            return all(cache_key.stamp(os.stat(path)) == known for path, known in self._stamps.items())
+        except OSError:
+            return False                # it is gone
+        finally:
+            self._looked = time.monotonic()
+            self._took_s = self._looked - began
 
 
 class Caches:
@@ -64,6 +88,7 @@ class Caches:
         self._loaders: weakref.WeakKeyDictionary[Any, _Served] = weakref.WeakKeyDictionary()
         self._stores: dict[bytes, cache_store.Store] = {}
         self._looked_at: dict[int, tuple[Any, Any, bytes]] = {}     # by id: the dataset (weakly), what was found, its key
+        self._files: dict[bytes, _Files] = {}                       # by key
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(map(_in_words, self._told)))
@@ -105,6 +130,7 @@ class Caches:
             served = self._loaders[loader] = _Served(attributes(dataset), None, versions)
             threads = 1 if loader.num_workers else self.torch.get_num_threads()
             served.reader, refusal = self._prepared(dataset, threads)
+            served.files = self._files.get(served.reader.store.key) if served.reader else None
             if before is None or served.reader is None or before.store is not served.reader.store:
                 served.versions += 1
             if served.reader:
@@ -134,7 +160,9 @@ class Caches:
         if found is not None and known() is dataset and _key(dataset, found, threads) == before:
             return found, before
         found = cache_probe.probe(dataset, len(dataset))
-        key = _key(dataset, found, threads)
+        files: dict[str, tuple[int, int]] = {}
+        key = _key(dataset, found, threads, files)
+        self._files[key] = _Files(_read_from(files, found.endings))
         self._looked_at[id(dataset)] = weakref.ref(dataset), found, key
         return found, key
 
@@ -162,16 +190,22 @@ class Caches:
         return int(FREE_SHARE * (available_bytes() or 0) / self.ranks)         # nothing tells: nothing is kept
 
 
-def _key(dataset: Any, found: cache_probe.Found, threads: int) -> bytes:
-    """The key of what is cached of a dataset. Sums over many threads are rounded otherwise than over one, and loader workers
-    have one. Raises Unknowable."""
+def _read_from(files: dict[str, tuple[int, int]], endings: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Of the files that a dataset names, those that are like the ones that its items were made from: what a training writes beside them
+    is none of these. Nothing where there are too many to look at."""
+    return {path: known for path, known in files.items() if os.path.splitext(path)[1] in endings} if len(files) <= cache_key.MOST_MET else {}
+
+
+def _key(dataset: Any, found: cache_probe.Found, threads: int, files: dict[str, tuple[int, int]] | None = None) -> bytes:
+    """The key of what is cached of a dataset; `files` as in `cache_key.digest`. Sums over many threads are rounded otherwise than over
+    one, and loader workers have one. Raises Unknowable."""
     if found.refusal:
         return repr([id(value) for value in attributes(dataset)]).encode()      # good enough to go on refusing
     if found.steps is None:
-        return cache_key.digest(dataset, threads, found.place)
+        return cache_key.digest(dataset, threads, found.place, files=files)
     if cache_probe.owner_of(dataset) is None:
         return b""                      # it has no transform any more
-    return cache_key.digest(cache_probe.cut(dataset, found.steps)[0], threads, found.place)
+    return cache_key.digest(cache_probe.cut(dataset, found.steps)[0], threads, found.place, files=files)
 
 
 def _in_words(told: _Told) -> str:

@@ -27,6 +27,8 @@ from saturate.data.code_names import NO_STEPS, global_names
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
 MOST_BYTES = 2 << 30
 MOST_FILES = 1_000_000
+#: Most files whose stamps are kept.
+MOST_MET = 100_000
 _DEEPEST = 60
 
 #: Distributions whose versions matter whether the code names them or not: what decodes and transforms.
@@ -44,13 +46,19 @@ class Unknowable(Exception):
     """The message says what about the dataset has no fingerprint."""
 
 
-def digest(dataset: Any, *more: Any) -> bytes:
-    """32 bytes. Raises Unknowable."""
-    walk = _Walk()
+def digest(dataset: Any, *more: Any, files: dict[str, tuple[int, int]] | None = None) -> bytes:
+    """32 bytes. `files` is filled with the regular files that are met, by absolute path, and their `stamp`s: with the first `MOST_MET`
+    and one more where there are more. Raises Unknowable."""
+    walk = _Walk(files)
     torch = sys.modules.get("torch")
     walk.value((sys.version_info[:3], _versions(), torch and str(torch.get_default_dtype()), more), 0)
     walk.value(dataset, 0)
     return walk.hash.digest()
+
+
+def stamp(seen: os.stat_result) -> tuple[int, int]:
+    """What would change when the content of a file did: its size in bytes and its time in ns."""
+    return seen.st_size, seen.st_mtime_ns
 
 
 @functools.cache
@@ -68,8 +76,9 @@ def _versions() -> dict[str, str]:
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, met: dict[str, tuple[int, int]] | None) -> None:
         self.hash = hashlib.blake2b(digest_size=32)
+        self.met = met
         self.seen: dict[int, int] = {}
         self.kept: list[Any] = []           # ids stay taken while the walk lasts
         self.bytes = 0
@@ -189,6 +198,8 @@ class _Walk:
         except (OSError, ValueError):
             return                          # most text names no file
         self.add("file", seen.st_size if stat.S_ISREG(seen.st_mode) else 0, seen.st_mtime_ns)
+        if stat.S_ISREG(seen.st_mode):
+            self.meet(os.path.abspath(text), seen)
         if stat.S_ISDIR(seen.st_mode):
             self.folder(os.path.realpath(text))
 
@@ -222,6 +233,11 @@ class _Walk:
                     self.folder(real)
                     continue
                 self.add("entry", entry.path[len(path):], seen.st_size, seen.st_mtime_ns)
+                self.meet(entry.path, seen)
+
+    def meet(self, path: str, seen: os.stat_result) -> None:
+        if self.met is not None and len(self.met) <= MOST_MET:
+            self.met[path] = stamp(seen)
 
     # -- objects and code --------------------------------------------------------------------------------------------
 

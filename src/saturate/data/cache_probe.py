@@ -17,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saturate.data import cache_codec
@@ -52,6 +52,7 @@ class Found:
     record_bytes: int = 0           # of one item, the mean
     make_s: float = 0.0             # what one item takes, without and with a cache
     read_s: float = 0.0
+    endings: tuple[str, ...] = ()   # of the files that were opened to make items, as far as Python opened them
 
 
 # -- datasets with a transform -------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def probe(dataset: Any, length: int) -> Found:
         answer = json.loads(text)
     except ValueError:
         return Found("the process that made some of its items died")
-    return Found(**{**answer, "place": tuple(answer["place"])})
+    return Found(**{**answer, "place": tuple(answer["place"]), "endings": tuple(answer["endings"])})
 
 
 def _read(reader: int, deadline: float) -> bytes | None:
@@ -218,9 +219,16 @@ def _read(reader: int, deadline: float) -> bytes | None:
 
 def _in_child(dataset: Any, length: int, writer: int) -> None:
     """Never returns. `os._exit`: nothing that the parent registered for its own end may run here."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: Any) -> None:
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            opened.add(os.path.splitext(os.fsdecode(arguments[0]))[1])
+
     try:
         try:
-            found = examine(dataset, length)
+            sys.addaudithook(note)      # it cannot be removed: this process ends soon
+            found = replace(examine(dataset, length), endings=tuple(sorted(opened)))
         except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises is the answer
             found = Found(f"making an item of it failed: {type(error).__name__}: {error}")
         os.write(writer, json.dumps(vars(found)).encode())

@@ -32,7 +32,8 @@ How it is applied
 -----------------
 A stand-in takes the dataset's place inside the loader's iterator; `loader.dataset` stays the user's. One file per
 version of the dataset, shared by workers and ranks, in `~/.cache/saturate/data` (or `SATURATE_DATA_CACHE`): its name
-is a hash of the dataset's code, the environment variables that it reads, its attributes, and files with their sizes and times.
+is a hash of the dataset's code, the environment variables that it reads, its attributes, and files with their sizes and times. The
+files are looked at again when a pass begins: of up to 100,000, those that end as the ones do that Python opened to make some items.
 Pictures and arrays are stored as
 bytes, never pickled. In trials, samples are stored before they are asked for, so that what is measured is a warm
 cache. In runs, forked helpers go through the epoch's order ahead of the training, which makes itself whatever is not
