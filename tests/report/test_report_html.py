@@ -242,3 +242,9 @@ def test_a_record_of_before_memory_was_measured_is_read():
     assert record.result.fits is None and record.trials[0].peak_bytes is None
     assert Page(render(record)).text
     assert msgspec.convert(flat["trials"][0], TrialRecord) == record.trials[0]
+
+
+def test_the_total_has_its_interval_below_it_as_the_gains_have():
+    """Beside it, it reached into the column of memory on a screen of middling width."""
+    foot = render(studies.fits()).partition("Measured together")[2].partition("</tfoot>")[0]
+    assert re.search(r'\d\.\d\d\u00d7<span class="sub">\[\d', foot)

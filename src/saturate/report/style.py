@@ -128,7 +128,7 @@ h3{font-size:1rem;font-weight:650;margin:2rem 0 .6rem}
 .rows{margin-top:1.5rem;display:grid;gap:.55rem}
 .rows>li{display:grid;grid-template-columns:14rem minmax(0,1fr) 12.5rem;gap:.1rem 1.1rem;align-items:center}
 .rows .value{text-align:right}
-.change .rows>li{grid-template-columns:4rem minmax(0,1fr) 8rem}
+.change .rows>li{grid-template-columns:5rem minmax(0,1fr) 8rem}
 .short.rows>li{grid-template-columns:11rem minmax(0,1fr) 7rem}
 .two.rows>li{grid-template-columns:4rem minmax(0,1fr) 8rem}
 
