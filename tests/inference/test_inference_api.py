@@ -237,3 +237,10 @@ def test_no_more_threads_are_offered_than_a_candidate_may_use():
     physical = api.allowed(ModelFacts(threads=4, cores=8), 4, asked=False)
     assert {one.count for one in threads.variants(physical)} <= {1, 2, 3}
     assert api.allowed(ModelFacts(threads=1, cores=2), 8, asked=True) == ModelFacts(threads=8, cores=8)
+
+
+def test_a_workdir_that_torch_cannot_map_files_in_is_refused(tmp_path):
+    """Else the model "does not run on its inputs"."""
+    with pytest.raises(UsageError, match="cannot be used") as caught:
+        folders.workplace(tmp_path / os.fsdecode(b"w\xff"))
+    assert "not UTF-8" in caught.value.cause and "--workdir" in caught.value.remedy

@@ -34,6 +34,11 @@ def workplace(folder: Path) -> Path:
     by their names, and removes some."""
     folder = Path(folder).absolute()
     try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the workdir {os.fsencode(folder)!r} cannot be used", cause="its name is not UTF-8, and torch maps no file below such a one",
+                         remedy="name another folder: workdir (--workdir DIR)") from None
+    try:
         names = {path.name for path in folder.iterdir()}
     except OSError:             # it is not there, or no folder: who takes its lock will say so
         return folder
