@@ -609,6 +609,7 @@ def test_peers_complete_what_one_rank_observed():
     device = Device(id=0, name="", rank=0, steps=10)
     seen = _analysis.with_peers(Observations(), device, stragglers).communication
     assert (seen.peer_wait, seen.slowest_rank, seen.late_ms_per_step) == (0.75, 1, 3.0)
+    assert seen.late_rank_waits_ms_per_step == 0.0
     assert _analysis.with_peers(Observations(), Device(id=0, name="", rank=7), stragglers) == Observations()
 
 

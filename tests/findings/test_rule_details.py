@@ -173,6 +173,15 @@ def test_a_waiting_rank_gains_no_more_than_it_waits():
     assert lost(found("stragglers", but(seen, step_ms_recorded=160.0))) == pytest.approx(0.25)
 
 
+def test_ranks_that_are_late_in_turns_are_not_one_late_rank():
+    seen = case("stragglers").fires
+    for waits_ms, in_turns, share in ((None, False, 0.4), (19.9, False, 0.4), (20.0, True, 0.6), (39.0, True, 0.79), (90.0, True, 0.99)):
+        answer = found("stragglers", but(seen, communication__late_rank_waits_ms_per_step=waits_ms))
+        assert answer.reason.startswith("Ranks are late in turns" if in_turns else "Rank 1 arrives 40.0 %"), waits_ms
+        assert lost(answer) == pytest.approx(share) and answer.confidence == ("medium" if in_turns else "high")
+        assert ("every rank" if in_turns else "rank 1") in answer.advice
+
+
 def test_what_is_above_the_roof_counts_for_the_ceiling_only_where_it_is_known():
     rule = "nothing-to-gain"
     assert lost(found(rule, base(busy=0.95))) == pytest.approx(0.05)

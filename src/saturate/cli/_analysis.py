@@ -238,6 +238,7 @@ def with_peers(
         peer_wait=mine.wait_ns / time_ns if time_ns else None,
         slowest_rank=latest.rank,
         late_ms_per_step=latest.late_ns / 1e6 / device.steps if device.steps else None,
+        late_rank_waits_ms_per_step=latest.wait_ns / 1e6 / device.steps if device.steps else None,
     )
     return replace(seen, communication=known)
 

@@ -87,6 +87,7 @@ class CommunicationSeen:
     peer_wait: float | None = None          # share of communication that waits for later ranks; needs several ranks
     slowest_rank: int | None = None
     late_ms_per_step: float | None = None   # of that rank
+    late_rank_waits_ms_per_step: float | None = None    # how long that rank itself waits for later ones
 
     @property
     def partly(self) -> bool:

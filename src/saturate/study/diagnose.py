@@ -412,5 +412,6 @@ def _communication(
         moved = sum(one.wait_ns + one.transfer_ns for one in analysis.stragglers)
         steps = max(1, analysis.devices[0].steps)
         changes |= {"slowest_rank": last.rank, "late_ms_per_step": last.late_ns / steps / 1e6,
+                    "late_rank_waits_ms_per_step": last.wait_ns / steps / 1e6,
                     "peer_wait": waited / moved if moved else None}
     return dataclasses.replace(base, **changes)
