@@ -300,6 +300,7 @@ def test_a_transform_that_is_changed_acts(root, on):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_that_is_written_anew_between_epochs_acts(root, on, monkeypatch, capfd, workers):
     monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
+    monkeypatch.setattr(cache, "LOOKED_S", 60.0)        # however slow the machine is at the moment
     context = on()
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=workers)
@@ -317,14 +318,24 @@ def test_a_file_that_is_written_anew_between_epochs_acts(root, on, monkeypatch, 
     assert told_of(capfd) == "" and "dropped" not in told(context)
 
 
-def test_files_are_looked_at_for_a_share_of_the_time(root, monkeypatch):
+def test_files_are_looked_at_for_a_share_of_the_time(root):
     path = root / "00.bin"
     files = cache._Files({str(path): cache_key.stamp(path.stat())})
     assert files.unchanged()
     path.unlink()
-    files._took_s = 10.0
+    files._looking_s = 10.0
     assert files.unchanged()                # not looked at
-    files._took_s = 0.0
+    files._began -= 1001.0
+    assert not files.unchanged()
+
+
+def test_files_are_looked_at_though_passes_are_short(root, monkeypatch):
+    """The share of one pass over a few items is less than one look."""
+    monkeypatch.setattr(cache, "LOOKED_S", 60.0)        # however slow the machine is at the moment
+    path = root / "00.bin"
+    files = cache._Files({str(path): cache_key.stamp(path.stat())})
+    assert all(files.unchanged() for _ in range(9))
+    path.unlink()
     assert not files.unchanged()
 
 
@@ -394,11 +405,25 @@ def test_an_item_that_cannot_be_read_any_more_raises_as_it_would(root, on, capfd
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=20)
     list(loader)
+    batches = iter(loader)                  # what was removed before a pass begins is seen without making an item again
+    for path in dataset.paths:
+        os.unlink(path)
+    with pytest.raises(FileNotFoundError):
+        next(batches)
+    assert "cannot be read any more" in capfd.readouterr().err
+
+
+def test_items_whose_files_were_removed_between_passes_raise_as_they_would(root, on, monkeypatch, capfd):
+    monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
+    on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    list(loader)
     for path in dataset.paths:
         os.unlink(path)
     with pytest.raises(FileNotFoundError):
         list(loader)
-    assert "cannot be read any more" in capfd.readouterr().err
+    assert "not cached: Files: making an item of it failed: FileNotFoundError" in capfd.readouterr().err
 
 
 def test_refusals_are_said_once_and_nothing_changes(root, on, capfd):

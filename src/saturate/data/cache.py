@@ -17,7 +17,7 @@ from typing import Any
 from saturate.checkpoints.host_memory import available_bytes
 from saturate.data import cache_key, cache_probe, cache_store, ranks
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
-from saturate.data.cache_reader import LOOKED, CachedDataset, Reader, attributes, same, say
+from saturate.data.cache_reader import LOOKED, LOOKED_S, CachedDataset, Reader, attributes, same, say
 
 #: Share of the free disk, or of the available memory, that a cache may take.
 FREE_SHARE = 0.5
@@ -53,23 +53,23 @@ class _Served:
 
 
 class _Files:
-    """Those that items may be made from. They are looked at when a pass begins, for `LOOKED` of the time."""
+    """Those that items may be made from. They are looked at when a pass begins, for `LOOKED` of the time and `LOOKED_S` more: short
+    passes follow each other sooner than a share of them makes room for one look."""
 
     def __init__(self, stamps: dict[str, tuple[int, int]]):
         self._stamps = stamps
-        self._looked, self._took_s = time.monotonic(), 0.0
+        self._began, self._looking_s = time.monotonic(), 0.0
 
     def unchanged(self) -> bool:
         began = time.monotonic()
-        if self._took_s > LOOKED * (began - self._looked):
+        if self._looking_s > LOOKED * (began - self._began) + LOOKED_S:
             return True                 # not looked at: some items are made again and compared in any case
         try:
             return all(cache_key.stamp(os.stat(path)) == known for path, known in self._stamps.items())
         except OSError:
             return False                # it is gone
         finally:
-            self._looked = time.monotonic()
-            self._took_s = self._looked - began
+            self._looking_s += time.monotonic() - began
 
 
 class Caches:
