@@ -110,7 +110,7 @@ def test_whoever_calls_fused_attention_is_not_told_to_call_it():
 
 
 def test_collections_that_the_script_asks_for_have_another_remedy():
-    seen = case("gc-pauses").fires
+    seen = case("gc-pauses", "cpu").fires
     assert found("gc-pauses", seen).advice.startswith("gc.freeze()")
     for share, by_call in ((0.15, True), (0.149, False), (None, False)):
         answer = found("gc-pauses", but(seen, gc_called="train.py:41", gc_called_share=share))

@@ -12,7 +12,8 @@ library, that asks for them by `gc.collect()`.
 
 Threshold
 ---------
-2 % of the step: the smallest gain that `tune` would keep.
+2 % of the step: the smallest gain that `tune` would keep. A call of `gc.collect()` is what they come from where it takes
+50 % of the pauses.
 
 Not to be confused with
 -----------------------
