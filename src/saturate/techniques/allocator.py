@@ -44,6 +44,7 @@ from typing import Any
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._standard import standard
 
 TECHNIQUE = Technique(
     id="allocator",
@@ -227,9 +228,7 @@ def as_code(options: Options) -> str:
     elif options.kind == "glibc":
         lines += [f"export {name}={value}" for name, value in GLIBC.items()]
     else:
-        import shlex
-
-        lines.append(f"export LD_PRELOAD={shlex.quote(options.library)}")
+        lines.append(f"export LD_PRELOAD={standard('shlex').quote(options.library)}")
         if options.kind == "jemalloc":
             lines.append(f"export MALLOC_CONF={JEMALLOC}")
     return "\n".join(lines)
