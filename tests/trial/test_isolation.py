@@ -293,7 +293,7 @@ def test_a_kernel_without_free_namespaces_names_the_cause(tmp_path):
         mounts.unshare(mounts.NEWUSER)
         mounts.map_own_ids(0, 0)
         open("/proc/sys/user/max_user_namespaces", "w").write("0")
-        plan = CagePlan("overlay", "", "user", "/", "/tmp", "/tmp", "/tmp")
+        plan = cage.CagePlan("overlay", "", "user", "/", "/tmp", "/tmp", "/tmp")
         try:
             cage.enter(plan)
         except cage.CageRefused as refused:
