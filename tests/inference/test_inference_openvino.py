@@ -360,11 +360,35 @@ def test_what_numpy_has_no_type_for_is_refused(tmp_path: Path, forward: Callable
         applied(openvino_runtime, tmp_path, Foreign(), [(torch.rand(4, 8).to(given),)] * 2)
 
 
-def test_integers_that_it_would_cut_off_are_refused(served: Context) -> None:
-    ids, mask, unused = batch()
+class Passed(nn.Module):
+    """Integers that are looked up in no table, and are handed on beside what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Any, numbers: Any) -> Any:
+        return self.layer(x), numbers + 0
+
+
+def test_integers_that_it_would_cut_off_are_refused(tmp_path: Path) -> None:
+    def given(number: int) -> tuple[Any, ...]:
+        return torch.ones(4, 8), torch.full((4,), number)
+
+    context = applied(openvino_runtime, tmp_path, Passed(), [given(1), given(2)], [given(1)])
     for wrong in (2**31, -2**31 - 1):
         with pytest.raises(ValueError, match="32 bits"):
-            served.call(ids.clone().fill_(wrong), mask, unused)
+            context.call(*given(wrong))
+    for right in (2**31 - 1, -2**31):
+        assert torch.equal(context.call(*given(right))[1], given(right)[1])
+
+
+def test_integers_that_a_table_has_no_row_for_are_refused_as_by_the_model(served: Context) -> None:
+    ids, mask, unused = batch()
+    for wrong in (64, -1, 2**31, -2**31 - 1):
+        for one in (served.model, served.call):
+            with pytest.raises(IndexError):
+                one(ids.clone().fill_(wrong), mask, unused)
     assert db(served.model(*batch()), served.call(*batch())) > 100
 
 
