@@ -8,6 +8,7 @@ few times that cannot be told apart, see `sampling.accept_greedy`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from saturate.errors import UsageError
@@ -27,6 +28,58 @@ def prove(
 ) -> float:
     """The tolerance for ties. `several`: tokens of a forward that verifies drafts. `length`: of the sequence that is
     tried. Raises UsageError, by what went wrong, where the decoder's logits are not the model's."""
+    plain = _plainly(torch, decoder, forward, prompts, several, length)
+    try:
+        return _tolerance(torch, decoder, plain, several)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
+        # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
+        line = next(iter(str(error).splitlines()), "")
+        raise UsageError(
+            f"{decoder.name} cannot be called with a static cache, and a mask and positions for each row",
+            cause=f"{type(error).__name__}: {line}"[:300],
+            remedy='pass adapter="recompute", which uses no cache, or a function (model, ids, cache) -> logits',
+        ) from error
+
+
+def prove_behind_window(
+    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int
+) -> float:
+    """The same, of a sequence that is longer than the sliding window: there a layer sees only the last tokens, and is
+    given a mask of its own."""
+    assert decoder.window is not None
+    try:
+        with torch.inference_mode():
+            plain = _plainly(torch, decoder, forward, prompts, several, decoder.window + _TOKENS)
+            return _tolerance(torch, decoder, plain, several)
+    except UsageError:
+        raise
+    except Exception as error:  # a model that takes one mask for all kinds of layers raises anything
+        line = next(iter(str(error).splitlines()), "")
+        raise UsageError(
+            f"{decoder.name} cannot be called for more than the {decoder.window} tokens of its sliding window",
+            cause=f"it takes no mask of its own for the layers that slide: {type(error).__name__}: {line}"[:300],
+            remedy='keep prompts and new tokens within the window, or pass adapter="recompute", which uses no cache',
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What plain forwards answer. ids: (2, tokens and as many as drafts go beyond them); wanted: the logits of each row; allowed:
+    by how much rounding may change them; scale: their largest magnitude."""
+
+    ids: Any
+    rows: list[list[int]]
+    wanted: list[Any]
+    allowed: float
+    scale: float
+
+
+def _plainly(
+    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int, length: int
+) -> _Plain:
+    """Raises UsageError for a model whose plain forwards already do not agree with each other."""
     tokens = _sequence(prompts, min(length, (decoder.context or length) - several))
     if len(tokens) < _STEPS + 3:
         raise UsageError(f"{decoder.name} takes at most {decoder.context} tokens, too few to generate")
@@ -47,39 +100,12 @@ def prove(
     half = len(tokens) // 2
     _same(forward(ids[:1, :half])[0].float(), wanted[0][:half], allowed, decoder,
           "changes the logits of a token with the tokens that follow it", "it is not a causal language model")
-    try:
-        rounding = _replay(torch, decoder, ids, rows, wanted, allowed, several)
-    except UsageError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
-        # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
-        line = next(iter(str(error).splitlines()), "")
-        raise UsageError(
-            f"{decoder.name} cannot be called with a static cache, and a mask and positions for each row",
-            cause=f"{type(error).__name__}: {line}"[:300],
-            remedy='pass adapter="recompute", which uses no cache, or a function (model, ids, cache) -> logits',
-        ) from error
-    return TIE * max(rounding, 1e-6 * scale)
+    return _Plain(ids, rows, wanted, allowed, scale)
 
 
-def prove_behind_window(
-    torch: Any, decoder: Decoder, forward: Callable[[Any], Any], prompts: Sequence[Sequence[int]], several: int
-) -> float:
-    """The same, of a sequence that is longer than the sliding window: there a layer sees only the last tokens, and is
-    given a mask of its own."""
-    assert decoder.window is not None
-    try:
-        with torch.inference_mode():
-            return prove(torch, decoder, forward, prompts, several, decoder.window + _TOKENS)
-    except UsageError:
-        raise
-    except Exception as error:  # a model that takes one mask for all kinds of layers raises anything
-        line = next(iter(str(error).splitlines()), "")
-        raise UsageError(
-            f"{decoder.name} cannot be called for more than the {decoder.window} tokens of its sliding window",
-            cause=f"it takes no mask of its own for the layers that slide: {type(error).__name__}: {line}"[:300],
-            remedy='keep prompts and new tokens within the window, or pass adapter="recompute", which uses no cache',
-        ) from error
+def _tolerance(torch: Any, decoder: Decoder, plain: _Plain, several: int) -> float:
+    """For ties. Raises UsageError where the decoder's logits are others, and whatever a model raises that cannot be called so."""
+    return TIE * max(_replay(torch, decoder, plain.ids, plain.rows, plain.wanted, plain.allowed, several), 1e-6 * plain.scale)
 
 
 def _replay(
