@@ -119,44 +119,45 @@ def test_what_the_user_asked_for_and_other_failures_stay_as_they_are(asked: str,
 class Recorded:
     """As a verifier: its runs need `needs` GB of 10, those of the frozen baseline and of one beside it included."""
 
-    def __init__(self, racer: Racer, needs: float, side_by_side: bool):
-        self.racer, self.needs, self.side_by_side, self.runs = racer, needs, side_by_side, 0
+    def __init__(self, racer: Racer, needs: float, at_once: int):
+        self.racer, self.needs, self.at_once, self.runs = racer, needs, at_once, 0
 
     def verify(self, techniques: Any) -> str:
         self.runs += 1
-        if 4 * self.racer.has_base + self.needs * (2 if self.side_by_side else 1) > 10:
+        if 4 * self.racer.has_base + self.needs * self.at_once > 10:
             raise TrialEnded(FULL)
         return "verified"
 
 
-@pytest.mark.parametrize(("needs", "base", "side_by_side", "runs", "verified"), [
-    (5, False, False, 1, True),
-    (5, True, False, 1, True),
-    (7, True, False, 2, True),          # the frozen baseline was in its way
-    (7, False, True, 2, True),          # the run beside it was
-    (11, True, True, 2, False),         # it needs too much by itself
-    (11, False, False, 1, False),       # and nothing else ran
+@pytest.mark.parametrize(("needs", "base", "at_once", "runs", "verified"), [
+    (5, False, 1, 1, True),
+    (5, True, 1, 1, True),
+    (7, True, 1, 2, True),              # the frozen baseline was in its way
+    (7, False, 2, 2, True),             # the run beside it was
+    (3, False, 4, 2, True),             # or those beside it
+    (11, True, 2, 2, False),            # it needs too much by itself
+    (11, False, 1, 1, False),           # and nothing else ran
 ])
-def test_a_verification_run_is_repeated_alone(needs: float, base: bool, side_by_side: bool, runs: int, verified: bool) -> None:
+def test_a_verification_run_is_repeated_alone(needs: float, base: bool, at_once: int, runs: int, verified: bool) -> None:
     device = Device(4, 4)
     racer, why = racer_on(device)
     if base:
         race(racer, share=True)
         assert racer.has_base
-    verifier = Recorded(racer, needs, side_by_side)
+    verifier = Recorded(racer, needs, at_once)
     if verified:
         assert crowding.verify(verifier, racer, CANDIDATE) == "verified"                        # type: ignore[arg-type]
     else:
         with pytest.raises(TrialEnded):
             crowding.verify(verifier, racer, CANDIDATE)                                         # type: ignore[arg-type]
-        assert verifier.side_by_side is side_by_side, "another set may need less"
+        assert verifier.at_once == at_once, "another set may need less"
     alternates = verified and runs == 2
     assert verifier.runs == runs and len(why) == alternates and (racer.mode == "alternate") is alternates
 
 
 def test_the_search_asks_in_this_way() -> None:
     racer, why = racer_on(Device(4, 4))
-    verifier: Any = Recorded(racer, 7, True)
+    verifier: Any = Recorded(racer, 7, 2)
     search = Search({}, Facts(), racer, verifier, time.monotonic() + 60, print)
     assert search.verify(CANDIDATE, None) == "verified" and why                                 # type: ignore[arg-type]
 
@@ -164,9 +165,9 @@ def test_the_search_asks_in_this_way() -> None:
 def test_who_resumes_the_study_alternates_as_well() -> None:
     answers: dict[str, str] = {}
     study: Any = SimpleNamespace(store=SimpleNamespace(set_answer=answers.__setitem__), notes=[], say=lambda line: None)
-    racer, verifier = in_whole_blocks(Device(4, 4)), SimpleNamespace(side_by_side=True)
+    racer, verifier = in_whole_blocks(Device(4, 4)), SimpleNamespace(at_once=4)
     tune._one_at_a_time(study, racer, verifier, "it is full")       # type: ignore[arg-type]
-    assert (racer.mode, verifier.side_by_side) == ("alternate", False)
+    assert (racer.mode, verifier.at_once) == ("alternate", 1)
     assert answers == {baseline.ALTERNATES: "it is full"} and study.notes == ["fresh runs alternate: it is full"]
 
 

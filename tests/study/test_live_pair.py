@@ -196,7 +196,7 @@ def in_order(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_verification_runs_are_recorded_two_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, together = Verifier(bench), Verifier(bench, side_by_side=True)
+    alone, together = Verifier(bench), Verifier(bench, at_once=2)
     done = in_order(alone, monkeypatch)
     alone._prepare(*RUNS)
     assert done == [], "each has its turn when it is asked for"
@@ -231,7 +231,7 @@ def test_a_script_that_does_not_repeat_itself_is_not_verified(bench: Bench, line
 
 def test_a_run_that_times_its_own_start_is_recorded_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[Run, ...]] = []
-    verifier = Verifier(bench, side_by_side=True)
+    verifier = Verifier(bench, at_once=2)
     monkeypatch.setattr(verifier, "_record", lambda *runs: recorded.append(runs))
     own = SimpleNamespace(id="own", options_dict=dict, module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
     verifier._prepare(Run((own,)), Run())       # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_a_failed_verification_run_ends_the_one_beside_it(bench: Bench, tmp_path
     crashing = Run((candidate(tmp_path, "crashes"),))
     for runs in ((crashing, Run()), (Run(repetition=1), crashing)):
         with pytest.raises(TrialEnded) as ended:
-            Verifier(bench, side_by_side=True)._prepare(*runs)
+            Verifier(bench, at_once=2)._prepare(*runs)
         assert ended.value.outcome.kind == "killed_by_signal" and not bench.living
 
 
@@ -257,18 +257,23 @@ def test_the_losses_of_a_process_that_races_share_are_known_while_it_lives(bench
 
 
 @pytest.mark.parametrize(("mode", "limit", "host_gb", "device_gb", "holds"), [
-    ("concurrent", None, 10, 10, True), ("alternate", None, 10, 10, False), ("concurrent", 2**30, 10, 10, False),
-    ("concurrent", None, 4, 10, False), ("concurrent", None, 10, 4, False), ("concurrent", None, None, None, True),
+    ("concurrent", None, 10, 10, 4), ("alternate", None, 10, 10, 1), ("concurrent", 2**30, 10, 10, 1), ("concurrent", None, 4, 10, 1),
+    ("concurrent", None, 6, 10, 3), ("concurrent", None, 10, 4, 1), ("concurrent", None, 10, 7, 2), ("concurrent", None, None, None, 4),
 ])
-def test_two_verification_runs_at_once_need_memory_for_them_and_the_frozen_baseline(
-    mode: str, limit: int | None, host_gb: int | None, device_gb: int | None, holds: bool,
+def test_verification_runs_at_once_need_memory_for_them_and_the_frozen_baseline(
+    mode: str, limit: int | None, host_gb: int | None, device_gb: int | None, holds: int,
 ) -> None:
-    facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb), device_reserved_bytes=2**30,
-                            device_room_bytes=device_gb and device_gb * 2**30)
-    study = SimpleNamespace(facts=facts, baseline={"memory_bytes": 1}, request=SimpleNamespace(limit_bytes=limit))
-    assert baseline.side_by_side(study, mode, Pace(0.01, 9.0, crowded=False)) is holds          # type: ignore[arg-type]
+    def runs(device: str, cores: int, pace: Pace | None) -> int:
+        facts = SimpleNamespace(machine=SimpleNamespace(memory_bytes=host_gb, cpu_count=cores), device=device,
+                                device_reserved_bytes=2**30, device_room_bytes=device_gb and device_gb * 2**30)
+        study = SimpleNamespace(facts=facts, baseline={"memory_bytes": 1}, request=SimpleNamespace(limit_bytes=limit))
+        return baseline.at_once(study, mode, pace)      # type: ignore[arg-type]
+
+    free = Pace(0.01, 9.0, crowded=False)
+    assert runs("cuda", 16, free) == holds
+    assert runs("cuda", 4, free) == runs("cpu", 16, free) == min(2, holds), "starting takes cores, and so does training on a CPU"
     for lost in (None, Pace(0.1, 9.0, crowded=True)):
-        assert baseline.side_by_side(study, mode, lost) is False                                # type: ignore[arg-type]
+        assert runs("cuda", 16, lost) == 1
 
 
 def test_who_waits_for_a_first_step_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.M
     for name, stub in {"Racer": racer, "Verifier": types.SimpleNamespace(), "Search": found, "_is_measurable": True}.items():
         monkeypatch.setattr(tune, name, lambda *arguments, stub=stub, **named: stub)
     monkeypatch.setattr(tune, "_confirm", lambda *arguments: pytest.fail("nothing was kept"))
-    for name in ("establish", "race_mode", "side_by_side"):
+    for name in ("establish", "race_mode", "at_once"):
         monkeypatch.setattr(tune.baseline, name, lambda *arguments: True)
     request = types.SimpleNamespace(budget_s=60.0, threshold=0.02, race_mode="auto", only=None, skip=frozenset(), allow_convergence=False)
     store = types.SimpleNamespace(phases=lambda: [], add_seconds=lambda phase, seconds: None)

@@ -31,6 +31,12 @@ ALTERNATES = "two at once"
 #: What a process takes of a CUDA device besides what torch's allocator holds: its context, the kernels that it loaded, the libraries' own.
 CONTEXT_BYTES = 600 << 20
 
+#: Verification runs at once: all that a comparison needs (the baseline, its repetition, a twin, the candidate) on an accelerator, where most
+#: of such a run is its start, which takes a core or two; on a CPU the trainings themselves share the cores.
+MOST_AT_ONCE = 4
+MOST_AT_ONCE_ON_CPU = 2
+CORES_TO_START = 2
+
 #: A baseline whose step took this many times as long as those of the last race (a process may stay slow as long as it lives) is no
 #: picture of where their time goes.
 APART = 1.3
@@ -220,12 +226,17 @@ def pace(facts: Facts, startup_s: float) -> Pace:
     return Pace(facts.step_ms / 1e3, startup_s, crowded=facts.device == "cpu" and 2 * threads > facts.machine.cpu_count)
 
 
-def side_by_side(study: Study, mode: str, pace: Pace | None) -> bool:
-    """Whether two verification runs are to be recorded at once, while the baseline that screening races share stands frozen.
-    What they record needs memory too, and under a limit each may need all of it."""
-    assert study.facts is not None
-    possible = mode == "concurrent" and study.request.limit_bytes is None and _too_small(study.baseline, study.facts, 4) is None
-    return possible and pace is not None and not pace.loses(UPDATES)
+def at_once(study: Study, mode: str, pace: Pace | None) -> int:
+    """How many verification runs are to be recorded at once, while the baseline that screening races share stands frozen.
+    What they record needs memory too, as much as one more; and under a limit each may need all of it."""
+    facts = study.facts
+    assert facts is not None
+    if mode != "concurrent" or study.request.limit_bytes is not None or pace is None or pace.loses(UPDATES):
+        return 1
+    most = MOST_AT_ONCE_ON_CPU
+    if facts.device != "cpu":
+        most = max(most, min(MOST_AT_ONCE, facts.machine.cpu_count // CORES_TO_START))
+    return next((runs for runs in range(most, 1, -1) if _too_small(study.baseline, facts, runs + 2) is None), 1)
 
 
 def _too_small(seen: dict[str, Any], facts: Facts, processes: int) -> str | None:

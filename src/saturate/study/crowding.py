@@ -15,16 +15,16 @@ def verify(verifier: Any, racer: Racer, techniques: Set) -> Any:
     try:
         return verifier.verify(techniques)
     except TrialEnded as ended:
-        if not racer.may_be_crowded(ended) or not (racer.has_base or verifier.side_by_side):
+        if not racer.may_be_crowded(ended) or not (racer.has_base or verifier.at_once > 1):
             raise
         outcome = ended.outcome
     racer.bench.say(ONCE_MORE)
     racer.drop_base()
-    side_by_side, verifier.side_by_side = verifier.side_by_side, False
+    at_once, verifier.at_once = verifier.at_once, 1
     try:
         found = verifier.verify(techniques)
     except TrialEnded:
-        verifier.side_by_side = side_by_side        # it needs too much by itself: others may still run beside each other
+        verifier.at_once = at_once        # it needs too much by itself: others may still run beside each other
         raise
     racer.tell_crowded(outcome)
     return found

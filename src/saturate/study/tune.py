@@ -206,7 +206,7 @@ def _measure(study: Study, bench: Bench) -> None:
         return
     if study.aa is not None:
         study.facts = search.facts = seen_by_all(study.facts, study.aa)
-    verifier.side_by_side = baseline.side_by_side(study, racer.mode, bench.pace)      # the look at the noise may have changed the mode
+    verifier.at_once = baseline.at_once(study, racer.mode, bench.pace)      # the look at the noise may have changed the mode
     study.search = search
     too_much = "runs out of memory" if study.starved else bench.peaks.too_much(())
     if too_much:
@@ -246,7 +246,7 @@ def _one_at_a_time(study: Study, racer: Racer, verifier: Verifier, why: str) -> 
     """From now on two processes of this command never live at once."""
     baseline.alternate(study, why)
     racer.alternate()
-    verifier.side_by_side = False
+    verifier.at_once = 1
 
 
 def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, end: float) -> bool:

@@ -90,13 +90,13 @@ def first_difference(expected: list[list[float]], found: list[list[float]], allo
 
 
 class Verifier:
-    """Runs and caches verification runs. Baseline runs are shared by all candidates. `side_by_side`: two of them may run at once,
+    """Runs and caches verification runs. Baseline runs are shared by all candidates. `at_once`: so many of them may run at once,
     beside what stands frozen; nothing in them is timed, and most of a short one is its start."""
 
-    def __init__(self, bench: Bench, side_by_side: bool = False):
+    def __init__(self, bench: Bench, at_once: int = 1):
         self.bench = bench
         self._series: dict[str, Series] = {}
-        self.side_by_side = side_by_side
+        self.at_once = at_once
         self.reference: Set = ()                # what everything is compared with; the baseline, if that runs
         self.refusal: str | None = None         # why nothing can be verified in this workload
         self.note: str | None = None            # what the user should know of how it was verified
@@ -165,6 +165,8 @@ class Verifier:
         baseline = self.series(Run(self.reference))
         subject = " + ".join(c.id for c in techniques)
         rounding = self._rounding(numerics)
+        if numerics != "exact":         # which is bit-identical as a rule, and needs nothing else then
+            self._prepare(*self._compared(techniques, rounding, aligned=False))
         if comparison.bitwise(baseline, self.series(Run(techniques))):
             return Verified(True, "bit-identical to the baseline", [])
         if numerics == "exact":
@@ -187,7 +189,7 @@ class Verifier:
         return repeated(*(self.series(Run(self.reference, aligned=aligned, repetition=number)) for number in (0, 1)))
 
     def _repeats_bits(self, baseline: Series) -> bool:
-        """One repetition tells most that do not; only then are the others asked for, two at a time."""
+        """One repetition tells most that do not; only then are the others asked for, several at a time."""
         times = 1 if baseline.device in ("", "cpu") else REPETITIONS
         first, *others = [Run(self.reference, repetition=number) for number in range(1, times + 1)]
         if not comparison.bitwise(baseline, self.series(first)):
@@ -198,14 +200,18 @@ class Verifier:
     def _compare(self, techniques: Set, rounding: float, aligned: bool) -> comparison.Verdict:
         """One twin is enough to pass. Before anything is rejected that nearly passed, there are more: when a training begins to
         amplify rounding (a ReLU's kink) is chance, and one twin may have been late."""
-        runs = [Run(chosen, aligned=aligned) for chosen in (self.reference, techniques)]
-        self._prepare(*runs)
-        subject, allowed = self.series(runs[1]), self._tolerance(rounding, aligned)
+        self._prepare(*self._compared(techniques, rounding, aligned))
+        subject, allowed = self.series(Run(techniques, aligned=aligned)), self._tolerance(rounding, aligned)
         baseline = self._repeated(aligned)
         found = comparison.compare(baseline, subject, allowed)
         if found.nearly:
             found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned, TWINS))
         return found
+
+    def _compared(self, techniques: Set, rounding: float, aligned: bool) -> tuple[Run, ...]:
+        """What every comparison needs, the baseline first."""
+        return (Run(self.reference, aligned=aligned), Run(techniques, aligned=aligned), Run(self.reference, aligned=aligned, repetition=1),
+                Run(self.reference, aligned=aligned, perturb=rounding))
 
     def _tolerance(self, rounding: float, aligned: bool = False, twins: int = 1) -> Tolerance:
         perturbed = [Run(self.reference, aligned=aligned, perturb=rounding, repetition=number) for number in range(twins)]
@@ -271,10 +277,10 @@ class Verifier:
         return name in self._series
 
     def _prepare(self, *runs: Run) -> None:
-        """Record what is not known of these, if two can be recorded at a time; otherwise each has its turn when it is asked for."""
-        if self.side_by_side:
+        """Record what is not known of these, if several can be recorded at a time; otherwise each has its turn when it is asked for."""
+        if self.at_once > 1:
             missing = [run for run in runs if not self._known(run)]
-            at_once = 1 if any(member.module.TECHNIQUE.starts_alone for run in missing for member in run.techniques) else 2
+            at_once = 1 if any(member.module.TECHNIQUE.starts_alone for run in missing for member in run.techniques) else self.at_once
             for first in range(0, len(missing), at_once):
                 self._record(*missing[first:first + at_once])
 
