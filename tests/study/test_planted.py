@@ -61,6 +61,9 @@ def test_clocks_are_compared_with_ours() -> None:
     assert clocks.drift([(40 * ms, 10 * ms)] * 9) is None, "blocks so short that one late wake-up counts"
     assert clocks.drift([(90 * ms, 85 * ms)] * 20) is None, "short turns, each a little late"
     assert "by the clock inside" in str(clocks.drift([(90 * ms, 70 * ms)] * 8)), "short turns are taken together"
+    crowded = [(428 * ms, 357 * ms), (371 * ms, 328 * ms), (184 * ms, 160 * ms), (428 * ms, 357 * ms)]
+    assert "by the clock inside" in str(clocks.drift(crowded)) and clocks.drift(crowded, clocks.LATE_ON_DEVICES_NS) is None
+    assert "by the clock inside" in str(clocks.drift([(2000 * ms, 1600 * ms)] * 4, clocks.LATE_ON_DEVICES_NS)), "a device's clock is slow"
 
 
 # -- a member of a set keeps its own promise; a timed run trains as a verification run does ----------------------------

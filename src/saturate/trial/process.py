@@ -192,7 +192,8 @@ class Trial:
             self._lags.append((ended - began - (meter.queued_ns() - queued), stamps[-1] - stamps[0]))
         self._looked_at = self._looked_at or watch is not None
         self._note_peak(gates)
-        problem = next(filter(None, (clocks.problem(began, gate["stamps"], ended) for gate in gates)), clocks.drift(self._lags))
+        late_ns = clocks.LATE_NS if (self.server.hello() or {}).get("device", "cpu") == "cpu" else clocks.LATE_ON_DEVICES_NS
+        problem = next(filter(None, (clocks.problem(began, gate["stamps"], ended) for gate in gates)), clocks.drift(self._lags, late_ns))
         if problem is not None:
             raise self.end(Outcome("clock_disagrees", problem))
         durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
