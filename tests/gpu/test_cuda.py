@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -96,7 +97,8 @@ def test_a_recipe_leaves_a_script_that_captures_its_own_steps_as_it_is(script, t
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('schema = 1\n[[technique]]\nid = "channels-last"\n', encoding="utf-8")
     done = subprocess.run([sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(script(GRAPHED.replace("WARM", "3")))],
-                          capture_output=True, text=True, cwd=tmp_path, env=clean_environment, timeout=200)
+                          capture_output=True, text=True, cwd=tmp_path, timeout=200,
+                          env={**clean_environment, "PYTHONPATH": os.pathsep.join(sys.path)})      # it may not be installed here
     assert done.returncode == 0 and "replayed" in done.stdout, done.stderr
     assert "replays a CUDA graph of whole steps" in done.stderr
 
@@ -173,7 +175,7 @@ def test_losses_that_replayed_graphs_write_over_are_recorded(start, script):
     """
     found = []
     for techniques in ([], [chosen("compile", mode="reduce-overhead")]):
-        trial = start(str(script(source)), timeout_s=240.0, techniques=techniques)
+        trial = start(str(script(source)), timeout_s=240.0, techniques=techniques, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]})
         trial.wait_ready()
         trial.run_block(20, 5)
         found.append([loss for update in trial.losses for loss in update])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 
@@ -82,6 +83,7 @@ def test_activations_wait_in_host_memory_where_random_numbers_forbid_a_cut(small
 def test_micro_batches_hold_less(autocast):
     peaks, gradients = [], []
     for technique in (None, micro_batch):
+        gc.collect()
         torch.manual_seed(0)
         model = Deep().cuda().train()
         context = Context(torch)
@@ -89,13 +91,15 @@ def test_micro_batches_hold_less(autocast):
         if technique is not None:
             technique.apply(context, technique.Options(chunks=8))
         x = torch.randn(16000, 512, generator=torch.Generator().manual_seed(1)).cuda()
-        for _ in range(2):          # the first one is looked at
+        steps = []
+        for _ in range(6):          # the first is watched, and those after 0, 1, 2 and 4 others are run whole as well, to be compared
             torch.cuda.reset_peak_memory_stats()
             model.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
                 loss = model(x).float().square().mean()
             loss.backward()
-        peaks.append(torch.cuda.max_memory_allocated())
+            steps.append(torch.cuda.max_memory_allocated())
+        peaks.append(min(steps[1:]))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         assert technique is None or "micro-batch" in context.notes
     assert peaks[1] < 0.5 * peaks[0]
