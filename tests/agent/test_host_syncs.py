@@ -29,3 +29,22 @@ def test_every_read_is_called_what_it_is():
     assert [what for _, what in found] == ["Tensor.item", "format(Tensor)", "print", "bool(Tensor)", "float(Tensor)", "Tensor.tolist"]
     assert [line - found[0][0] for line, _ in found] == list(range(6))
     assert all(file == __file__ for file, _, _ in syncs.found)
+
+
+def test_a_copy_to_the_device_tells_its_line_and_what_stays_tells_none(monkeypatch):
+    """Here `meta` stands for the device: what is copied there is labelled, and so is nothing else."""
+    labels = []
+    syncs = HostSyncs(torch, "cuda", time.perf_counter_ns, lambda text: labels.append(text) or contextlib.nullcontext(), lambda: False)
+    value = torch.zeros(3)
+    syncs.on()
+    try:
+        syncs._device = "meta"
+        moved = value.to("meta"); again = moved.to("meta")      # noqa: E702 - one line, one label
+        value.to(torch.device("meta"), torch.float64)
+        value.to(moved)
+        value.to(torch.float16)
+        value.to("meta", non_blocking=True)
+    finally:
+        syncs.off()
+    first = labels[0].removeprefix(f"upload {__file__}:").split()
+    assert again is moved and labels == [f"upload {__file__}:{int(first[0]) + n} Tensor.to" for n in range(3)] and not syncs.found

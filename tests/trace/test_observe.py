@@ -101,6 +101,19 @@ def test_syncs_by_call_and_operator() -> None:
         ("aten::copy_", "cudaStreamSynchronize (HtoD)", 0.5, 0.03)]
 
 
+def test_a_copy_to_the_device_is_named_by_the_line_that_its_label_tells() -> None:
+    """As `agent.hostsyncs` writes it; the same operator elsewhere stays what it was."""
+    made = steps(Recording(V100))
+    for at, label in ((100_000, "saturate.upload /home/u/train.py:12 Tensor.to"), (300_000, "")):
+        if label:
+            made.annotation(label, at - 1_000, at + 99_000)
+        made.operator("aten::copy_", at, at + 90_000)
+        made.copy("Memcpy HtoD (Pageable -> Device)", at + 10_000, at + 20_000, launched=at + 5_000)
+        made.call("cudaStreamSynchronize", at + 30_000, at + 80_000)
+    found = {(one.where, one.what): one.ms_per_step for one in seen(made.trace()).syncs}
+    assert found == {("/home/u/train.py:12", "Tensor.to (HtoD)"): 0.025, ("aten::copy_", "cudaStreamSynchronize (HtoD)"): 0.025}
+
+
 def test_the_queue_is_shallow_where_nothing_is_launched_ahead() -> None:
     def queued(*launches: int) -> float | None:
         made = steps(Recording(V100))

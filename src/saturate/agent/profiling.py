@@ -151,7 +151,7 @@ class Recording(Window):
         self._watch_backward(label)
         if not self.session.inspection.compiled:    # dynamo guards on hooks: one more would compile everything again
             self._watch_forward(label)
-        self.syncs = HostSyncs(torch, self.device, self.session.clock, lambda text: label(f"{LABEL}sync {text}"),
+        self.syncs = HostSyncs(torch, self.device, self.session.clock, lambda text: label(f"{LABEL}{text}"),
                                lambda: self.loading)
         self.on_undo(self.syncs.off)
         self.syncs.on()

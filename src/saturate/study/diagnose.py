@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         flops_coverage=coverage,
         flops_left_out=record.left_out,
         memory=record.memory(),
-        syncs=record.syncs(_other_syncs(base, record.unprofiled)),
+        syncs=record.syncs(_other_syncs(base, record.shorten, record.unprofiled)),
         input_lines=record.input_lines(),
         modules=record.modules(),
         off_device=seen.record.get("off_device", []),
@@ -178,11 +179,10 @@ class Record:
         return memory.breakdown(self.seen, self.shorten)
 
     def syncs(self, others: tuple[SyncSeen, ...] = ()) -> list[Sync]:
-        """The waits with a line, and those of a trace (`others`), which have none."""
+        """The waits with a line, and those of a trace (`others`), of which copies to the device have one."""
         found = [self._place(file, line, what, calls, ns * self.unprofiled, self.seen.record["steps"])
                  for file, line, what, calls, ns in self.seen.record.get("syncs", [])]
-        found += [Sync(file="", line=0, what=f"{one.what} in {one.where}" if one.where else one.what, calls_per_step=one.calls_per_step,
-                       ms_per_step=one.ms_per_step) for one in others]
+        found += map(_wait, others)
         return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
 
     def input_lines(self) -> list[Sync]:
@@ -292,7 +292,7 @@ def observe(
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
-        "syncs": _syncs(record, shorten, faster) + _other_syncs(base, faster),
+        "syncs": _syncs(record, shorten, faster) + _other_syncs(base, shorten, faster),
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
@@ -381,12 +381,30 @@ def _syncs(record: dict[str, Any], shorten: Callable[[str], str], unprofiled: fl
                  for file, line, what, calls, ns in record.get("syncs", []))
 
 
-def _other_syncs(base: Observations, unprofiled: float) -> tuple[SyncSeen, ...]:
-    """On a device, the waits that no method of a tensor shows: inside operators (`nonzero`, a mask as an index, a copy from pageable
-    memory) and in libraries."""
+def _other_syncs(base: Observations, shorten: Callable[[str], str], unprofiled: float) -> tuple[SyncSeen, ...]:
+    """On a device, the waits that a trace alone shows: inside operators (`nonzero`, a mask as an index), copies to the device, and in
+    libraries."""
     if base.device == "cpu":
         return ()
-    return tuple(dataclasses.replace(one, ms_per_step=unprofiled * one.ms_per_step) for one in base.syncs)
+    return tuple(dataclasses.replace(one, where=_shortened(one.where, shorten), ms_per_step=unprofiled * one.ms_per_step)
+                 for one in base.syncs)
+
+
+#: A line of code, where `SyncSeen.where` is none of an operator's name.
+_LINE = re.compile(r"(.*[^:]):([1-9]\d*)", re.DOTALL)
+
+
+def _shortened(where: str, shorten: Callable[[str], str]) -> str:
+    line = _LINE.fullmatch(where)
+    return f"{shorten(line[1])}:{line[2]}" if line else where
+
+
+def _wait(one: SyncSeen) -> Sync:
+    """In a report: with its line, or the operator that it is in."""
+    if line := _LINE.fullmatch(one.where):
+        return Sync(file=line[1], line=int(line[2]), what=one.what, calls_per_step=one.calls_per_step, ms_per_step=one.ms_per_step)
+    return Sync(file="", line=0, what=f"{one.what} in {one.where}" if one.where else one.what, calls_per_step=one.calls_per_step,
+                ms_per_step=one.ms_per_step)
 
 
 def _compiler(record: dict[str, Any]) -> CompilerSeen:

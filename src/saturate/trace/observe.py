@@ -205,7 +205,13 @@ def _syncs(seen: View, labelled: bool) -> tuple[SyncSeen, ...]:
     uploads = trace.gpu.kind == MEMCPY
     uploads &= named(trace, trace.gpu.name, FROM_HOST) & (seen.joined.launches >= 0)
     uploading = _around(trace, np.unique(seen.joined.launches[uploads]))
-    return _grouped(seen, trace.calls, rows, around, np.isin(around, uploading[uploading >= 0]))
+    return _grouped(seen, trace.calls, rows, around, np.isin(around, uploading[uploading >= 0]), _labels(trace, rows, phases.LABELLED_UPLOAD))
+
+
+def _labels(trace: Trace, calls: Column, pattern: re.Pattern[str]) -> Column:
+    """The innermost label that matches the pattern around each call, -1 where none is."""
+    rows = np.flatnonzero(named(trace, trace.annotations.name, pattern)).astype(row_type(trace.annotations.start))
+    return innermost(trace.annotations, rows, trace.calls.tid[calls], trace.calls.start[calls])
 
 
 def _in_label(trace: Trace, calls: Column, pattern: re.Pattern[str]) -> Column:
@@ -223,18 +229,29 @@ def _around(trace: Trace, calls: Column) -> Column:
                      trace.calls.tid[calls], trace.calls.start[calls])
 
 
-def _grouped(seen: View, events: HostEvents, rows: Column, around: Column, uploading: Column) -> tuple[SyncSeen, ...]:
+def _grouped(seen: View, events: HostEvents, rows: Column, around: Column, uploading: Column,
+             labels: Column | None = None) -> tuple[SyncSeen, ...]:
+    """`around`: the operator of each; `labels`: the label of each, which tells the line, where it has one."""
     trace, steps = seen.joined.trace, seen.window.count
-    known = np.maximum(around, 0)
-    where = np.where(around >= 0, trace.operators.name[known] if len(trace.operators.name) else -1, -1)
+    where = _named_by(trace.operators, around)
+    if labels is not None:
+        where = np.where(labels >= 0, _named_by(trace.annotations, labels), where)
     found = []
     for name, place, upload in {*zip(events.name[rows].tolist(), where.tolist(), uploading.tolist())}:
         own = rows[(events.name[rows] == name) & (where == place) & (uploading == upload)]
+        text, what = trace.names[place] if place >= 0 else "", trace.names[name]
+        if labelled := phases.LABELLED_UPLOAD.match(text):
+            text, what = labelled.groups()
         found.append(SyncSeen(
-            where=trace.names[place] if place >= 0 else "", what=trace.names[name] + (UPLOAD if upload else ""),
+            where=text, what=what + (UPLOAD if upload else ""),
             calls_per_step=len(own) / steps,
             ms_per_step=int((events.end[own] - events.start[own]).sum()) / steps / 1e6))
     return tuple(sorted(found, key=lambda sync: (-sync.ms_per_step, sync.what, sync.where)))
+
+
+def _named_by(events: HostEvents, rows: Column) -> Column:
+    """The name of each of these events, -1 for none (-1)."""
+    return np.where(rows >= 0, events.name[np.maximum(rows, 0)] if len(events.name) else -1, -1)
 
 
 def _kernels(seen: View, device: Device, host_late: float | None) -> KernelsSeen:

@@ -48,6 +48,8 @@ _BACKWARD = re.compile(r"^saturate\.backward$")
 _ENGINE = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 #: A wait of the host that the recorder labelled.
 LABELLED_SYNC = re.compile(r"^saturate\.sync ")
+#: A copy to the device that the recorder labelled: where, and what copies.
+LABELLED_UPLOAD = re.compile(r"^saturate\.upload (.+:\d+) (\S+)$", re.DOTALL)
 #: A wait of the recorder's own.
 DRAIN = re.compile(r"^saturate\.drain$")
 
