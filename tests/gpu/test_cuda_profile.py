@@ -56,6 +56,11 @@ def test_products_in_fp32_are_told_from_those_in_tf32(tf32: bool, tmp_path: Path
         pytest.skip("no TF32")
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     a = torch.randn(SIZE, SIZE, device="cuda")
-    trace = recorded(lambda: (a @ a).relu_(), tmp_path)
+
+    def work() -> None:
+        (a @ a).relu_()
+        torch.cuda.synchronize()        # else most of it runs after the last step
+
+    trace = recorded(work, tmp_path)
     share = observations(trace, analyze_one(trace).devices[0]).fp32_matmul
     assert share == 0.0 if tf32 else share > 0.5
