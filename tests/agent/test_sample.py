@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from saturate.agent import capture, observe
-from saturate.agent.sample import digest, few, spread, strided
+from saturate.agent.sample import all_strided, digest, few, spread, strided
 
 
 def test_few() -> None:
@@ -33,6 +33,16 @@ def test_what_is_not_contiguous_is_read_in_the_same_order() -> None:
             flat = view.reshape(-1)
             assert torch.equal(spread(view, entries), flat[:: max(1, flat.numel() // entries)][:entries])
         assert strided(view, 7) == strided(view.contiguous(), 7) and digest(view) == digest(view.contiguous())
+
+
+def test_many_tensors_are_read_as_each_of_them_is(monkeypatch) -> None:
+    """In one go for each format."""
+    made = [torch.randn(3, 5), torch.empty(0), torch.randn(200), torch.randn(4, 4).t(), torch.tensor(2.0), torch.randn(9, dtype=torch.float64),
+            torch.randn(7, dtype=torch.bfloat16), torch.complex(torch.randn(3), torch.randn(3)), torch.nn.Parameter(torch.randn(6))]
+    expected, copies, whole = [strided(one, 16) for one in made], [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.numel()) or whole(tensor))
+    assert all_strided(made, 16) == expected and all_strided([], 16) == []
+    assert sorted(copies) == [9, sum(len(row) for row in expected) - 9]
 
 
 def test_an_expanded_tensor_is_not_copied_to_read_some_of_it() -> None:

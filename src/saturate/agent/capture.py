@@ -142,11 +142,14 @@ class Capture:
     def _write(self, session: Any) -> None:
         freed = session.context.gradient_norms
         norms = [_norm(session.torch, p.grad) if p.grad is not None else freed.pop(id(p), None) for p in self._parameters]
-        values = [value for p in self._parameters for value in sample.strided(p, ENTRIES)]
-        for reference, name, entries in self._buffers:
-            found = _buffer(reference(), name)
-            now = sample.strided(found, ENTRIES) if _of_numbers(session.torch, found) else []
-            values += now if len(now) == entries else [math.nan] * entries      # a cache that grew, or was dropped
+        held = [_buffer(reference(), name) for reference, name, _ in self._buffers]
+        known = [buffer for buffer in held if _of_numbers(session.torch, buffer)]
+        rows = sample.all_strided([*self._parameters, *known], ENTRIES)
+        values = [value for row in rows[:len(self._parameters)] for value in row]
+        now = {id(buffer): row for buffer, row in zip(known, rows[len(self._parameters):])}
+        for buffer, (_, _, entries) in zip(held, self._buffers):
+            row = now.get(id(buffer), [])
+            values += row if len(row) == entries else [math.nan] * entries      # a cache that grew, or was dropped
         record = {"update": self.updates, "losses": [sample.total(loss) for loss in session.losses],
                   "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
         array(self._code, values).tofile(self._samples)

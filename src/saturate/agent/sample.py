@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from saturate.techniques import _common
@@ -16,10 +17,33 @@ def few(parameters: list[Any]) -> list[Any]:
 def strided(parameter: Any, entries: int) -> list[float]:
     """Up to `entries` values of a tensor, spread over it, in its own precision (at least float32), two numbers for each complex
     one; of a sharded tensor, of this rank's shard: no rank may have to wait for another here."""
+    return _strided(parameter, entries).tolist()
+
+
+def all_strided(parameters: Sequence[Any], entries: int) -> list[list[float]]:
+    """`strided` of each of them. An accelerator is waited for once, and not once for each tensor: where other programs use it as
+    well, each time is a turn of all of them."""
+    import torch
+
+    rows = [_strided(parameter, entries) for parameter in parameters]
+    alike: dict[Any, list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault((row.device, row.dtype) if type(row) is torch.Tensor else place, []).append(place)
+    found: list[list[float]] = [[] for _ in rows]
+    for places in alike.values():
+        together = (torch.cat([rows[place] for place in places]) if len(places) > 1 else rows[places[0]]).tolist()
+        for place in places:
+            count = rows[place].numel()
+            found[place], together = together[:count], together[count:]
+    return found
+
+
+def _strided(parameter: Any, entries: int) -> Any:
+    """As `strided`, where the tensor is."""
     import torch
 
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return _common.reals(spread(local, entries), torch).reshape(-1).tolist()
+    return _common.reals(spread(local, entries), torch).reshape(-1)
 
 
 def spread(tensor: Any, entries: int) -> Any:
@@ -31,7 +55,7 @@ def spread(tensor: Any, entries: int) -> Any:
     if not _is_copied_flat(torch, whole):
         return whole.reshape(-1)[::step][:entries]
     # `reshape` would copy all of it for the sake of a few: of an expanded buffer, many times what it holds in memory.
-    rest = torch.arange(0, whole.numel(), step, device="cpu")[:entries]
+    rest = torch.arange(0, whole.numel(), step, device=whole.device)[:entries]
     places, last = torch.zeros_like(rest), 0
     for size, stride in zip(reversed(whole.shape), reversed(whole.stride())):
         places += rest % size * stride
