@@ -4,6 +4,7 @@
     python bench/gpu_evidence.py --wheels .whl --out "$OUT" # what is missing there is carried as wheels
     python bench/gpu_evidence.py --rest                     # goes on where the last call ended: three cover everything
     python bench/gpu_evidence.py --only tune_char_gpt,tests # some parts; others in the file stay while their sources do
+    python bench/gpu_evidence.py --public FOLDER            # with `tune` on public scripts that were copied there, see docs/public-scripts.md
     python bench/gpu_evidence.py --rehearse --minutes 3     # without a GPU, small: does every part come to its end?
 
 Nothing is fetched from a network, nothing is installed but the wheels, and those into a folder that is removed again.
@@ -49,13 +50,15 @@ GPT = ("--layers", "8", "--width", "512", "--heads", "8", "--context", "256", "-
 @dataclass(frozen=True)
 class Part:
     """One question. `command(seconds, folder)`: what Python is called with, to end within `seconds`, in an empty `folder`;
-    `read(stdout, exit code)`: what was found (ValueError: nothing). `speaks_of`: sources, files or folders."""
+    `read(stdout, exit code)`: what was found (ValueError: nothing). `speaks_of`: sources, files or folders. `where`: the folder of a
+    public script, which it runs in, below what --public names."""
 
     name: str
     seconds: float
     speaks_of: tuple[str, ...]
     command: Callable[[float, Path], Sequence[str]]
     read: Callable[[str, int], Any]
+    where: str = ""
 
 
 def _object(stdout: str, code: int) -> Any:
@@ -81,12 +84,17 @@ def _tests(stdout: str, code: int) -> Any:
 
 
 def _tune(script: str, *arguments: str) -> Callable[[float, Path], Sequence[str]]:
-    def command(seconds: float, folder: Path) -> Sequence[str]:
-        budget = max(20, int(seconds * 0.75))       # the last race and its verification may go over
-        return [*SATURATE, "tune", "--json", "--budget", f"{budget}s", "--dir", str(folder / "study"), "--",
-                sys.executable, str(ROOT / script), *arguments, "--output", str(folder / "out")]
+    return lambda seconds, folder: [*_tuning(seconds, folder), str(ROOT / script), *arguments, "--output", str(folder / "out")]
 
-    return command
+
+def _tuning(seconds: float, folder: Path) -> list[str]:
+    budget = max(20, int(seconds * 0.75))           # the last race and its verification may go over
+    return [*SATURATE, "tune", "--json", "--budget", f"{budget}s", "--dir", str(folder / "study"), "--", sys.executable]
+
+
+def _public(name: str, where: str, *words: str, seconds: float = 90) -> Part:
+    """`tune` on a script that nobody here wrote."""
+    return Part(f"public_{name}", seconds, TRAINING, lambda seconds, folder: [*_tuning(seconds, folder), *words], _object, where)
 
 
 def _optimize(*only: str) -> Callable[[float, Path], Sequence[str]]:
@@ -129,6 +137,20 @@ PARTS = (
     Part("tune_photo_resnet", 140, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
          _tune("examples/photo_resnet.py", "--epochs", "1000", "--batch", "64"), _object),
 )
+
+#: With --public, after the others.
+WORD_LM = ("main.py", "--accel", "--data", "data/wikitext-2", "--model", "Transformer", "--emsize", "512", "--nhid", "512", "--nhead", "8",
+           "--nlayers", "4", "--epochs", "100")
+PUBLIC = (
+    _public("nanogpt", "nanoGPT", "train.py", "config/train_shakespeare_char.py", "--dtype=float32", "--compile=False", "--max_iters=100000",
+            "--eval_interval=1000", "--eval_iters=20"),
+    _public("imagenet_resnet50", "examples/imagenet", "main.py", "--dummy", "-a", "resnet50", "-b", "64", "-j", "4"),
+    _public("word_language_model", "examples/word_language_model", *WORD_LM, "--lr", "5"),
+    _public("word_language_model_optimizer", "examples/word_language_model", *WORD_LM, "--lr", "0.0005", "--use-optimizer"),
+    _public("lightning_transformer", "lightning", "transformer.py"),
+    _public("makemore", "makemore", "makemore.py", "-i", "names.txt", "-o", "/tmp/makemore", "--max-steps", "100000", "--device", "cuda"),
+    _public("dcgan", "examples/dcgan", "main.py", "--dataset", "fake", "--accel", "--niter", "1000", "--outf", "/tmp"),
+)
 CALL_S = 9.3 * 60                   # of ten minutes that a call may take
 ENDING_S = 16.0                     # what ending a part can take
 BEGUN_WITH = 0.7                    # of its limit: with less, a part is left to the next call
@@ -168,14 +190,24 @@ def enough(part: Part, left: float, rehearsed: bool) -> bool:
     return left >= min(part.seconds, LEAST_S if rehearsed else BEGUN_WITH * part.seconds)
 
 
-def run(part: Part, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What became of one part; it is killed, with all that it started, after `seconds`."""
+def files_hash(folder: Path) -> str:
+    """SHA-256 over all files of a folder, but for what Python compiles."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def run(part: Part, seconds: float, environment: Mapping[str, str], where: Path | None = None) -> dict[str, Any]:
+    """What became of one part; it is killed, with all that it started, after `seconds`. `where`: a folder of files of others to run in;
+    that they are as they were is a part of the answer."""
     sources = source_hash(part.speaks_of)           # before: an edit meanwhile must not look like what was measured
+    files = files_hash(where) if where else None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evidence-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with open(folder / "stdout", "w+b") as out, open(folder / "stderr", "w+b") as err:
-            process = subprocess.Popen([sys.executable, *part.command(seconds, folder)], cwd=folder, env=dict(environment),
+            process = subprocess.Popen([sys.executable, *part.command(seconds, folder)], cwd=where or folder, env=dict(environment),
                                        stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
             code = _wait(process, seconds)
             texts = [_text(stream) for stream in (out, err)]
@@ -186,6 +218,10 @@ def run(part: Part, seconds: float, environment: Mapping[str, str]) -> dict[str,
     except ValueError as error:
         found |= {"status": "failed", "exit_code": process.returncode, "reason": str(error)[:300],
                   "output": "\n".join(text[-OUTPUT_KEPT:] for text in texts)}
+    if where:
+        found |= {"command": " ".join(part.command(seconds, Path())[len(_tuning(seconds, Path())):]), "files": files}
+        if files_hash(where) != files:
+            found |= {"status": "failed", "reason": "the script's files are not as they were"}
     if code is None:
         found |= {"status": "timed out", "limit_s": round(seconds), "output": "\n".join(text[-OUTPUT_KEPT:] for text in texts)}
     return found
@@ -242,18 +278,22 @@ def write(path: Path, evidence: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = (*PARTS, *PUBLIC)) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=KEPT, help="the folder to write to")
     parser.add_argument("--minutes", type=float, default=CALL_S / 60, help="for everything (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to use, where there is no network")
+    parser.add_argument("--public", type=Path, help="a folder with public scripts")
     parser.add_argument("--only", default="", help="names of parts, comma-separated")
     parser.add_argument("--rest", action="store_true", help="only what no earlier call ran; its file is looked for in --out and in evidence/")
     parser.add_argument("--rehearse", action="store_true", help="also without a GPU; the file is called rehearsal.json")
     given = parser.parse_args(arguments)
-    wanted = {name for name in given.only.split(",") if name} or {part.name for part in parts}
+    wanted = {name for name in given.only.split(",") if name} or {part.name for part in parts if given.public or not part.where}
     if unknown := wanted - {part.name for part in parts}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    folders = {part.name: given.public / part.where for part in parts if given.public and part.where}
+    if absent := [name for name in sorted(wanted) if name.startswith("public_") and not folders.get(name, Path("-")).is_dir()]:
+        parser.error(f"--public holds no script for {', '.join(absent)}")
     ends = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="evidence-site-") as site:
         environment = installed(given.wheels, Path(site))
@@ -282,7 +322,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
                 evidence["parts"][part.name] = {"status": "not run", "reason": "the time was over"}
             else:
                 print(f"{part.name}: at most {min(part.seconds, left):.0f} s", file=sys.stderr, flush=True)
-                evidence["parts"][part.name] = run(part, min(part.seconds, left), environment)
+                evidence["parts"][part.name] = run(part, min(part.seconds, left), environment, folders.get(part.name))
             if only_skipped(evidence["parts"][part.name]) and not given.rehearse:
                 evidence["parts"][part.name] |= {"status": "failed", "reason": "every test was skipped"}
             write(path, evidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -130,6 +131,27 @@ def test_the_next_call_goes_on_where_the_last_one_ended(bench, tmp_path, monkeyp
     assert bench.main(["--out", str(tmp_path / "next"), "--rest", "--minutes", "12"], parts) == 0, "an empty folder, as a lent machine has it"
     second = written(tmp_path / "next")["parts"]
     assert second == first | {"long": second["long"]} and second["long"]["found"] == {"exit_code": 0, "n": 2}
+
+
+def test_a_public_script_runs_in_its_folder_and_is_left_as_it_was(bench, tmp_path, capfd):
+    public, out = tmp_path / "public", tmp_path / "out"
+    (public / "theirs").mkdir(parents=True)
+    (public / "theirs" / "train.py").write_text("print('train')\n")
+    reads = "import json, pathlib; print(json.dumps({'script': pathlib.Path('train.py').read_text()}))"
+    writes = reads + "; pathlib.Path('train.py').write_text('other')"
+    parts = [bench.part("own", "print('{}')")] + [
+        dataclasses.replace(bench.part(name, ""), where="theirs", command=lambda seconds, folder, code=code: ["-c", code])
+        for name, code in (("public_reads", reads), ("public_writes", writes))]
+    assert bench.main(["--out", str(out)], parts) == 0
+    assert written(out)["parts"]["public_reads"]["status"] == "not run", "no folder was named"
+    assert bench.main(["--out", str(out), "--public", str(public)], parts) == 1
+    found = written(out)["parts"]
+    assert found["public_reads"]["found"]["script"] == "print('train')\n" and found["public_reads"]["files"]
+    assert (found["public_writes"]["status"], found["public_writes"]["reason"]) == ("failed", "the script's files are not as they were")
+    for where in ([], ["--public", str(tmp_path / "elsewhere")]):
+        with pytest.raises(SystemExit):
+            bench.main(["--out", str(out), "--only", "public_reads", *where], parts)
+        assert "no script for public_reads" in capfd.readouterr().err
 
 
 def test_every_part_speaks_of_sources_that_exist_and_three_calls_cover_all(bench):
