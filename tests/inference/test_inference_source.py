@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import gc
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ import resource
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -319,6 +321,31 @@ def test_a_model_is_known_by_what_its_attributes_hold(made: Any) -> None:
     assert identity.of_model(torch, holding(made(1))) == known != identity.of_model(torch, holding(made(2)))
     given = identity.of_model(torch, Pair(), ("forward", (made(1),), []))
     assert identity.of_model(torch, Pair(), ("forward", (made(1),), [])) == given != identity.of_model(torch, Pair(), ("forward", (made(2),), []))
+
+
+def test_memory_that_is_looked_at_is_not_freed_meanwhile() -> None:
+    """Mostly it is a copy, of a tensor on a GPU or of one that is not contiguous, which nobody else holds."""
+    copy = torch.arange(6.0).reshape(2, 3).t().contiguous()
+    held, expected = weakref.ref(copy), copy.numpy().tobytes()
+    seen = pickles.memory_of(copy)
+    del copy
+    gc.collect()
+    assert held() is not None and bytes(seen) == expected
+    part = seen[4:8]
+    del seen
+    assert held() is not None and bytes(part) == expected[4:8]
+    del part
+    assert held() is None and not pickles.memory_of(torch.empty(0))
+
+
+def test_a_tensor_is_known_by_its_values_however_it_lies_in_memory() -> None:
+    rows = torch.randn(64, 65, dtype=torch.complex64)
+
+    def known(values: Any) -> str:
+        return identity.of_batches(torch, [(values,)])
+
+    for one, same in ((rows.t(), rows.t().contiguous()), (rows.conj(), rows.conj().resolve_conj()), (rows[::2, 1:], rows[::2, 1:].clone())):
+        assert known(one) == known(same) != known(rows)
 
 
 def test_arguments_that_a_model_is_given_are_known_by_their_values(tmp_path: Path) -> None:

@@ -305,9 +305,11 @@ def _huge_pages() -> bool:
 
 
 def memory_of(tensor: Any) -> memoryview:
-    """The bytes of a contiguous strided CPU tensor, not copied: valid as long as the tensor lives. Not through numpy,
-    which has no bfloat16 and may not be there."""
+    """The bytes of a contiguous strided CPU tensor, not copied. The view keeps the tensor: mostly it is a copy that nobody
+    else holds. Not through numpy, which has no bfloat16 and may not be there."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor      # ctypes knows an address only, and whoever frees the tensor frees what lies there
+    return memoryview(memory).cast("B")
