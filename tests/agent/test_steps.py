@@ -592,6 +592,9 @@ class Of(nn.Sequential):
     with low(), torch.no_grad(): model.eval()(x)
     output = model.train()(x)
 """, None),
+    "in float32": ("class Of(nn.Sequential): pass", """
+    torch.set_autocast_enabled("cpu", True); torch.set_autocast_dtype("cpu", torch.float32); output = model(x); torch.set_autocast_enabled("cpu", False)
+""", None),     # nanoGPT on a GPU with --dtype=float32; for a CPU torch.autocast does not take it
 }
 
 

@@ -115,7 +115,8 @@ class Inspection:
         torch = self.session.torch
         if not torch.is_autocast_enabled(self.device):
             return None
-        return str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
+        dtype = torch.get_autocast_dtype(self.device)       # scripts whose format is an option enter autocast in float32 as well
+        return None if dtype == torch.float32 else str(dtype).removeprefix("torch.")
 
     @property
     def autocast(self) -> str | None:
