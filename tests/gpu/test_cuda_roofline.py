@@ -52,6 +52,7 @@ def test_a_large_product_and_a_copy_reach_their_ceilings(measured, tmp_path):
     found = roofline(read(tmp_path / "trace.json"), 0, None, measured)
     assert found.source.startswith("measured on this device") and found.coverage > 0.9
     operators = {operator.name: operator for operator in found.operators}
-    product, relu = operators["aten::mm"], operators["aten::relu"]
+    # Newer versions of torch have it clamp.
+    product, relu = operators["aten::mm"], operators.get("aten::relu") or operators["aten::clamp_min"]
     assert product.flops == 5 * 2 * SIZE**3 and product.limit == "compute" and 0.7 < product.efficiency < 1.1
     assert relu.limit == "memory" and 0.7 < relu.efficiency < 1.1
