@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from saturate.errors import WorkloadFailed
 from saturate.inference import batches, guards, modes, session, users_code
 from saturate.inference.lab import Lab, computed_in
 from saturate.inference.source import callable_of
+from saturate.techniques._trees import copied
 
 
 def compare(torch: Any, model: Any, lab: Lab) -> list[str]:
@@ -27,8 +28,7 @@ def compare(torch: Any, model: Any, lab: Lab) -> list[str]:
     module, call = callable_of(torch, model)
     try:
         with _as_there(torch, module, lab):
-            answer = batches.tensors(torch, call(*lab.source.inputs(torch)[0]))
-            own = [tensor.detach().to("cpu", copy=True) for tensor in answer]
+            own = _answer(torch, call, lab.source.inputs(torch)[0], lab.source.device)
     except users_code.RAISED as error:      # there may be no room for a second one on the device
         return ["the model cannot be called in this process, so nobody knows whether it answers here as it does in those of candidates: "
                 + users_code.last_words(error)]
@@ -60,6 +60,12 @@ def _difference(torch: Any, lab: Lab, own: list[Any]) -> str | None:
     return None if failed is None else f"on the first batch of inputs, there against here: {failed.what}"
 
 
+def _answer(torch: Any, call: Callable[..., Any], batch: tuple[Any, ...], device: str) -> list[Any]:
+    """The tensors of the model's answer, on the CPU, where they are compared. What the call takes of a device is free behind it."""
+    there = copied(batch, lambda path, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    return [tensor.detach().to("cpu", copy=True) for tensor in batches.tensors(torch, call(*there))]
+
+
 @contextmanager
 def _as_there(torch: Any, module: Any, lab: Lab) -> Iterator[None]:
     """Evaluation mode, no gradients and no autocast, as a candidate's process has it; the modes and buffers of all parts, and random
@@ -76,6 +82,8 @@ def _as_there(torch: Any, module: Any, lab: Lab) -> Iterator[None]:
               torch.autocast(device.partition(":")[0], enabled=False), modes.evaluating(torch, *[module] * lab.source.training)):
             yield
     finally:
+        if device != "cpu":
+            torch.cuda.empty_cache()        # or this process keeps what the call took, and candidates lack it
         for part, held in buffers:
             part._buffers.update(held)
         values.restore()

@@ -58,7 +58,8 @@ EXAMPLES = 2
 
 @dataclass
 class Lab:
-    """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts. `stored`: where they are."""
+    """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts. `stored`: where they are. All answers that
+    are compared lie on the CPU: here those of a GPU would be out of reach of each other, and fill the candidates' memory."""
 
     source: Source
     folder: Path
@@ -218,7 +219,7 @@ class Lab:
         """The answer to a batch that is not the user's own; None where the model refuses it. Raises WorkerFailed where it
         ends the process."""
         try:
-            return samples.tensors(worker.probe(*batch))
+            return _on_cpu(worker.probe(*batch))
         except WorkerFailed as error:
             if not error.alive:
                 raise
@@ -229,7 +230,7 @@ class Lab:
         for batch, expected in self.others:
             shown = guards.shown(batch)
             try:
-                got = samples.tensors(worker.run(*batch))
+                got = _on_cpu(worker.run(*batch))
             except WorkerFailed as error:
                 if not error.alive:
                     raise
@@ -357,6 +358,11 @@ def of_the_machine(message: str) -> Iterator[None]:
             raise
         raise EnvironmentProblem(message, cause=str(error), remedy="free some space, or choose another folder with workdir (--workdir "
                                  "DIR), and give the same command again: it goes on from here") from error
+
+
+def _on_cpu(answer: Any) -> list[Any]:
+    """Its tensors, where answers are compared. Those to inputs on the CPU come there, but for kinds that torch pickles as a whole."""
+    return [tensor.detach().cpu() for tensor in samples.tensors(answer)]
 
 
 def _ended(error: WorkerFailed) -> str:

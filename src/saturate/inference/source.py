@@ -143,15 +143,16 @@ class Source:
         check_private(self.folder)
         return pickles.load(torch, self.folder / _MODEL).as_module(torch)
 
-    def inputs(self, torch: Any) -> list[tuple[Any, ...]]:
-        """The measured batches, on the source's device."""
+    def inputs(self, torch: Any, device: str = "cpu") -> list[tuple[Any, ...]]:
+        """The measured batches. A candidate's process asks for them on its device; the search has them on the CPU, where it compares
+        what is answered to them, and leaves a GPU's memory to the candidates."""
         check_private(self.folder)
-        return pickles.load(torch, self.folder / _INPUTS, self.device)
+        return pickles.load(torch, self.folder / _INPUTS, device)
 
-    def others(self, torch: Any) -> list[tuple[Any, ...]]:
-        """Batches of the inputs that are not measured and have sizes that no measured one has, on the source's device."""
+    def others(self, torch: Any, device: str = "cpu") -> list[tuple[Any, ...]]:
+        """Batches of the inputs that are not measured and have sizes that no measured one has, where `inputs` are."""
         check_private(self.folder)
-        return pickles.load(torch, self.folder / _OTHERS, self.device)
+        return pickles.load(torch, self.folder / _OTHERS, device)
 
     def calibration(self, torch: Any) -> list[tuple[Any, ...]]:
         """The batches for calibration, on the CPU."""

@@ -173,11 +173,10 @@ class Server:
             model.eval()
         facts = order.facts or source.facts(torch)
         if facts is None:       # the export comes first: see `try_export`
-            on_cpu = dataclasses.replace(source, device="cpu").inputs(torch)
-            able, problem = observing.try_export(torch, model, on_cpu[0], min(EXPORT_S, order.limit_s / 2))
+            able, problem = observing.try_export(torch, model, source.inputs(torch)[0], min(EXPORT_S, order.limit_s / 2))
         self._take_device(source, order.memory_bytes)
         model.to(self.device)
-        others = source.others(torch)
+        others = source.others(torch, self.device)
         if facts is None:
             facts = observing.observe(
                 torch, model, self.inputs, self.device, others=others, kind=source.kind, exportable=able, export_problem=problem,
@@ -216,7 +215,7 @@ class Server:
                 total_bytes = cuda.get_device_properties(cuda.current_device()).total_memory
                 cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
             self._memory = DeviceMemory(self.torch)
-        self.inputs = source.inputs(self.torch)
+        self.inputs = source.inputs(self.torch, self.device)
 
     def _apply(self, name: str, path: str, fields: dict[str, Any]) -> str:
         from saturate.inference.techniques import _registry
