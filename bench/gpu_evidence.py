@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -75,6 +76,8 @@ def _tests(stdout: str, code: int) -> Any:
     """Each test's outcome, of those that ended, and an error for each file that could not be read. pytest that collects nothing, or
     breaks, is no answer."""
     outcomes = dict(re.findall(r"^(?:\S*/)?(test_\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b", stdout, re.MULTILINE))
+    side_by_side = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (?:\S*/)?(test_\S+::.+?) *$", stdout, re.MULTILINE)
+    outcomes |= {name: word for word, name in side_by_side}
     outcomes |= dict.fromkeys(re.findall(r"^ERROR (?:\S*/)?(test_[^\s:]+\.py)(?= - |$)", stdout, re.MULTILINE), "ERROR")
     if code not in (0, 1, 2) or not outcomes:       # 2: interrupted
         raise ValueError(f"pytest ended with {code} after {len(outcomes)} tests")
@@ -110,12 +113,16 @@ def _optimize(*only: str) -> Callable[[float, Path], Sequence[str]]:
     return command
 
 
-def _pytest(*files: str) -> Callable[[float, Path], Sequence[str]]:
+def _pytest(*files: str, alone: bool = False) -> Callable[[float, Path], Sequence[str]]:
+    """Side by side where pytest-xdist is there: most of a test is the start of processes. `alone`: those that measure times."""
+    together = PARALLEL and not alone
     return lambda seconds, folder: ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfE",
                                     "--continue-on-collection-errors", "--tb=short", "--color=no", f"--basetemp={folder / 'tests'}",
+                                    *(("-n", "6", "--dist", "worksteal") if together else ()),
                                     *(str(ROOT / "tests" / "gpu" / file) for file in files)]
 
 
+PARALLEL = importlib.util.find_spec("xdist") is not None
 INFERENCE = ("src/saturate/inference", "src/saturate/measure", "bench/workloads/gpu_inference.py", "bench/_inference_models.py")
 TESTS = ("src/saturate", "tests/gpu")
 
@@ -124,16 +131,15 @@ PARTS = (
     Part("device", 60, ("src/saturate/machine", "src/saturate/agent/ceilings.py"),
          lambda seconds, folder: [*SATURATE, "doctor", "--json", "--paste", "--measure", "--python", sys.executable, "--dir", str(folder)], _object),
     Part("tune_char_gpt", 160, (*TRAINING, "examples/char_gpt.py"), _tune("examples/char_gpt.py", *GPT), _object),
-    Part("tests", 300, TESTS, _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
-                                      "test_cuda_memory.py", "test_cuda_memory_techniques.py"), _tests),
+    Part("timed_tests", 60, TESTS, _pytest("test_cuda_times.py", "test_cuda_roofline.py", alone=True), _tests),
+    Part("tests", 120 if PARALLEL else 420, TESTS, _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
+                                                           "test_cuda_memory.py", "test_cuda_memory_techniques.py", "test_cuda_chunks.py",
+                                                           "test_cuda_loaders.py", "test_cuda_profile.py"), _tests),
+    Part("inference_tests", 120 if PARALLEL else 420, TESTS, _pytest(
+        "test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_inference_techniques.py", "test_cuda_generation.py",
+        "test_cuda_objectives.py"), _tests),
     Part("optimize_resnet50", 150, INFERENCE, _optimize("cuda-graphs", "nhwc-layout", "compile-inference"), _object),
     Part("optimize_resnet50_formats", 130, INFERENCE, _optimize("tf32-products", "fp16", "bf16", "cuda-graphs"), _object),
-    Part("inference_tests", 200, TESTS, _pytest("test_cuda_inference_process.py", "test_cuda_artifact.py", "test_cuda_inference_techniques.py"),
-         _tests),
-    Part("more_tests", 90, TESTS, _pytest("test_cuda_chunks.py", "test_cuda_roofline.py"), _tests),
-    Part("loader_tests", 60, TESTS, _pytest("test_cuda_loaders.py", "test_cuda_profile.py"), _tests),
-    Part("objective_tests", 180, TESTS, _pytest("test_cuda_objectives.py"), _tests),
-    Part("generation_tests", 130, TESTS, _pytest("test_cuda_generation.py"), _tests),
     Part("tune_photo_resnet", 140, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
          _tune("examples/photo_resnet.py", "--epochs", "1000", "--batch", "64"), _object),
 )
@@ -143,7 +149,7 @@ WORD_LM = ("main.py", "--accel", "--data", "data/wikitext-2", "--model", "Transf
            "--nlayers", "4", "--epochs", "100")
 PUBLIC = (
     _public("nanogpt", "nanoGPT", "train.py", "config/train_shakespeare_char.py", "--dtype=float32", "--compile=False", "--max_iters=100000",
-            "--eval_interval=1000", "--eval_iters=20"),
+            "--eval_interval=1000", "--eval_iters=20", seconds=130),
     _public("imagenet_resnet50", "examples/imagenet", "main.py", "--dummy", "-a", "resnet50", "-b", "64", "-j", "4"),
     _public("word_language_model", "examples/word_language_model", *WORD_LM, "--lr", "5"),
     _public("word_language_model_optimizer", "examples/word_language_model", *WORD_LM, "--lr", "0.0005", "--use-optimizer"),

@@ -101,6 +101,8 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(bench):
     found = bench._tests(output, 1)
     assert found["counts"] == {"FAILED": 1, "PASSED": 1} and "AssertionError" in found["failures"]
     assert found["outcomes"] == {"test_cuda.py::test_a[compile-options3]": "PASSED", "test_cuda.py::test_b": "FAILED"}
+    beside = "[gw1] [ 50%] PASSED tests/gpu/test_cuda.py::test_a[compile-options3] \n[gw0] [100%] FAILED tests/gpu/test_cuda.py::test_b \n"
+    assert bench._tests(beside, 1)["outcomes"] == found["outcomes"], "by pytest-xdist"
     assert bench._tests(output, 2)["counts"] == {"FAILED": 1, "PASSED": 1}, "cut short"
     broken = "ERROR tests/gpu/test_cuda_memory.py - ImportError: no\n" + output + "ERROR tests/gpu/test_cuda.py::test_c - RuntimeError\n"
     assert bench._tests(broken, 1)["outcomes"] == {**found["outcomes"], "test_cuda_memory.py": "ERROR"}, "a file that cannot be read"
