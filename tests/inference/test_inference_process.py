@@ -24,10 +24,11 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
-from saturate.inference import process  # noqa: E402
+from saturate.inference import process, search  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
+from saturate.inference.tried import Tried  # noqa: E402
 from saturate.inference.worker import Order, Server  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 from saturate.trial import tree  # noqa: E402
@@ -384,13 +385,16 @@ def test_a_full_disk_is_told_from_a_candidate_that_fails(start: Callable[..., Wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind", "reason"), [
-    ("die", "failed", "ended by SIGSEGV"), ("exit", "failed", "its process ended itself in the middle of a request")])
+    ("die", "failed", "ended by SIGSEGV, in misbehave (misbehaves.py, line 109)"), ("exit", "failed", "its process ended itself in the middle of a request")])
 def test_an_end_in_the_middle_of_a_request_is_named(how: str, kind: str, reason: str, start: Callable[..., Worker]) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start(how)
     assert (caught.value.kind, caught.value.reason, caught.value.alive, caught.value.outside) == (kind, reason, False, False)
     if how == "die":
         assert "Segmentation fault" in caught.value.log and "misbehave" in caught.value.log
+        row = Tried(doing(how), "dominated", "")
+        search._fail(row, caught.value)
+        assert (row.fate, row.reason, row.outside) == ("failed", f"failed: {reason}", False)
 
 
 @pytest.mark.slow

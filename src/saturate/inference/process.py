@@ -26,7 +26,7 @@ from typing import Any, Literal
 from saturate import plugins
 from saturate.errors import EnvironmentProblem
 from saturate.inference import batches as trees
-from saturate.inference import pickles, wire
+from saturate.inference import crashes, pickles, wire
 from saturate.inference.candidates import Candidate
 from saturate.inference.formats.aoti import SCRATCH
 from saturate.inference.source import Source
@@ -59,6 +59,9 @@ PROBE_S = 10.0
 
 #: Characters of the log that come with a failure.
 _TAIL = 4000
+
+#: Bytes of the log in which faulthandler's lines on all threads are looked for.
+_DUMP = 1 << 17
 
 #: Variables of the user's process that a candidate's process does not get: one would keep torch from reading what
 #: that process wrote, the other asks for the agent of `saturate run`.
@@ -337,8 +340,10 @@ class Worker:
         if report.get("code") == 0:
             return WorkerFailed("failed", "its process ended itself in the middle of a request", log)
         outcome = classify(report, log, 0, True, None)
-        outside = outcome.kind in NO_ROOM or report.get("ended") == "signal" and report["signal"] not in FAULTS
-        return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", outcome.reason, log, outside=outside)
+        fault = report.get("ended") == "signal" and report["signal"] in FAULTS
+        outside = outcome.kind in NO_ROOM or report.get("ended") == "signal" and not fault
+        reason = outcome.reason + (crashes.place(self.output(_DUMP)) if fault and outcome.kind == "killed_by_signal" else "")
+        return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", reason, log, outside=outside)
 
     def _end(self, kind: Kind, reason: str) -> WorkerFailed:
         """Kill it, and return the exception to raise."""
@@ -371,12 +376,12 @@ class Worker:
         (self.folder / "supervise.json").unlink(missing_ok=True)       # where it was killed before it read that
         return self._report
 
-    def output(self) -> str:
-        """The end of what was printed; of a living process only the first half megabyte is there."""
+    def output(self, most: int = _TAIL) -> str:
+        """The end of what was printed, at most so many bytes; of a living process only the first half megabyte is there."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - _TAIL))
+                file.seek(max(0, file.tell() - most))
                 return file.read().decode("utf-8", "replace")
         except FileNotFoundError:
             return ""
