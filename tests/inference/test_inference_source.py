@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -409,6 +410,54 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
     assert torch.equal(source.inputs(torch)[1][0], given[2][0]) and torch.equal(source.calibration(torch)[0][1], given[1][1])
     assert source.train(torch).epochs == 2 and source.train(torch).loss is squared_error
     assert source.facts(torch) is None
+
+
+class Tabled(torch.nn.Module):
+    """A table that is a plain attribute, which no `to` moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = torch.nn.Linear(6, 3), torch.arange(3.0)
+
+    def forward(self, scale: Any, x: Any) -> Any:
+        return self.layer(x) * scale + self.table
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[list[int], list[str]]]:
+    """A stand-in for a device, in files: addresses of what lies there, and where something was put when it was read."""
+    there: list[int] = []
+    put: list[str] = []
+
+    def tag(storage: Any) -> str | None:
+        return "elsewhere" if storage.data_ptr() in there else None
+
+    def restore(storage: Any, location: str) -> Any:
+        if location == "elsewhere":
+            put.append(location)
+            return storage
+        return None
+
+    torch.serialization.register_package(-1, tag, restore)
+    yield there, put
+    torch.serialization._package_registry.remove((-1, tag, restore))
+
+
+def test_what_a_model_holds_beside_its_weights_is_where_it_was(elsewhere: Any, tmp_path: Path) -> None:
+    model, scale = Tabled(), torch.full((3,), 2.0)
+    there, put = elsewhere
+    there += [model.table.data_ptr(), scale.data_ptr()]
+    source = Source.write(tmp_path / "source", functools.partial(model, scale), images(2), device="cpu")
+    x, = images(1)[0]
+    assert torch.equal(source.model(torch)(x), model(scale, x)) and put == []
+    assert torch.equal(source.model(torch, in_place=True)(x), model(scale, x)) and len(put) == 2
+    other = source.serving(tmp_path / "other", (x,), model=True)
+    put.clear()
+    opened = Source.open(other.folder, other.identity)
+    assert torch.equal(opened.model(torch, in_place=True)(x), model(scale, x)) and len(put) == 2
+    assert (opened.kind, opened.model_hash, opened.training, opened.batches) == (source.kind, source.model_hash, source.training, 1)
+    assert torch.equal(opened.inputs(torch)[0][0], x) and not (source.serving(tmp_path / "third", (x,), model=False).folder / "model.pt").exists()
+    other.serving(other.folder, (x,), model=False)      # in the place of one that was there
 
 
 def test_the_model_stays_as_it_is(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_samples_are_chosen_on_the_device_where_they_are() -> None:
 
 
 def test_the_model_serves_other_batch_sizes_on_its_own_device(tmp_path: Path) -> None:
-    source = SimpleNamespace(inputs=lambda torch: BATCHES, model=lambda torch: torch.nn.Linear(3, 2), device="cuda:1", switches={"products": "high"})
+    source = Source.write(tmp_path / "source", torch.nn.Linear(3, 2), BATCHES, device="cuda:1", switches={"products": "high"})
     started: list[Source] = []
     known = SimpleNamespace(source=source, facts=None, threads=1, folder=tmp_path, serve=lambda source, *more: started.append(source))
     fleet = Serving(known, torch).fleet(None, Setting(2))       # type: ignore[arg-type]

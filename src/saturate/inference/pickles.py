@@ -289,9 +289,9 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line[:300]}"
 
 
-def load(torch: Any, path: Path, device: str = "cpu") -> Any:
-    """What `save` wrote, its tensors on `device`. On the CPU they are mapped, so that processes share them; a process
-    that changes one gets a copy of the pages it changed."""
+def load(torch: Any, path: Path, device: str | None = "cpu") -> Any:
+    """What `save` wrote, its tensors on `device`; None: each where it was. On the CPU they are mapped, so that processes share
+    them; a process that changes one gets a copy of the pages it changed."""
     return torch.load(str(path), map_location=device, mmap=not _huge_pages(), weights_only=False)
 
 

@@ -136,9 +136,8 @@ class Serving:
         if inputs is None:
             raise WorkerFailed("failed", "its inputs do not share a first dimension, so there is no other batch size")
         lab = self.lab
-        model = lab.source.model(self.torch) if artifact is None else None
-        source = Source.write(lab.folder / "sources" / f"{'baseline' if model is not None else 'artifact'}-{setting.batch}", model,
-                              [inputs], [inputs], device=lab.source.device, switches=lab.source.switches)
+        name = "baseline" if artifact is None else "artifact"
+        source = lab.source.serving(lab.folder / "sources" / f"{name}-{setting.batch}", inputs, model=artifact is None)
         workers: list[Worker] = []
         try:
             for _ in range(setting.processes):

@@ -13,8 +13,10 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ class Source:
         measured = given = batches.take(torch, inputs)
         if called is not None:
             batches.check_call(called.function(called.module), measured[0])
-            device = device or _device(called.module)       # a copy of the model may wait on the CPU for its device
+            device = device or _device(called.module)
         device = device or "cpu"
         if switches is None:
             switches = {} if device == "cpu" else session.of_process(torch)
@@ -105,14 +107,31 @@ class Source:
             inputs_hash=identity.of_batches(torch, measured, calibrate), notes=tuple(notes),
             train_hash=identity.of_train(torch, train), switches=switches,
         )
-        names = [field.name for field in dataclasses.fields(made) if field.name != "folder"]
-        text = json.dumps({name: getattr(made, name) for name in names})
-        try:
-            durable.replace(folder / _MANIFEST, lambda stream: stream.write(text.encode()))
-        except OSError as error:
-            raise EnvironmentProblem(f"{folder} cannot be written to", cause=str(error),
-                                     remedy="free some space, or choose another folder with workdir") from error
+        with _writing(folder):
+            made._describe()
         return made
+
+    def serving(self, folder: Path, batch: tuple[Any, ...], *, model: bool) -> Source:
+        """The same model, or none (an artifact brings its own), for another batch: a new folder. The file of the model is the same, so
+        everything in it is where it was. Raises EnvironmentProblem."""
+        made = Source.write(folder, None, [batch], [batch], device=self.device, switches=self.switches)
+        if not model:
+            return made
+        check_private(self.folder)
+        made = dataclasses.replace(made, kind=self.kind, training=self.training, model_hash=self.model_hash)
+        with _writing(folder):
+            (folder / _MODEL).unlink(missing_ok=True)
+            try:
+                os.link(self.folder / _MODEL, folder / _MODEL)
+            except OSError:             # not every file system has links
+                shutil.copyfile(self.folder / _MODEL, folder / _MODEL)
+            made._describe()
+        return made
+
+    def _describe(self) -> None:
+        """Write the manifest: what `open` reads. Raises OSError."""
+        text = json.dumps({one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "folder"})
+        durable.replace(self.folder / _MANIFEST, lambda stream: stream.write(text.encode()))
 
     @property
     def identity(self) -> str:
@@ -138,10 +157,12 @@ class Source:
                                      remedy="run the search again, in a folder of its own: workdir (--workdir DIR)")
         return found
 
-    def model(self, torch: Any) -> Any:
-        """A module on the CPU, in the mode in which it came; a method of one is a module of its own here."""
+    def model(self, torch: Any, *, in_place: bool = False) -> Any:
+        """A module in the mode in which it came; a method of one is a module of its own here. It is on the CPU, or (`in_place`) on the
+        device that it came from: `to` moves weights and buffers, but no tensor that is a plain attribute or an argument that was
+        given already."""
         check_private(self.folder)
-        return pickles.load(torch, self.folder / _MODEL).as_module(torch)
+        return pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
 
     def inputs(self, torch: Any, device: str = "cpu") -> list[tuple[Any, ...]]:
         """The measured batches. A candidate's process asks for them on its device; the search has them on the CPU, where it compares
@@ -316,6 +337,15 @@ def _check_train(train: Train | None) -> None:
         raise UsageError("`train.loader` can be read only once",
                          cause="it is an iterator, and each epoch of each candidate starts anew",
                          remedy="give a DataLoader, a list, or an object whose __iter__ starts over")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} cannot be written to", cause=str(error),
+                                 remedy="free some space, or choose another folder with workdir") from error
 
 
 def _make_private(folder: Path) -> None:

@@ -168,13 +168,14 @@ class Server:
 
     def _become_candidate(self, order: Order, source: Source, began: float) -> list[str]:
         torch = self.torch
-        model = source.model(torch)
-        if source.training:
-            model.eval()
         facts = order.facts or source.facts(torch)
+        on_cpu = source.device == "cpu"
+        model = _evaluated(source.model(torch), source) if on_cpu or facts is None else None
         if facts is None:       # the export comes first: see `try_export`
             able, problem = observing.try_export(torch, model, source.inputs(torch)[0], min(EXPORT_S, order.limit_s / 2))
         self._take_device(source, order.memory_bytes)
+        if not on_cpu:
+            model = _evaluated(source.model(torch, in_place=True), source)
         model.to(self.device)
         others = source.others(torch, self.device)
         if facts is None:
@@ -370,6 +371,11 @@ class Server:
         if self.device == "cuda":
             words += gpu_failures.who_holds(self.torch, error)
         return f"{self._doing}: {words}" if self._doing else words
+
+
+def _evaluated(model: Any, source: Source) -> Any:
+    """A part that is in training mode in a model that is not was put there on purpose."""
+    return model.eval() if source.training else model
 
 
 def _first_words(text: str) -> str:
