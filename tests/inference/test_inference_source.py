@@ -460,6 +460,20 @@ def test_what_a_model_holds_beside_its_weights_is_where_it_was(elsewhere: Any, t
     other.serving(other.folder, (x,), model=False)      # in the place of one that was there
 
 
+def test_what_a_loss_holds_is_where_it_was_and_training_data_is_not(elsewhere: Any, tmp_path: Path) -> None:
+    """A GPU would hold the data once for each process, though most candidates do not train."""
+    there, put = elsewhere
+    weight, data = torch.tensor([1.0, 2.0]), [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))]
+    there += [weight.data_ptr(), data[0][0].data_ptr()]
+    train = Train(data, functools.partial(torch.nn.functional.cross_entropy, weight=weight))
+    for device, count in (("cuda:0", 1), ("cpu", 0)):
+        source = Source.write(tmp_path / device, torch.nn.Linear(6, 2), images(2), train=train, device=device, switches={})
+        put.clear()
+        found = source.train(torch)
+        assert found is not None and torch.equal(found.loss.keywords["weight"], weight) and torch.equal(found.loader[0][0], data[0][0])
+        assert len(put) == count
+
+
 def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
     model = Pair().train()
     model.layer.bias.requires_grad_(False)

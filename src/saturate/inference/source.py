@@ -28,8 +28,8 @@ from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
 _MANIFEST = "source.json"
-_MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _FACTS = (
-    "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "facts.pt")
+_MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _LOADER, _FACTS = (
+    "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "loader.pt", "facts.pt")
 
 #: What `torch.nn.parallel` puts around a module, by class name.
 _PARALLEL = ("DataParallel", "DistributedDataParallel")
@@ -96,7 +96,8 @@ class Source:
         pickles.save(torch, measured, folder / _INPUTS, "inputs")
         pickles.save(torch, others, folder / _OTHERS, "inputs")
         pickles.save(torch, calibrate, folder / _CALIBRATION, "calibration")
-        pickles.save(torch, train, folder / _TRAIN, "train")
+        pickles.save(torch, train and dataclasses.replace(train, loader=None), folder / _TRAIN, "train")
+        pickles.save(torch, train and train.loader, folder / _LOADER, "train")
         made = Source(
             folder=folder, kind=type(called.module).__name__ if called else "", device=device,
             training=called is not None and called.module.training, threads=torch.get_num_threads(),
@@ -181,8 +182,11 @@ class Source:
         return pickles.load(torch, self.folder / _CALIBRATION)
 
     def train(self, torch: Any) -> Train | None:
+        """How the user trains. What the loss holds (weights of classes, for one) is where it was, beside the model; the data is on the
+        CPU, from where each batch is moved: every candidate has this, and most do not train."""
         check_private(self.folder)
-        return pickles.load(torch, self.folder / _TRAIN)
+        train = pickles.load(torch, self.folder / _TRAIN, "cpu" if self.device == "cpu" else None)
+        return train and dataclasses.replace(train, loader=pickles.load(torch, self.folder / _LOADER))
 
     def facts(self, torch: Any) -> ModelFacts | None:
         """What the first process found out about the model; None: none did yet."""
