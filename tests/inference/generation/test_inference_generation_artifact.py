@@ -43,6 +43,21 @@ def test_it_says_the_same_after_it_was_loaded(tmp_path, draft):
     assert names == {"manifest.json", "examples.bin", "reproduce.py", "model.safetensors", *(["draft.safetensors"] if draft else [])}
 
 
+def test_models_of_a_gpu_are_put_there_when_they_are_loaded(tmp_path, monkeypatch):
+    """A stand-in for the GPU: what is built, or given, is on the CPU."""
+    moved = []
+    monkeypatch.setattr(toys.Cached, "to", lambda self, device: moved.append(device) or self, raising=False)
+    wanted = stored(tmp_path / "a", toys.Cached(seed=3), toys.Cached(seed=5), Recipe(MODEL))
+    settings = stored_artifact.read(tmp_path / "a").settings
+    assert settings["device"] == "cpu"
+    for device, places in (("cpu", []), ("cuda", ["cuda", "cuda"])):
+        found = artifact.program(torch, tmp_path / "a", {**settings, "device": device}, toys.Cached(seed=8), toys.Cached(seed=9))
+        assert moved == places and found(PROMPTS[0])[0].tolist() == wanted[0]
+    del settings["device"]          # as older artifacts have it
+    artifact.program(torch, tmp_path / "a", settings, toys.Cached(), toys.Cached())
+    assert len(moved) == 2
+
+
 def test_without_a_model_of_that_class_it_says_what_it_needs(tmp_path):
     stored(tmp_path / "a", toys.Cached())
     with pytest.raises(UsageError, match="does not know how to build its model, a Cached"):

@@ -25,6 +25,7 @@ from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.compare import agreement
 from saturate.inference.generation.decode import Request
 from saturate.inference.generation.host import Prepared, Refused, Served, Yard
+from saturate.inference.generation.models import device_of
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.modes import evaluating
@@ -58,7 +59,8 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
         "architectures": {name: architecture(module) for name, module in modules.items()},
         "tokenizers": given.tokenizers is not None,
     }
-    facts = weights.facts_of(torch, given.model)
+    device, facts = str(device_of(given.model)), weights.facts_of(torch, given.model)
+    settings["device"] = facts.device
     row = CandidateRecord(
         id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
         fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
@@ -72,7 +74,7 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
         entry = Entry(FORMAT, [_FILES[name] for name in modules], json.loads(json.dumps(settings)))
         return artifacts.store(folder, entry, program=Path(program), record=row, facts=facts,
                                threads=torch.get_num_threads(), inputs=given_examples,
-                               outputs=[[torch.tensor(tokens)] for _, tokens in examples])
+                               outputs=[[torch.tensor(tokens)] for _, tokens in examples], device=device)
 
 
 def architecture(module: Any) -> dict[str, Any]:
@@ -114,9 +116,12 @@ class Program:
 
 def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None) -> Program:
     """What `store` left. model, draft: instances of the classes that it names, where those are not of transformers;
-    their weights are replaced. Raises UsageError without them, ArtifactDamaged where the weights are not theirs."""
+    their weights are replaced. Models of a GPU go to the current one: built, they are on the CPU. Raises UsageError without them,
+    ArtifactDamaged where the weights are not theirs."""
     known, instances = settings["architectures"], {"model": model, "draft": draft}
     loaded = {name: _filled(torch, folder, name, known[name], instances[name]) for name in _FILES if name in known}
+    if settings.get("device") == "cuda":            # unknown to older artifacts
+        loaded = {name: module.to("cuda") for name, module in loaded.items()}
     recipe = Recipe(**{**settings["recipe"], "lengths": tuple(settings["recipe"]["lengths"] or ()) or None})
     # Equal tokenizers were proved when it was made, and allow logits of different width.
     tokenizers = ({}, {}) if settings["tokenizers"] else None

@@ -169,7 +169,7 @@ class Yard:
         prepare_s = max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
         worker = Worker(self.source, Candidate(), folder=self._folder / "processes",
                         threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=prepare_s,
-                        facts=ModelFacts(device=self.source.device))
+                        facts=ModelFacts(device=self.source.device.partition(":")[0]))
         return Remote(worker, what, batch, request, prepare_s, self._batch_s)
 
     def _batch_s(self) -> float:
