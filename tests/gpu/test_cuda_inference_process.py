@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,26 @@ def test_the_process_computes_as_the_users_does(source: Source, tmp_path: Path) 
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
+
+
+class Tabled(torch.nn.Module):
+    """A table that is a plain attribute, which no `to` moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = torch.nn.Linear(WIDTH, WIDTH), torch.arange(float(WIDTH), device="cuda")
+
+    def forward(self, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * scale + self.table
+
+
+def test_what_a_model_holds_beside_its_weights_is_on_the_device(tmp_path: Path) -> None:
+    model, scale = Tabled().cuda(), torch.full((WIDTH,), 2.0, device="cuda")
+    inputs = [torch.rand(8, WIDTH, device="cuda") for _ in range(4)]
+    made = Source.write(tmp_path / "source", functools.partial(model, scale), inputs)
+    for source in (made, made.serving(tmp_path / "other", (inputs[0],), model=True)):
+        with Worker(source, Candidate(), folder=tmp_path, threads=2, prepare_s=300.0) as started, torch.no_grad():
+            torch.testing.assert_close(started.run(inputs[0]), model(scale, inputs[0]), rtol=1e-3, atol=1e-3)
 
 
 class Looked(torch.nn.Module):

@@ -48,6 +48,28 @@ def test_the_memory_of_each_is_known(tmp_path: Path) -> None:
         assert known.peak_memory_bytes is not None and known.peak_memory_bytes >= WEIGHTS, known
 
 
+def test_a_search_with_a_check_ends_with_what_it_can_show(tmp_path: Path) -> None:
+    """What is compared of the device, scored there, stored, and loaded again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))).cuda().eval()
+    inputs = [(torch.rand(8, WIDTH, device="cuda"),) for _ in range(4)]
+    scored = [torch.rand(8, WIDTH, device="cuda") for _ in range(8)]
+    wanted = [model(x).detach() for x in scored]
+
+    def check(run: Any) -> list[float]:
+        errors = [(run(x) - known).square().mean(1) / known.square().mean() for x, known in zip(scored, wanted)]
+        return torch.cat(errors).neg().exp().tolist()
+
+    result = saturate.optimize(model, inputs, check=check, budget=saturate.Budget(max_drop=0.01), time="90s", only=("cuda-graphs", "fp16"),
+                               workdir=tmp_path / "study", threads=2)
+    record = result.record
+    assert record.device == "cuda" and not any("cannot be called in this process" in note for note in record.notes), record.notes
+    assert {part["id"] for row in record.candidates for part in row.techniques} == {"cuda-graphs", "fp16"}
+    assert not any("same device" in row.reason for row in record.candidates), record.candidates
+    if record.best is not None:
+        torch.testing.assert_close(result(scored[0]), wanted[0], rtol=5e-2, atol=5e-2)
+
+
 def test_samples_per_second_are_counted(tmp_path: Path) -> None:
     record = searched(tmp_path / "study", "throughput", "cuda-graphs")
     if record.verdict != "faster":
