@@ -64,7 +64,7 @@ def test_a_search_with_a_check_ends_with_what_it_can_show(tmp_path: Path) -> Non
                                workdir=tmp_path / "study", threads=2)
     record = result.record
     assert record.device == "cuda" and not any("cannot be called in this process" in note for note in record.notes), record.notes
-    assert {part["id"] for row in record.candidates for part in row.techniques} == {"cuda-graphs", "fp16"}
+    assert {part["id"] for row in record.candidates for part in row.techniques} >= {"cuda-graphs", "fp16"}
     assert not any("same device" in row.reason for row in record.candidates), record.candidates
     if record.best is not None:
         torch.testing.assert_close(result(scored[0]), wanted[0], rtol=5e-2, atol=5e-2)
