@@ -18,7 +18,7 @@ from saturate.trace.windows import CPU, window
 
 def found(trace: Trace, device: int = 0) -> dict[str, Problem]:
     launches = launching_calls(trace)
-    here = window(trace, device)
+    here = window(trace, device, launches)
     done = work(trace, device, here, communication(trace, launches))
     return {problem.id: problem for problem in problems(trace, launches) + of_window(trace, here, done)}
 
@@ -291,6 +291,28 @@ def test_work_outside_the_steps_is_said() -> None:
     assert found(made.trace()) == {}
     made.kernel("k", 104, 105, launched=91)
     assert found(made.trace())["work-outside-steps"].blocks == []
+
+
+def test_steps_of_a_host_that_was_far_ahead_are_not_those_of_the_device() -> None:
+    """Two steps of 50 are queued, and run for 200 each: a step of 50 would be wrong, and so would its shares."""
+    made = Recording(V100)
+    for at in (0, 50):
+        made.step(at, at + 50)
+        made.operator("aten::mm", at + 5, at + 10)
+    made.kernel("k", 10, 210, launched=6)
+    made.kernel("k", 210, 410, launched=56)
+    trace = made.trace()
+    problem = found(trace)["host-ahead"]
+    assert problem.blocks == ["steps"] and "78% of what was launched ran after the last recorded step" in problem.message
+    device = analyze_one(trace).devices[0]
+    assert (device.step_ns, device.busy_of_step, device.steps, device.span_ns, device.compute_ns, device.idle_ns) == (None, None, 0, 400, 400, 0)
+    assert sum(operator.time_ns for operator in device.roofline.operators) == 400, "of all that was launched"
+    made = Recording(V100)
+    made.step(0, 100)
+    made.kernel("k", 10, 190, launched=6)
+    assert "host-ahead" not in found(made.trace()), "half of it"
+    made.kernel("k", 300, 900, launched=250)
+    assert "host-ahead" not in found(made.trace()), "an evaluation behind the steps"
 
 
 def test_the_profilers_own_work_is_said() -> None:

@@ -112,6 +112,8 @@ TRACE_PROBLEMS = {
     "unknown-device": "Device events do not say which device they ran on. They are shown as a device of their own.",
     "devices-not-told-apart": "Several processes used devices that each gives the same number, and the file does not say which is which. Record "
                               "each process into its own file.",
+    "host-ahead": "The recorded steps are those of the host, which had queued them long before the device came to them. Record more steps, so that the "
+    "host has to wait for the device, or call torch.cuda.synchronize() at the end of each; `saturate profile` waits by itself.",
     "work-outside-steps": "Part of the device's work lies outside the steps, and the shares of steps leave it out. Mark it as steps, or judge it "
                           "by the span.",
     "profiler-overhead": "The profiler's own work takes more than 5 % of the window, so the step is slower than without it. Record with less "

@@ -71,7 +71,11 @@ def problems(trace: Trace, launches: Column) -> list[Problem]:
 def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     """What is wrong with one device's window."""
     found = []
-    if window.kind == "span":
+    if window.ahead is not None:
+        found.append(Problem(id="host-ahead", blocks=["steps"], message=(
+            f"{window.ahead:.0%} of what was launched ran after the last recorded step, which is over where the host has queued its work: the "
+            "device's steps are others, and longer; record more steps, or call torch.cuda.synchronize() at the end of each")))
+    elif window.kind == "span":
         found.append(Problem(id="no-steps", blocks=["steps"], message=(
             "no steps are marked (ProfilerStep#n: call profiler.step() in each); shares are of the device's span")))
     if window.untold:

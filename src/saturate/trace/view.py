@@ -55,7 +55,7 @@ class View:
 def view(of: Joined, device: int) -> View:
     """What the trace holds of one device, or of the host for `CPU`, within its window."""
     trace = of.trace
-    here = window(trace, device)
+    here = window(trace, device, of.launches)
     work = breakdown.work(trace, device, here, of.communicating)
     waiting = loader(trace, here)
     seen = View(

@@ -15,18 +15,22 @@ from saturate.trace.launches import named, spans, valid
 #: The id under which the host's own operators are analysed, where a trace holds no accelerator events.
 CPU = -1
 
+#: Of the work that was launched until the last step had ended on the host: the device did it afterwards, and the steps are not its own.
+AHEAD_AT_MOST = 0.50
+
 STEP = re.compile(r"^ProfilerStep#?\s*\d*")
 LOADER = re.compile(r"^enumerate\(Data(Loader|Pipe)\)#")
 
 
 @dataclass(frozen=True)
 class Window:
-    """`steps` is the union of all `ProfilerStep#n`, none skipped, or the span where there are none (`kind`).
+    """`steps` is the union of all `ProfilerStep#n`, none skipped, or the span where there are none, or none of the device (`kind`).
 
     `span` runs from the device's first start to its last end (on a CPU: from the first recorded event to the last).
     `thread` is the training thread, an index into `Trace.threads`: the one that holds the steps, else the one with
     most operator time. `first` and `last` bound each single step. `untold`: several processes marked steps, and which
-    of them used the device is not known.
+    of them used the device is not known. `ahead`: the share of the work launched until the last step that the device did
+    after it, where that is most of it: what the host marked are not the device's steps.
     """
 
     kind: Literal["steps", "span"]
@@ -36,6 +40,7 @@ class Window:
     first: Column
     last: Column
     untold: bool = False
+    ahead: float | None = None
 
     @property
     def count(self) -> int:
@@ -51,8 +56,9 @@ def devices(trace: Trace) -> list[int]:
     return [CPU] if len(trace.operators.start) else []
 
 
-def window(trace: Trace, device: int) -> Window:
-    """The window of one device: steps of the processes that launched its work, where the trace tells them apart."""
+def window(trace: Trace, device: int, launches: Column | None = None) -> Window:
+    """The window of one device: steps of the processes that launched its work, where the trace tells them apart. `launches` (of
+    `launches.launching_calls`) tell whether the host was so far ahead that its steps are not the device's."""
     span = _span(trace, device)
     steps = np.flatnonzero(named(trace, trace.annotations.name, STEP))
     untold = False
@@ -65,8 +71,22 @@ def window(trace: Trace, device: int) -> Window:
     first, last = trace.annotations.start[steps], trace.annotations.end[steps]
     if len(steps):
         threads, count = np.unique(trace.annotations.tid[steps], return_counts=True)
-        return Window("steps", union(first, last), span, int(threads[np.argmax(count)]), first, last, untold)
+        thread = int(threads[np.argmax(count)])
+        ahead = 0.0 if device == CPU or launches is None else _share_after(trace, device, launches, int(last.max()))
+        if ahead > AHEAD_AT_MOST:
+            return Window("span", span, span, thread, first[:0], last[:0], untold, ahead)
+        return Window("steps", union(first, last), span, thread, first, last, untold)
     return Window("span", span, span, _busiest_thread(trace), first, last)
+
+
+def _share_after(trace: Trace, device: int, launches: Column, ended: int) -> float:
+    """Of the time of a device's events that were launched until `ended`, the share that lies after it."""
+    rows = np.flatnonzero(valid(trace.gpu) & (trace.gpu.device == device))
+    calls = launches[rows]
+    rows = rows[(calls >= 0) & (trace.calls.start[np.maximum(calls, 0)] <= ended)] if len(trace.calls.start) else rows[:0]
+    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
+    whole = int((end - start).sum())
+    return int((end - np.clip(start, ended, end)).sum()) / whole if whole else 0.0
 
 
 def _span(trace: Trace, device: int) -> Intervals:
