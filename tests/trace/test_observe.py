@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import pytest
 from traces import V100, Recording, training
 
@@ -230,17 +231,19 @@ def test_sizes_from_the_text_of_a_record() -> None:
 
 
 @pytest.mark.parametrize("product, expected", [
-    ("[16, 128, 64] [16, 64, 128]", 12),        # Q K^T
-    ("[16, 128, 128] [16, 128, 64]", 12),       # A V, and dA K
-    ("[16, 64, 128] [16, 128, 128]", 12),       # the transposed: K's and V's gradients
+    ("[16, 128, 64] [16, 64, 128]", 22),        # Q K^T, and the mask that is added
+    ("[16, 128, 128] [16, 128, 64]", 22),       # A V, and dA K
+    ("[16, 64, 128] [16, 128, 128]", 22),       # the transposed: K's and V's gradients
     ("[16, 128, 64] [16, 64, 96]", 0),          # another length
     ("[8, 128, 64] [8, 64, 128]", 0),           # another batch
 ])
 def test_attention_written_out(product: str, expected: int) -> None:
     found = [operator("aten::_softmax", "[2, 8, 128, 128] []", time_ns=5), operator("aten::bmm", product, time_ns=7),
-             operator("aten::_softmax", "[2, 8, 256, 256] []", time_ns=100),
-             operator("aten::add", "[2, 8, 128, 128]")]
+             operator("aten::_softmax", "[2, 8, 256, 256] []", time_ns=100), operator("aten::add", "[8, 2, 256, 128]"),
+             operator("aten::add", "[2, 8, 128, 128]"), operator("aten::mm", "[2, 8, 128, 128]"), operator("aten::gelu", "[128, 128]")]
     assert ns(patterns.eager_attention(found)) == expected
+    modelled = [msgspec.structs.replace(one, limit="memory") for one in found]
+    assert ns(patterns.elementwise(modelled)) == (120 if expected else 135), "what is attention's is no chain beside it"
 
 
 def test_a_classifiers_softmax_is_no_attention() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from math import prod
 
 from saturate.records.analysis import Operator
@@ -61,7 +62,8 @@ def _is_fp32(operator: Operator) -> bool | None:
 
 def eager_attention(operators: Iterable[Operator]) -> list[Operator] | None:
     """softmax(Q K^T) V written out: softmaxes over [.., Lq, Lk] and the batched products that make or use
-    matrices of that size, forward and backward. Needs both kinds; None where no shapes were recorded."""
+    matrices of that size, forward and backward, with what scales, masks, drops or casts such matrices in between. Needs the first
+    two; None where no shapes were recorded."""
     operators = list(operators)
     if not any(operator.shapes for operator in operators):
         return None
@@ -72,8 +74,14 @@ def eager_attention(operators: Iterable[Operator]) -> list[Operator] | None:
     for softmax, scores in softmaxes:
         partners = [operator for operator in products if _touches(operator, scores)]
         if partners:
-            found |= {id(operator): operator for operator in (softmax, *partners)}
+            between = [operator for operator in operators if _is_chained(operator) and any(map(partial(_of_size, scores), dims(operator)))]
+            found |= {id(operator): operator for operator in (softmax, *partners, *between)}
     return list(found.values())
+
+
+def _of_size(scores: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether a tensor of these sizes holds matrices of scores, of as many heads and samples."""
+    return len(sizes) >= 3 and sizes[-2:] == scores[-2:] and prod(sizes) == prod(scores)
 
 
 def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
@@ -88,13 +96,19 @@ def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
 
 
 def elementwise(operators: Iterable[Operator]) -> list[Operator] | None:
-    """Elementwise operators and reductions that memory bounds; None where most time was not modelled."""
+    """Elementwise operators and reductions that memory bounds, but those of attention that is written out; None where most time was
+    not modelled."""
+    operators = list(operators)
+    attention = set(map(id, eager_attention(operators) or ()))
     total, modelled, chains = 0, 0, []
     for operator in operators:
         total += operator.time_ns
         if operator.limit is None:
             continue
         modelled += operator.time_ns
-        apart = _PRODUCT.match(operator.name) or _NOT_A_CHAIN.search(operator.name)
-        chains += [operator] if operator.limit != "compute" and not apart else []
+        chains += [operator] if operator.limit != "compute" and _is_chained(operator) and id(operator) not in attention else []
     return None if 2 * modelled < total or not total else chains
+
+
+def _is_chained(operator: Operator) -> bool:
+    return not (_PRODUCT.match(operator.name) or _NOT_A_CHAIN.search(operator.name))
