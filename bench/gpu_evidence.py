@@ -114,7 +114,7 @@ def _optimize(*only: str) -> Callable[[float, Path], Sequence[str]]:
 
 
 def _pytest(*files: str, alone: bool = False) -> Callable[[float, Path], Sequence[str]]:
-    """Side by side where pytest-xdist is there: most of a test is the start of processes. `alone`: those that measure times."""
+    """Side by side where pytest-xdist is there: most of a test is the start of processes. `alone`: those that measure times or fill it."""
     together = PARALLEL and not alone
     return lambda seconds, folder: ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfE",
                                     "--continue-on-collection-errors", "--tb=short", "--color=no", f"--basetemp={folder / 'tests'}",
@@ -131,7 +131,7 @@ PARTS = (
     Part("device", 60, ("src/saturate/machine", "src/saturate/agent/ceilings.py"),
          lambda seconds, folder: [*SATURATE, "doctor", "--json", "--paste", "--measure", "--python", sys.executable, "--dir", str(folder)], _object),
     Part("tune_char_gpt", 160, (*TRAINING, "examples/char_gpt.py"), _tune("examples/char_gpt.py", *GPT), _object),
-    Part("timed_tests", 60, TESTS, _pytest("test_cuda_times.py", "test_cuda_roofline.py", alone=True), _tests),
+    Part("timed_tests", 60, TESTS, _pytest("test_cuda_alone.py", "test_cuda_roofline.py", alone=True), _tests),
     Part("tests", 120 if PARALLEL else 420, TESTS, _pytest("test_cuda.py", "test_cuda_doctor.py", "test_cuda_prefetch.py", "test_cuda_checkpoint.py",
                                                            "test_cuda_memory.py", "test_cuda_memory_techniques.py", "test_cuda_chunks.py",
                                                            "test_cuda_loaders.py", "test_cuda_profile.py"), _tests),

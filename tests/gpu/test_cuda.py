@@ -58,16 +58,6 @@ def chosen(identity: str, **options: object) -> Chosen:
     return Candidate(module, module.Options(**options)).chosen()
 
 
-def test_a_nearly_full_device_is_measured_with_what_is_free(script, start):
-    """And the training goes on."""
-    fill = "for n in range(10**9):\n    if n == 3: hold = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device='cuda')"
-    trial = start(str(script(LOOP.replace("while True:", fill))), timeout_s=120.0)
-    trial.wait_ready()
-    rates = trial.ask("ceilings")
-    assert {*rates, *rates["unknown"]} == {"float32", "bfloat16", "copy", "unknown"}
-    assert len(trial.run_block(1, 5).step_ns) == 5
-
-
 @pytest.mark.parametrize("warm", [3, 11])
 def test_a_script_captures_its_own_steps_undisturbed(warm, script, start):
     """torch's example of a whole step in a graph; our first gate would lie inside the capture."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aoti_control
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -78,6 +79,8 @@ def test_each_input_has_its_own_answer(name: str, tmp_path: Path) -> None:
                           env={**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"})
     if done.returncode == REFUSED:
         pytest.skip(f"not here: {done.stdout.strip().splitlines()[-1]}")
+    if name == "aot-inductor" and done.returncode < 0 and (reason := aoti_control.problem()):
+        pytest.skip(reason)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-8000:]}"
 
 

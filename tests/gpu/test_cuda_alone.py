@@ -1,4 +1,4 @@
-"""What of times only a CUDA device can show: run with nothing beside it. By `pytest -m gpu`, and by bench/gpu_evidence.py."""
+"""What measures times, or takes all of a CUDA device: run with nothing beside it. By `pytest -m gpu`, and by bench/gpu_evidence.py."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def test_blocks_are_drained_and_facts_know_the_device(script, start):
     assert 0 < facts["device_reserved_bytes"] < facts["device_room_bytes"] < facts["device_memory_bytes"]
     rates = trial.ask("ceilings")
     assert rates["bfloat16"] > rates["float32"] > 1e12 and rates["unknown"] == {}
+
+
+def test_a_nearly_full_device_is_measured_with_what_is_free(script, start):
+    """And the training goes on."""
+    fill = "for n in range(10**9):\n    if n == 3: hold = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device='cuda')"
+    trial = start(str(script(LOOP.replace("while True:", fill))), timeout_s=120.0)
+    trial.wait_ready()
+    rates = trial.ask("ceilings")
+    assert {*rates, *rates["unknown"]} == {"float32", "bfloat16", "copy", "unknown"}
+    assert len(trial.run_block(1, 5).step_ns) == 5
 
 
 def test_what_the_device_hides_is_no_part_of_a_step(script, start):
