@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from saturate.records.observations import (
     Observations,
     SyncSeen,
 )
-from saturate.study import counted, memory, unheard
+from saturate.study import counted, memory, unheard, waits
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
@@ -83,7 +82,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         flops_coverage=coverage,
         flops_left_out=record.left_out,
         memory=record.memory(),
-        syncs=record.syncs(_other_syncs(base, record.shorten, record.unprofiled)),
+        syncs=record.syncs(waits.of_trace(base, record.shorten, record.unprofiled)),
         input_lines=record.input_lines(),
         modules=record.modules(),
         off_device=seen.record.get("off_device", []),
@@ -182,7 +181,7 @@ class Record:
         """The waits with a line, and those of a trace (`others`), of which copies to the device have one."""
         found = [self._place(file, line, what, calls, ns * self.unprofiled, self.seen.record["steps"])
                  for file, line, what, calls, ns in self.seen.record.get("syncs", [])]
-        found += map(_wait, others)
+        found += map(waits.shown, others)
         return sorted(found, key=lambda sync: -sync.ms_per_step)[:_MOST_SYNCS]
 
     def input_lines(self) -> list[Sync]:
@@ -292,7 +291,7 @@ def observe(
         "tf32_allowed": facts.tf32_matmul if not cpu else None,
         "off_device": tuple(record["off_device"]) if "off_device" in record else None,
         "loader": _loader(seen, shorten),
-        "syncs": _syncs(record, shorten, faster) + _other_syncs(base, shorten, faster),
+        "syncs": waits.timed(record, shorten, faster) + waits.of_trace(base, shorten, faster),
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
@@ -373,38 +372,6 @@ def _io_wait(sample: dict[str, Any]) -> float | None:
     looks, waiting = (sample["worker_samples"], sample["worker_waiting"]) if sample["workers"] \
         else (sample["fetch_samples"], sample["fetch_waiting"])
     return waiting / looks if looks >= _LEAST_SAMPLES else None
-
-
-def _syncs(record: dict[str, Any], shorten: Callable[[str], str], unprofiled: float) -> tuple[SyncSeen, ...]:
-    return tuple(SyncSeen(where=f"{shorten(file)}:{line}", what=what, calls_per_step=calls / record["steps"],
-                          ms_per_step=unprofiled * ns / record["steps"] / 1e6)
-                 for file, line, what, calls, ns in record.get("syncs", []))
-
-
-def _other_syncs(base: Observations, shorten: Callable[[str], str], unprofiled: float) -> tuple[SyncSeen, ...]:
-    """On a device, the waits that a trace alone shows: inside operators (`nonzero`, a mask as an index), copies to the device, and in
-    libraries."""
-    if base.device == "cpu":
-        return ()
-    return tuple(dataclasses.replace(one, where=_shortened(one.where, shorten), ms_per_step=unprofiled * one.ms_per_step)
-                 for one in base.syncs)
-
-
-#: A line of code, where `SyncSeen.where` is none of an operator's name.
-_LINE = re.compile(r"(.*[^:]):([1-9]\d*)", re.DOTALL)
-
-
-def _shortened(where: str, shorten: Callable[[str], str]) -> str:
-    line = _LINE.fullmatch(where)
-    return f"{shorten(line[1])}:{line[2]}" if line else where
-
-
-def _wait(one: SyncSeen) -> Sync:
-    """In a report: with its line, or the operator that it is in."""
-    if line := _LINE.fullmatch(one.where):
-        return Sync(file=line[1], line=int(line[2]), what=one.what, calls_per_step=one.calls_per_step, ms_per_step=one.ms_per_step)
-    return Sync(file="", line=0, what=f"{one.what} in {one.where}" if one.where else one.what, calls_per_step=one.calls_per_step,
-                ms_per_step=one.ms_per_step)
 
 
 def _compiler(record: dict[str, Any]) -> CompilerSeen:
