@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from saturate.agent import capture, observe
-from saturate.agent.sample import all_strided, digest, few, spread, strided
+from saturate.agent.sample import all_strided, digest, few, spread, strided, totals
 
 
 def test_few() -> None:
@@ -43,6 +43,17 @@ def test_many_tensors_are_read_as_each_of_them_is(monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.numel()) or whole(tensor))
     assert all_strided(made, 16) == expected and all_strided([], 16) == []
     assert sorted(copies) == [9, sum(len(row) for row in expected) - 9]
+
+
+def test_losses_are_read_at_once_as_their_sums() -> None:
+    losses = [torch.tensor(0.1), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor(0.25, dtype=torch.float64), torch.tensor(1 + 2j)]
+    assert totals(losses) == [float(torch.tensor(0.1)), 3.0, 0.25, 3.0] and totals([]) == []
+
+    class Own(torch.Tensor):
+        def tolist(self):
+            raise NotImplementedError
+
+    assert totals([losses[0], torch.ones(3).as_subclass(Own)]) == [float(torch.tensor(0.1)), 3.0]
 
 
 def test_an_expanded_tensor_is_not_copied_to_read_some_of_it() -> None:

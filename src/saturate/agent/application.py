@@ -212,10 +212,16 @@ def standing(session: Any) -> dict[str, Any]:
     elif session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
     return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
-            "losses": [[sample.total(loss) for loss in update] for update in early],
-            "sample": [value for p in session.watched for value in sample.strided(p, WATCHED_ENTRIES)],
+            "losses": _losses(early),
+            "sample": [value for row in sample.all_strided(session.watched, WATCHED_ENTRIES) for value in row],
             "unmade_batches": observe.unmade_batches(session),
             **_batches(session)}
+
+
+def _losses(updates: list[list[Any]]) -> list[list[float]]:
+    """Of each micro-step of these updates."""
+    known = iter(sample.totals([loss for update in updates for loss in update]))
+    return [[next(known) for _ in update] for update in updates]
 
 
 def _batches(session: Any) -> dict[str, Any]:

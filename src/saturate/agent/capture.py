@@ -150,7 +150,7 @@ class Capture:
         for buffer, (_, _, entries) in zip(held, self._buffers):
             row = now.get(id(buffer), [])
             values += row if len(row) == entries else [math.nan] * entries      # a cache that grew, or was dropped
-        record = {"update": self.updates, "losses": [sample.total(loss) for loss in session.losses],
+        record = {"update": self.updates, "losses": sample.totals(session.losses),
                   "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
         array(self._code, values).tofile(self._samples)
         self._samples.flush()

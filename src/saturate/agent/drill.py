@@ -118,7 +118,7 @@ class Drill:
             self._begin()
         self.tokens += 1
         losses, session.losses = session.losses, []
-        event = {"at": token, "t_ns": time.monotonic_ns(), "losses": [sample.total(loss) for loss in losses],
+        event = {"at": token, "t_ns": time.monotonic_ns(), "losses": sample.totals(losses),
                  "inputs": self._inputs, "batches": self._batches, "weights": self._weights()}
         if token != "B":
             optimizer = session.optimizers.by_name[token]()

@@ -23,9 +23,13 @@ def strided(parameter: Any, entries: int) -> list[float]:
 def all_strided(parameters: Sequence[Any], entries: int) -> list[list[float]]:
     """`strided` of each of them. An accelerator is waited for once, and not once for each tensor: where other programs use it as
     well, each time is a turn of all of them."""
+    return _read([_strided(parameter, entries) for parameter in parameters])
+
+
+def _read(rows: Sequence[Any]) -> list[list[float]]:
+    """The numbers of each of these tensors of one dimension, those of one format on one device in one go."""
     import torch
 
-    rows = [_strided(parameter, entries) for parameter in parameters]
     alike: dict[Any, list[int]] = {}
     for place, row in enumerate(rows):
         alike.setdefault((row.device, row.dtype) if type(row) is torch.Tensor else place, []).append(place)
@@ -70,11 +74,14 @@ def _is_copied_flat(torch: Any, tensor: Any) -> bool:
             and not tensor.is_contiguous())
 
 
-def total(loss: Any) -> float:
-    """The sum of a loss, or of what else a backward pass began with, in float64."""
+def totals(losses: Sequence[Any]) -> list[float]:
+    """The sum of each loss, or of what else a backward pass began with, in float64. A device is waited for once."""
     import torch
 
-    return float(_common.reals(loss, torch).double().sum())
+    sums = [_common.reals(loss, torch).double().sum() for loss in losses]
+    # Of another class, such as a sharded one, it may have no list of its numbers.
+    known = [one.reshape(1) if type(one) is torch.Tensor else torch.tensor([float(one)], dtype=torch.float64, device="cpu") for one in sums]
+    return [total for (total,) in _read(known)]
 
 
 def double(tensor: Any) -> bool:
