@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.agent.hostsyncs import HostSyncs  # noqa: E402
+from saturate.agent.hostsyncs import _copies_to as copies_to  # noqa: E402
 
 
 def test_every_read_is_called_what_it_is():
@@ -43,6 +44,7 @@ def test_a_copy_to_the_device_tells_its_line_and_what_stays_tells_none(monkeypat
         value.to(torch.device("meta"), torch.float64)
         value.to(moved)
         value.to(torch.float16)
+        assert copies_to(torch, "cuda", (0,), {}) and copies_to(torch, "cuda", (), {"device": 1}) and not copies_to(torch, "cpu", (0,), {})
         value.to("meta", non_blocking=True)
     finally:
         syncs.off()

@@ -455,8 +455,8 @@ def test_a_verdict_and_a_reason_for_none_exclude_each_other():
 
 def test_a_file_named_twice_is_read_once(capsys, trace):
     path = trace()
-    _, out, _ = run(capsys, path, path, "--json")
-    assert len(json.loads(out)["devices"]) == 1
+    _, out, err = run(capsys, path, path, "--json")
+    assert len(json.loads(out)["devices"]) == 1 and "1 of the 2 traces were named before, and are read once" in err
 
 
 def test_many_files_keep_little_of_each(capsys, trace, monkeypatch):

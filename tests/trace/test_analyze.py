@@ -30,6 +30,16 @@ def test_an_ordinary_training() -> None:
     assert (device.median_kernel_ns, device.short_kernels, device.median_launch_delay_ns) == (200_000, 0.0, 30_000)
 
 
+def test_what_is_idle_between_steps_is_no_part_of_them() -> None:
+    """Steps of 1 ms with 1 ms between them, in which the host launches nothing: no more of a step than it is idle."""
+    made = Recording(V100)
+    for at in range(0, 6_000_000, 2_000_000):
+        made.step(at, at + 1_000_000)
+        made.kernel("k", at + 100_000, at + 850_000, launched=at + 90_000)
+    device = analyze([made.trace()]).devices[0]
+    assert sum(device.window_gap_ns.values()) == device.idle_ns == 750_000 < sum(device.gap_ns.values())
+
+
 def test_idle_time_is_not_said_to_be_free_of_input_where_the_loader_was_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = training(3, step_ns=1_000_000)
     known = analyze_one(trace).devices[0]

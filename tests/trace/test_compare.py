@@ -34,7 +34,8 @@ def device(**changed: Any) -> Device:
         "busy_of_step": 0.75, "compute_ns": 1_200_000, "exposed_communication_ns": 200_000,
         "exposed_copy_ns": 100_000, "idle_ns": 500_000, "communication_overlap": 0.5,
         "data_wait": DataWait(raw=0.2, exposed=0.1),
-        "gap_ns": {"input": 200_000, "host_late": 100_000}, "edge_ns": {"input": 200_000}, "verdict": "input-bound",
+        "gap_ns": {"input": 200_000, "host_late": 100_000}, "edge_ns": {"input": 200_000},
+        "window_gap_ns": {"input": 400_000, "host_late": 100_000}, "verdict": "input-bound",
         "roofline": Roofline(coverage=1.0, operators=[operator("aten::mm", 1_000_000)]),
     }
     return Device(**(fields | changed))
@@ -67,7 +68,7 @@ def test_nothing_changed() -> None:
 def test_a_faster_step() -> None:
     """Input wait is gone: the step is 1.25 times as fast and all of it came from idle time."""
     faster = device(step_ns=1_600_000, idle_ns=100_000, busy_of_step=0.9375, verdict="compute-bound",
-                    gap_ns={"host_late": 100_000}, edge_ns={}, data_wait=DataWait(raw=0.01, exposed=0.0))
+                    gap_ns={"host_late": 100_000}, edge_ns={}, window_gap_ns={"host_late": 100_000}, data_wait=DataWait(raw=0.01, exposed=0.0))
     found = compare(analysis(findings=[finding("input-bound", 1.25), finding("launch-bound")]),
                     analysis(faster, verdict="compute-bound",
                              findings=[finding("launch-bound", 1.05), finding("thermal")]))
@@ -174,7 +175,7 @@ def test_another_device_is_mentioned() -> None:
 
 
 def test_missing_is_never_zero() -> None:
-    without = device(exposed_communication_ns=None, gap_ns={}, edge_ns={}, data_wait=DataWait(raw=None, exposed=None),
+    without = device(exposed_communication_ns=None, gap_ns={}, edge_ns={}, window_gap_ns={}, data_wait=DataWait(raw=None, exposed=None),
                      unknown={"exposed_communication_ns": "records were lost", "data_wait": "no loader",
                               "gaps": "blocked"})
     only = compare(analysis(), analysis(without)).devices[0]

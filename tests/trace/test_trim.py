@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+from pathlib import Path
 
 import kineto_text as made
 import numpy as np
@@ -277,3 +278,8 @@ def _steps(trace) -> int:
     return sum(name.startswith("ProfilerStep#") for name in trace.names)
 
 
+def test_a_part_of_a_host_that_was_far_ahead_says_so_too(tmp_path) -> None:
+    """Without what the device did of the steps later, the part would hold the steps of the host, and other work in them."""
+    trim(Path(__file__).parent / "h200" / "clean.json.gz", tmp_path / "part.json.gz", 2)
+    analysis = analyze([read(tmp_path / "part.json.gz")])
+    assert [problem.id for problem in analysis.integrity.problems if problem.blocks] == ["host-ahead"] and analysis.devices[0].steps == 0

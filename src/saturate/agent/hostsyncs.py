@@ -132,4 +132,6 @@ def _copies_to(torch: Any, device: str, args: tuple[Any, ...], kwargs: dict[str,
             return target.type == device
         if isinstance(target, str):
             return target.startswith(device)
+        if isinstance(target, int):         # the number of an accelerator
+            return device != "cpu"
     return False

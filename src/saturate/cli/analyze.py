@@ -71,6 +71,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def _files(arguments: argparse.Namespace) -> list[Path]:
     """The files to read. Raises UsageError before any is read: a long list takes long."""
     names = list(dict.fromkeys(arguments.files))
+    if again := len(arguments.files) - len(names):
+        print(f"{again:,} of the {len(arguments.files):,} traces were named before, and are read once", file=sys.stderr)
     if len(names) > MOST:
         raise UsageError(
             f"{len(names):,} traces at once: at most {MOST:,} are read",

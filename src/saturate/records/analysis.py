@@ -131,6 +131,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     gaps: Gaps = Gaps(input=None, host_late=None, sync=None, already_launched=None, unattributed=None)
     gap_ns: dict[str, int] = {}     # the same classes in ns, inside the span; those that are known
     edge_ns: dict[str, int] = {}    # the same classes, of the parts of the steps outside the span
+    window_gap_ns: dict[str, int] = {}  # the same classes, of the steps (of the span, where there are none): what shares of the step are of
     short_kernels: float | None = None          # share of kernels below 10 us
     median_kernel_ns: int | None = None
     median_launch_delay_ns: int | None = None   # from the start of the launching call to the kernel's start, at least 0

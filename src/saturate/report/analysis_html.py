@@ -19,7 +19,7 @@ from saturate.report.trim import Limits, within, without_values
 LADDER = (Limits(800, 200, 400, 0), Limits(300, 80, 100, 0), Limits(120, 40, 32, 0), Limits(40, 12, 8, 0))
 
 #: Fields whose keys are data.
-_MAPPINGS = frozenset({"split", "gap_ns", "edge_ns", "unknown", "ceilings", "annotations"})
+_MAPPINGS = frozenset({"split", "gap_ns", "edge_ns", "window_gap_ns", "unknown", "ceilings", "annotations"})
 
 
 def render(analysis: Analysis) -> str:

@@ -224,7 +224,7 @@ def _amount(analysis: Analysis, device: Device | None) -> str:
     if device is None:
         return ""
     whole, name = window(device)
-    idle = {key: device.gap_ns.get(key, 0) + device.edge_ns.get(key, 0) for key in _GAPS}
+    idle = {key: device.window_gap_ns.get(key, 0) for key in _GAPS}
     lengths = {
         "input-bound": _input_wait(analysis, device),
         "communication-bound": of(device.exposed_communication_ns, whole),

@@ -29,7 +29,7 @@ FIELDS: dict[str, dict[str, Any]] = {
              "exposed_copy_ns": None, "idle_ns": None, "each_step": []},
     "communication": {"communication_ns": None, "communication_overlap": None, "exposed_communication_ns": None},
     "gaps": {"gaps": Gaps(input=None, host_late=None, sync=None, already_launched=None, unattributed=None),
-             "gap_ns": {}, "edge_ns": {}},
+             "gap_ns": {}, "edge_ns": {}, "window_gap_ns": {}},
     "kernels": {"kernels": None, "short_kernels": None, "median_kernel_ns": None, "median_launch_delay_ns": None},
     "occupancy": {"occupancy": Occupancy(sm_fill=None, sm_fill_of_step=None, tail=None, occupancy=None)},
     "roofline": {"roofline": Roofline(coverage=None, operators=[])},
@@ -158,7 +158,7 @@ def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Devic
             raw=None if seen.waiting is None else _share(length(seen.waiting), parts.window_ns),
             exposed=None if seen.waiting is None else _share(length(seen.exposed_wait), parts.window_ns)),
         gaps=Gaps(**{cause: _share(seen.gap_ns.get(cause, 0), idle_in_span) if cause in told else None for cause in gaps.CLASSES}),
-        gap_ns=_of(told, seen.gap_ns), edge_ns=_of(told, seen.edge_ns), each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
+        gap_ns=_of(told, seen.gap_ns), edge_ns=_of(told, seen.edge_ns), window_gap_ns=_of(told, seen.idle_ns), each_step=each_step(here, seen.work), roofline=roof, occupancy=full,
         verdict=limit, **kernels)
     for missing, field, reason in (
             (trace.rank is None, "rank", "the trace does not say its rank"),

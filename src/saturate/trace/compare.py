@@ -143,15 +143,15 @@ def _shares(old: Device, new: Device) -> list[Change]:
 
 def _gaps(old: Device, new: Device) -> list[Change]:
     """Idle time by cause. A cause that one side never met is 0 there, if that side knows its gaps."""
-    causes = dict.fromkeys([*old.gap_ns, *old.edge_ns, *new.gap_ns, *new.edge_ns])
+    causes = dict.fromkeys([*old.window_gap_ns, *new.window_gap_ns])
 
     def of(device: Device, cause: str) -> int | None:
-        if not device.gap_ns and not device.edge_ns or (cause == "input" and device.data_wait.raw is None):
+        if not device.window_gap_ns or (cause == "input" and device.data_wait.raw is None):
             return None
-        return device.gap_ns.get(cause, 0) + device.edge_ns.get(cause, 0)
+        return device.window_gap_ns.get(cause, 0)
 
     def field(cause: str) -> str:
-        return "data_wait" if cause == "input" and all(device.gap_ns or device.edge_ns for device in (old, new)) else "gaps"
+        return "data_wait" if cause == "input" and all(device.window_gap_ns for device in (old, new)) else "gaps"
 
     return [_length(cause, lambda device, cause=cause: of(device, cause), old, new, field(cause)) for cause in causes]
 

@@ -73,8 +73,8 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     found = []
     if window.ahead is not None:
         found.append(Problem(id="host-ahead", blocks=["steps"], message=(
-            f"{window.ahead:.0%} of what was launched ran after the last recorded step, which is over where the host has queued its work: the "
-            "device's steps are others, and longer; record more steps, or call torch.cuda.synchronize() at the end of each")))
+            f"the device took {window.ahead:.1f} times as long for what was launched in the recorded steps as they lasted on the host, which "
+            "only queues its work: the device's steps are longer; record more steps, or call torch.cuda.synchronize() at the end of each")))
     elif window.kind == "span":
         found.append(Problem(id="no-steps", blocks=["steps"], message=(
             "no steps are marked (ProfilerStep#n: call profiler.step() in each); shares are of the device's span")))
@@ -139,7 +139,7 @@ def _zero(trace: Trace) -> list[Problem]:
     rows = valid(gpu)
     span = int(gpu.end[rows].max() - gpu.start[rows].min()) if rows.any() else 0
     hidden = count * tick
-    bounded = tick > 1 and not unplaced and hidden <= HIDDEN_AT_MOST * span
+    bounded = tick > 1 and not unplaced and hidden <= HIDDEN_AT_MOST * span and 2 * count <= total      # most of them are not rounded
     message = f"{count} of {total} device events have no duration"
     if bounded:
         message += f"; at this clock of {tick} ns they hide at most {hidden / span:.2%} of the span"

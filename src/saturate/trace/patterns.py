@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import partial
 from math import prod
+from typing import Any
 
 from saturate.records.analysis import Operator
 
@@ -69,24 +69,27 @@ def eager_attention(operators: Iterable[Operator]) -> list[Operator] | None:
         return None
     softmaxes = [(operator, scores[0]) for operator in operators
                  if _SOFTMAX.match(operator.name) and (scores := dims(operator)) and len(scores[0]) >= 3]
-    products = [operator for operator in operators if _BATCHED.match(operator.name)]
+    products = [(operator, dims(operator)) for operator in operators if _BATCHED.match(operator.name)] if softmaxes else []
+    between: dict[Any, list[Operator]] = {}
+    for operator in operators if softmaxes else ():
+        for key in {_matrices(sizes) for sizes in dims(operator) if len(sizes) >= 3} if _is_chained(operator) else ():
+            between.setdefault(key, []).append(operator)
     found: dict[int, Operator] = {}
     for softmax, scores in softmaxes:
-        partners = [operator for operator in products if _touches(operator, scores)]
+        partners = [operator for operator, sizes in products if _touches(sizes, scores)]
         if partners:
-            between = [operator for operator in operators if _is_chained(operator) and any(map(partial(_of_size, scores), dims(operator)))]
-            found |= {id(operator): operator for operator in (softmax, *partners, *between)}
+            found |= {id(operator): operator for operator in (softmax, *partners, *between.get(_matrices(scores), ()))}
     return list(found.values())
 
 
-def _of_size(scores: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether a tensor of these sizes holds matrices of scores, of as many heads and samples."""
-    return len(sizes) >= 3 and sizes[-2:] == scores[-2:] and prod(sizes) == prod(scores)
+def _matrices(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The size of the last two dimensions, and of all: the same for scores of as many heads and samples, however these are laid out."""
+    return (*sizes[-2:], prod(sizes))
 
 
-def _touches(product: Operator, scores: tuple[int, ...]) -> bool:
-    """Whether a batched product makes or multiplies matrices of this batch and these sizes, transposed or not."""
-    matrices = [sizes for sizes in dims(product) if len(sizes) >= 3][-2:]
+def _touches(product: Dims, scores: tuple[int, ...]) -> bool:
+    """Whether a batched product of tensors of these sizes makes or multiplies matrices of this batch and these sizes, transposed or not."""
+    matrices = [sizes for sizes in product if len(sizes) >= 3][-2:]
     if len(matrices) < 2:
         return False
     left, right = matrices

@@ -28,6 +28,8 @@ from saturate.trace._kineto_facts import base_ns
 from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
 from saturate.trace.integrity import READING
 from saturate.trace.intervals import covered, length, union
+from saturate.trace.launches import launching_calls
+from saturate.trace.windows import CPU, devices, launched_within, window
 
 #: Without steps, this much of the device's activity (or the host's); and nothing is cut off a trace of so few bytes.
 SPAN_NS = 100_000_000
@@ -118,7 +120,7 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
                 f"{path} is not whole, and no part of it would say so", cause=message, remedy="record or export it again"
             )
     chosen = _window(trace, steps, path)
-    names, first, last = chosen.steps, chosen.first, chosen.last
+    names, first, last = chosen.steps, chosen.first, _until_it_ran(trace, chosen)
     origin = trace.origin_ns - base_ns(document)
     keep = _Keep(names, first + origin, last + origin, _launched(trace, first, last))
     try:
@@ -173,6 +175,15 @@ def _window(trace: Trace, steps: int, path: Path) -> _Window:
     return window._replace(
         first=min(window.first, int(ran.start[nearest])), last=max(window.last, int(ran.end[nearest]) + 1)
     )
+
+
+def _until_it_ran(trace: Trace, chosen: _Window) -> int:
+    """Behind the last of the chosen steps; where the host was far ahead of a device, behind what that did of them. Else the part
+    would hold the host's steps with other work in them, and say nothing of it."""
+    launches = launching_calls(trace)
+    late = [launched_within(trace, device, launches, chosen.first, chosen.last) for device in devices(trace)
+            if device != CPU and window(trace, device, launches).ahead is not None]
+    return max([chosen.last, *(int(trace.gpu.end[rows].max()) + 1 for rows in late if len(rows))])
 
 
 def _ran(trace: Trace) -> GpuEvents | HostEvents:

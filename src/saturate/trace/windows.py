@@ -15,8 +15,9 @@ from saturate.trace.launches import named, spans, valid
 #: The id under which the host's own operators are analysed, where a trace holds no accelerator events.
 CPU = -1
 
-#: Of the work that was launched until the last step had ended on the host: the device did it afterwards, and the steps are not its own.
-AHEAD_AT_MOST = 0.50
+#: From the first to the last event of what was launched in the steps, the device may take so many times as long as they took on the host.
+#: Where it takes longer, the host only queued its work, and its steps are not the device's.
+AHEAD_AT_MOST = 1.25
 
 STEP = re.compile(r"^ProfilerStep#?\s*\d*")
 LOADER = re.compile(r"^enumerate\(Data(Loader|Pipe)\)#")
@@ -29,8 +30,8 @@ class Window:
     `span` runs from the device's first start to its last end (on a CPU: from the first recorded event to the last).
     `thread` is the training thread, an index into `Trace.threads`: the one that holds the steps, else the one with
     most operator time. `first` and `last` bound each single step. `untold`: several processes marked steps, and which
-    of them used the device is not known. `ahead`: the share of the work launched until the last step that the device did
-    after it, where that is most of it: what the host marked are not the device's steps.
+    of them used the device is not known. `ahead`: how many times as long as the steps the device took for what was
+    launched in them, where that is so much longer that what the host marked are not the device's steps.
     """
 
     kind: Literal["steps", "span"]
@@ -72,21 +73,27 @@ def window(trace: Trace, device: int, launches: Column | None = None) -> Window:
     if len(steps):
         threads, count = np.unique(trace.annotations.tid[steps], return_counts=True)
         thread = int(threads[np.argmax(count)])
-        ahead = 0.0 if device == CPU or launches is None else _share_after(trace, device, launches, int(last.max()))
+        ahead = 0.0 if device == CPU or launches is None else _stretched(trace, device, launches, int(first.min()), int(last.max()))
         if ahead > AHEAD_AT_MOST:
             return Window("span", span, span, thread, first[:0], last[:0], untold, ahead)
         return Window("steps", union(first, last), span, thread, first, last, untold)
     return Window("span", span, span, _busiest_thread(trace), first, last)
 
 
-def _share_after(trace: Trace, device: int, launches: Column, ended: int) -> float:
-    """Of the time of a device's events that were launched until `ended`, the share that lies after it."""
-    rows = np.flatnonzero(valid(trace.gpu) & (trace.gpu.device == device))
-    calls = launches[rows]
-    rows = rows[(calls >= 0) & (trace.calls.start[np.maximum(calls, 0)] <= ended)] if len(trace.calls.start) else rows[:0]
-    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
-    whole = int((end - start).sum())
-    return int((end - np.clip(start, ended, end)).sum()) / whole if whole else 0.0
+def _stretched(trace: Trace, device: int, launches: Column, began: int, ended: int) -> float:
+    """How many times as long as from `began` to `ended` the device took for what was launched then."""
+    rows = launched_within(trace, device, launches, began, ended)
+    if not len(rows) or ended <= began:
+        return 0.0
+    start = max(began, int(trace.gpu.start[rows].min()))        # one that starts before its call has a wrong time
+    return (int(trace.gpu.end[rows].max()) - start) / (ended - began)
+
+
+def launched_within(trace: Trace, device: int, launches: Column, began: int, ended: int) -> Column:
+    """The device's events whose launching call began in this time."""
+    rows = np.flatnonzero(valid(trace.gpu) & (trace.gpu.device == device) & (launches >= 0))
+    called = trace.calls.start[launches[rows]]
+    return rows[(called >= began) & (called <= ended)]
 
 
 def _span(trace: Trace, device: int) -> Intervals:
