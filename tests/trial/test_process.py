@@ -375,3 +375,12 @@ def test_last_words_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
     session = types.SimpleNamespace(asleep=False, gate=None, counts={"S0": 3}, tokens=["S0"], step=None, awaited=False,
                                     plan={"ended": str(tmp_path / "gone" / "ended")})
     application._leave_word(session)
+
+
+def test_what_it_prints_of_tokens_is_not_kept(script, start, clean_environment) -> None:
+    clean_environment["OWN_API_KEY"] = "kept-by-nobody-123"
+    trial = start(str(script("import os, sys\nprint('key', os.environ['OWN_API_KEY'], 'hf_abcdefghijkl', flush=True)\nsys.stdout.buffer.write(b'\\xff and the rest\\n'); sys.stdout.flush()\n" + TRAIN)))
+    trial.wait_ready()
+    trial.run_block(1, 2)
+    trial.stop()
+    assert trial.log.read_bytes() == b"key [hidden] [hidden]\n\xff and the rest\n"

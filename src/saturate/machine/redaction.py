@@ -10,6 +10,7 @@ import getpass
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 _HIDDEN = "[hidden]"
@@ -43,6 +44,22 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
     for value in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", _HIDDEN, text)
     return _TOKENS.sub(_HIDDEN, text)
+
+
+def hide_secrets_in(path: Path, environment: Mapping[str, str]) -> None:
+    """The same of a file that nobody writes to any more, if there is one. It is removed where that cannot be written."""
+    try:
+        with open(path, "r+b") as file:
+            said = file.read()
+            kept = without_secrets(said.decode("utf-8", "surrogateescape"), environment).encode("utf-8", "surrogateescape")
+            if kept != said:
+                file.seek(0)
+                file.write(kept)
+                file.truncate()
+    except FileNotFoundError:
+        return
+    except OSError:         # a full disk: what is hidden may be longer than what it hides
+        path.unlink(missing_ok=True)
 
 
 def without_names(text: str) -> str:

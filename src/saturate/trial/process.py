@@ -371,6 +371,7 @@ class Trial:
             tree.kill_marked(os.fsencode(f"SATURATE_PLAN={self.spec.folder / 'plan.json'}"))
         self.server.close()
         (self.spec.folder / SUPERVISE).unlink(missing_ok=True)      # where it was killed before it read that
+        redaction.hide_secrets_in(self.log, self.workload.environment)      # it stays in the study's folder
         self.supervisor.stdout.close()
         return json.loads(line) if line.endswith(b"\n") else None
 
