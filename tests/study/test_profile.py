@@ -253,6 +253,15 @@ def test_input_of_other_steps_than_the_recorded_ones_is_told():
     assert diagnose._uneven(seen, 65.0, None) == []
 
 
+def test_a_split_of_steps_that_were_others_says_so():
+    split = {"forward": 60_000_000, "backward": 100_000_000, "idle": 40_000_000}
+    (note,) = diagnose._other_steps(10.0, split, 10)
+    assert note.id == "other-steps" and not note.blocks and "20.0 ms each, those that were timed 10.0 ms" in note.message
+    assert [note.id for note in diagnose._other_steps(40.0, split, 10)] == ["other-steps"]
+    assert diagnose._other_steps(14.0, split, 10) == diagnose._other_steps(29.0, split, 10) == []
+    assert diagnose._other_steps(None, split, 10) == diagnose._other_steps(10.0, {}, 0) == []
+
+
 def test_more_steps_are_sampled_where_a_few_are_long():
     assert study_profile.uneven([10] * 7 + [1200]) and not study_profile.uneven([10, 11, 10, 12])
 

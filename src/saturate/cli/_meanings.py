@@ -120,6 +120,8 @@ TRACE_PROBLEMS = {
                          "detail: without stacks, shapes or memory.",
     "loader-in-thread": "A thread of the script's own reads the DataLoader and hands its batches on. The wait of training for that thread is not "
                         "told apart from other host code, so the share of input is not known. Read the loader in the training thread to see it.",
+    "other-steps": "The split of a profile is of steps that took much longer, or shorter, than the steps that were timed. Profile once more on a "
+    "quiet machine, or with more --steps where steps differ.",
     "uneven-input": "On a CPU, the few recorded steps waited for the loader for another time than those that were clocked without a profiler: "
                     "its batches come in bursts. What is said of input is of the clocked steps; the trace shows the recorded ones.",
     "truncated": "The file ends too early. It was read as far as it goes, and nothing is concluded from it. Let the profiler finish, and copy the "

@@ -31,6 +31,9 @@ from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
 from saturate.trace.read import read
 
+#: So many times as long or as short as those that were timed, steps are others.
+OTHERS = 1.5
+
 #: Fewer looks at a process say nothing about its state.
 _LEAST_SAMPLES = 10
 
@@ -66,6 +69,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
         problems += _uneven(seen, profiled_ms, recorded_input)
         integrity = msgspec.structs.replace(integrity, problems=problems)
+    split_steps = view.count if split is recorded else seen.sample["clocked_steps"] if told else 0
+    integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *_other_steps(seen.step_ms, split, split_steps)])
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
            "integrity": integrity, "verdict": rules.verdict(observed), "findings": findings,
@@ -75,7 +80,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         loader_cost=seen.loader_cost,
         step_ms_profiled=profiled_ms,
         split=split,
-        split_steps=view.count if split is recorded else seen.sample["clocked_steps"] if told else 0,
+        split_steps=split_steps,
         recorded_steps=view.count,
         **rates,
         flops_per_step=record.flops,
@@ -239,6 +244,19 @@ def _uneven(seen: Seen, profiled_ms: float | None, recorded_input: float | None)
     return [Problem(id="uneven-input", blocks=[], message=(
         f"the loader took {recorded_ms:.1f} ms of each recorded step, and {clocked_ms:.1f} ms of each step without a profiler; "
         "verdict, split and findings go by the latter"))]
+
+
+def _other_steps(step_ms: float | None, split: dict[str, int], steps: int) -> list[Problem]:
+    """A note where the steps that the split is of took so much longer, or shorter, than those that were timed that they are no picture
+    of them."""
+    if not step_ms or not steps:
+        return []
+    split_ms = sum(split.values()) / steps / 1e6
+    if step_ms <= OTHERS * split_ms and split_ms <= OTHERS * step_ms:
+        return []
+    return [Problem(id="other-steps", blocks=[], message=(
+        f"the {steps} steps that the split is of took {split_ms:.1f} ms each, those that were timed {step_ms:.1f} ms: other load on this machine, "
+        "a profiler that slows them down, or steps that differ; only shares of the split can be compared with the step"))]
 
 
 def number_format(facts: Facts) -> str:
