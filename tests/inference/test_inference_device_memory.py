@@ -138,8 +138,9 @@ def test_a_server_asks_from_the_moment_it_takes_its_device(monkeypatch):
                         lambda torch: made.append("memory") or types.SimpleNamespace(peak_bytes=lambda: 7))
     assert server.do_memory() is None, "on a CPU the supervisor knows"
     server.torch = types.SimpleNamespace(cuda=cuda)
-    server._take_device(types.SimpleNamespace(device="cuda:1", inputs=lambda torch: made.append("inputs") or []), None)
-    assert made == ["cuda:1", "memory", "inputs"] and server.do_memory() == 7
+    source = types.SimpleNamespace(device="cuda:1", inputs=lambda torch, device: made.append(f"inputs on {device}") or [])
+    server._take_device(source, None)
+    assert made == ["cuda:1", "memory", "inputs on cuda"] and server.do_memory() == 7
 
 
 def test_weights_of_compiled_programs_lie_in_torch_s_allocator_on_a_gpu():

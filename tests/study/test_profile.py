@@ -19,7 +19,7 @@ from saturate.records.analysis import Analysis, Operator, Profile, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
 from saturate.records.observations import Observations, OperatorSeen
-from saturate.study import memory
+from saturate.study import memory, waits
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, nothing, recorded_steps
 from saturate.study.seen import Seen
@@ -192,7 +192,7 @@ def test_a_profiler_makes_waits_longer_as_it_does_steps():
     shorten = diagnose._shortener(CWD)
     faster = diagnose.unprofiled(seen, 25.0, 0.4)
     (sync,) = diagnose.Record(request(), seen, shorten, faster).syncs()
-    (observed,) = diagnose._syncs(seen.record, shorten, faster)
+    (observed,) = waits.timed(seen.record, shorten, faster)
     assert sync.ms_per_step == observed.ms_per_step == 8.0      # 20 of 25 ms, as 8 of 10
     assert diagnose.unprofiled(seen, 9.0, 0.4) == diagnose.unprofiled(seen, None, None) == 1.0
     assert diagnose.unprofiled(Seen(facts=facts()), 9.0, None) == 1.0
