@@ -216,7 +216,7 @@ def run(part: Part, seconds: float, environment: Mapping[str, str], where: Path 
             process = subprocess.Popen([sys.executable, *part.command(seconds, folder)], cwd=where or folder, env=dict(environment),
                                        stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
             code = _wait(process, seconds)
-            texts = [_text(stream) for stream in (out, err)]
+            texts = [without_places(_text(stream), folder) for stream in (out, err)]
     found: dict[str, Any] = {"status": "done", "seconds": round(time.monotonic() - began, 1), "sources": sources,
                              "speaks_of": list(part.speaks_of)}
     try:
@@ -244,6 +244,13 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, patience: float = 8.
         except subprocess.TimeoutExpired:
             continue
     return None                     # a process that not even SIGKILL ends waits for its driver
+
+
+def without_places(text: str, folder: Path) -> str:
+    """What a part printed, without where this checkout, its Python and its folder lie: the file is kept in the repository."""
+    for place, shown in ((os.path.relpath(ROOT, folder), "."), (sys.prefix, "PYTHON"), (str(folder), "FOLDER"), (str(ROOT), ".")):
+        text = re.sub(rf"{re.escape(place)}(?![\w-])", shown, text)
+    return text
 
 
 def _text(stream: Any) -> str:

@@ -52,6 +52,13 @@ def test_what_was_found_is_on_disk_before_the_next_part_begins(bench, tmp_path, 
     assert os.listdir(tmp_path) == ["nvidia-h200.json"]
 
 
+def test_what_is_kept_names_no_place_of_the_machine(bench, tmp_path):
+    code = "import os, sys; print({0!r} + '/tests/a.py', os.path.relpath({0!r}) + '/tests/b.py', os.getcwd() + '/c', sys.prefix + '/bin', {0!r} + '-2'); sys.exit(1)"
+    bench.main(["--out", str(tmp_path)], [bench.part("fails", code.format(str(ROOT)))])
+    said = written(tmp_path)["parts"]["fails"]["output"]
+    assert said.split() == ["./tests/a.py", "./tests/b.py", "FOLDER/c", "PYTHON/bin", f"{ROOT}-2"]
+
+
 def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_rest_is_run(bench, tmp_path, monkeypatch):
     stubborn = ("import os, signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
                 "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(child.pid, flush=True); time.sleep(60)")

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from test_cuda import LOOP
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-LOOP = """
-import torch, torch.nn as nn
-torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.Flatten(),
-                      nn.Linear(32 * 32 * 32, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
-while True:
-    x = torch.randn(256, 3, 32, 32); y = torch.randint(10, (256,))
-    opt.zero_grad(); nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward(); opt.step()
-"""
 
 
 def test_blocks_are_drained_and_facts_know_the_device(script, start):
