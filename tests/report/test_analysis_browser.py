@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
 
 @pytest.mark.parametrize("width", [1000, 500])
 def test_the_parts_of_the_bar_are_as_long_as_they_are_told(tmp_path, width):
-    rows = draw(tmp_path, render(analyses.input_bound()), width, 900)
+    rows = draw(tmp_path, render(analyses.input_bound()), width, 1500)
     work, idle = (0x1F, 0x2A, 0x8F), (0xB4, 0xB8, 0xC4)
     both = [(row.count(work), row.count(idle)) for row in rows if row.count(work) > 60 and row.count(idle) > 60]
-    assert both
+    assert both, f"no row has both; of {len({p for row in rows for p in row})} colours in {len(rows)} rows"
     computed, idled = max(both, key=sum)
     assert abs(computed / (computed + idled) - 560 / (560 + 644.35)) < 0.02
 

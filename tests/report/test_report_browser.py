@@ -47,7 +47,10 @@ def browse(tmp_path, text, *options):
 def draw(tmp_path, text, width, height):
     """The pixels of a page in a window of this size."""
     picture = tmp_path / "page.png"
-    result = browse(tmp_path, text, "--hide-scrollbars", f"--window-size={width},{height}", f"--screenshot={picture}")
+    # On a busy machine a picture may else be taken before every tile of the page is painted.
+    painted = ("--run-all-compositor-stages-before-draw", "--virtual-time-budget=2000")
+    size = ("--hide-scrollbars", f"--window-size={width},{height}")
+    result = browse(tmp_path, text, *painted, *size, f"--screenshot={picture}")
     assert picture.exists(), result.stderr[-2000:]
     return pixels(picture.read_bytes())
 
