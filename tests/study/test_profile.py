@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from nulls import unreasoned
 from tune_kit import TRAINING, Folder
 
 from saturate.errors import EnvironmentProblem
@@ -19,7 +20,7 @@ from saturate.records.analysis import Analysis, Operator, Profile, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
 from saturate.records.observations import Observations, OperatorSeen
-from saturate.study import memory, waits
+from saturate.study import memory, unprofiled, waits
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, nothing, recorded_steps
 from saturate.study.seen import Seen
@@ -190,12 +191,12 @@ def test_a_profiler_makes_waits_longer_as_it_does_steps():
     seen = Seen(facts=facts(), step_ns=[10_000_000] * 9, sample=SAMPLE,
                 record={"steps": 4, "syncs": [[f"{CWD}/train.py", 3, "Tensor.item", 8, 80_000_000]]})
     shorten = diagnose._shortener(CWD)
-    faster = diagnose.unprofiled(seen, 25.0, 0.4)
+    faster = unprofiled.factor(seen, 25.0, 0.4)
     (sync,) = diagnose.Record(request(), seen, shorten, faster).syncs()
     (observed,) = waits.timed(seen.record, shorten, faster)
     assert sync.ms_per_step == observed.ms_per_step == 8.0      # 20 of 25 ms, as 8 of 10
-    assert diagnose.unprofiled(seen, 9.0, 0.4) == diagnose.unprofiled(seen, None, None) == 1.0
-    assert diagnose.unprofiled(Seen(facts=facts()), 9.0, None) == 1.0
+    assert unprofiled.factor(seen, 9.0, 0.4) == unprofiled.factor(seen, None, None) == 1.0
+    assert unprofiled.factor(Seen(facts=facts()), 9.0, None) == 1.0
 
 
 def test_recorded_steps_without_a_long_wait_are_compared_with_others_without_theirs():
@@ -203,8 +204,8 @@ def test_recorded_steps_without_a_long_wait_are_compared_with_others_without_the
     uneven = {**SAMPLE, "parts": {"input": 450_000_000, "rest": 50_000_000}, "uneven_input": True}
     seen = Seen(facts=facts(), step_ns=[10_000_000] * 9, sample=uneven)
     assert seen.step_ms == 100.0 and seen.input_share == 0.9        # not the median, 10 ms
-    assert diagnose.unprofiled(seen, 20.0, 0.0) == pytest.approx(0.5)
-    assert diagnose.unprofiled(seen, 200.0, 0.9) == pytest.approx(0.5)
+    assert unprofiled.factor(seen, 20.0, 0.0) == pytest.approx(0.5)
+    assert unprofiled.factor(seen, 200.0, 0.9) == pytest.approx(0.5)
 
 
 def test_the_host_s_clock_is_not_what_a_step_of_a_device_takes():
@@ -236,30 +237,30 @@ def test_only_steps_that_begin_without_a_drain_have_a_lead(device, briefly, lead
 def test_shares_of_work_are_beside_the_input_of_the_clocked_steps():
     seen = Observations(device="cpu", busy=0.8, overhead=0.2, input_wait=0.0, input_wait_raw=0.0, step_ms=10.0,
                         operators=(OperatorSeen("aten::mm", share=0.6, recoverable=0.1),))
-    beside = diagnose.beside_input(seen, 0.9)
+    beside = unprofiled.beside_input(seen, 0.9)
     assert (beside.busy, beside.overhead) == (pytest.approx(0.08), pytest.approx(0.02))
     assert beside.operators[0].share == pytest.approx(0.06) and beside.operators[0].recoverable == pytest.approx(0.01)
     assert beside.step_ms == pytest.approx(100.0)
-    assert diagnose.beside_input(seen, 0.05) is seen
-    assert diagnose.beside_input(dataclasses.replace(seen, input_wait_raw=None), 0.9).busy == 0.8
+    assert unprofiled.beside_input(seen, 0.05) is seen
+    assert unprofiled.beside_input(dataclasses.replace(seen, input_wait_raw=None), 0.9).busy == 0.8
 
 
 def test_input_of_other_steps_than_the_recorded_ones_is_told():
     seen = Seen(facts=facts(), sample={**SAMPLE, "uneven_input": True})     # 40 of 100 ms
-    (note,) = diagnose._uneven(seen, 65.0, 0.0)
+    (note,) = unprofiled.uneven(seen, 65.0, 0.0)
     assert note.id == "uneven-input" and not note.blocks and "0.0 ms" in note.message and "40.0 ms" in note.message
-    assert diagnose._uneven(seen, 160.0, 0.25) == []                        # stretched by the profiler, with as long a wait
-    assert diagnose._uneven(seen, 200.0, 0.42) == []                        # all of it on a slower machine
-    assert diagnose._uneven(seen, 65.0, None) == []
+    assert unprofiled.uneven(seen, 160.0, 0.25) == []                        # stretched by the profiler, with as long a wait
+    assert unprofiled.uneven(seen, 200.0, 0.42) == []                        # all of it on a slower machine
+    assert unprofiled.uneven(seen, 65.0, None) == []
 
 
 def test_a_split_of_steps_that_were_others_says_so():
     split = {"forward": 60_000_000, "backward": 100_000_000, "idle": 40_000_000}
-    (note,) = diagnose._other_steps(10.0, split, 10)
+    (note,) = unprofiled.other_steps(10.0, split, 10)
     assert note.id == "other-steps" and not note.blocks and "20.0 ms each, those that were timed 10.0 ms" in note.message
-    assert [note.id for note in diagnose._other_steps(40.0, split, 10)] == ["other-steps"]
-    assert diagnose._other_steps(14.0, split, 10) == diagnose._other_steps(29.0, split, 10) == []
-    assert diagnose._other_steps(None, split, 10) == diagnose._other_steps(10.0, {}, 0) == []
+    assert [note.id for note in unprofiled.other_steps(40.0, split, 10)] == ["other-steps"]
+    assert unprofiled.other_steps(14.0, split, 10) == unprofiled.other_steps(29.0, split, 10) == []
+    assert unprofiled.other_steps(None, split, 10) == unprofiled.other_steps(10.0, {}, 0) == []
 
 
 def test_more_steps_are_sampled_where_a_few_are_long():
@@ -396,6 +397,7 @@ def test_a_profile_from_beginning_to_end(tmp_path, monkeypatch):
     assert sum(found["split"].values()) > 0 and all(isinstance(ns, int) for ns in found["split"].values())
     assert found["verdict"] == "input-bound" and found["findings"][0]["id"] == "input-bound-cpu"
     assert found["input_lines"][0]["file"] == "train.py" and found["input_lines"][0]["line"] == line
+    assert unreasoned(found) == set()
     assert found["step_ms"] > 0 and found["memory"]["parameters"] == 4 * (16 * 32 + 32 + 32 * 4 + 4)
     assert found["flops_per_step"] == 2 * 8 * 16 * 32 * 2 + 2 * 8 * 32 * 4 * 3
     assert {row["name"] for row in found["modules"]} == {"Sequential", "0", "1", "2"}

@@ -9,6 +9,7 @@ from traces import V100, Recording, training
 
 from saturate.trace import phases
 from saturate.trace.intervals import length
+from saturate.trace.launches import launching_calls
 from saturate.trace.windows import CPU, devices, window
 
 
@@ -17,7 +18,7 @@ def split(made: Recording, device: int = CPU) -> dict[str, int]:
     trace = made.trace()
     found = phases.split(trace, device)
     assert list(found) == list(phases.PARTS)
-    assert sum(found.values()) == length(window(trace, device).steps)
+    assert sum(found.values()) == length(window(trace, device, launching_calls(trace)).steps)
     return {name: ns for name, ns in found.items() if ns}
 
 
@@ -216,7 +217,7 @@ def test_the_parts_sum_to_the_window(host, kernels, steps):
     trace = made.trace()
     for device in {CPU, *devices(trace)}:
         found = phases.split(trace, device)
-        assert sum(found.values()) == length(window(trace, device).steps)
+        assert sum(found.values()) == length(window(trace, device, launching_calls(trace)).steps)
         assert all(ns >= 0 for ns in found.values())
 
 
@@ -226,7 +227,7 @@ def test_shared_traces_are_split_exactly(shared_traces, name):
 
     trace = read(shared_traces / f"{name}.json.gz")
     for device in devices(trace):
-        assert sum(phases.split(trace, device).values()) == length(window(trace, device).steps)
+        assert sum(phases.split(trace, device).values()) == length(window(trace, device, launching_calls(trace)).steps)
 
 
 def test_the_split_of_steps_without_a_profiler():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from nulls import unreasoned
 
 from saturate.findings import _registry
 from saturate.records.analysis import Device, Finding
@@ -34,6 +36,16 @@ def test_what_was_planted_comes_first(name: str, verdict: str, first: str, bound
     assert (device.steps, device.verdict) == (3, verdict)
     assert findings[0].id == first and findings[0].bound == pytest.approx(bound, rel=0.02)
     assert name == "fp32" or "fp32-matmul" not in [finding.id for finding in findings]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json.gz")), ids=lambda path: path.name.partition(".")[0])
+def test_what_is_not_known_has_a_reason_beside_it(path: Path) -> None:
+    record = msgspec.to_builtins(analyze_one(read(path)))
+    assert unreasoned(record) == set()
+    busy = record["devices"][0]
+    busy["busy_of_step"], busy["gaps"]["sync"] = None, None         # and one that has none is seen
+    busy["unknown"].pop("busy_of_step", None)
+    assert "devices.busy_of_step" in unreasoned(record) and unreasoned(record) <= {"devices.busy_of_step", "devices.gaps.sync"}
 
 
 def test_where_nothing_is_wrong_nothing_is_found() -> None:

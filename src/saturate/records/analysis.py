@@ -27,7 +27,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     metric: str                     # "exposed data wait"
     value: float
     unit: str = ""                  # "of the step", "ms per step", "kernels", "" for a plain number
-    threshold: float | None = None  # what it was compared with
+    threshold: float | None = None  # what it was compared with; None: with nothing
     where: str = ""                 # "train.py:41", "aten::bmm [16, 5185, 5185]", ""
 
 

@@ -23,16 +23,14 @@ from saturate.records.observations import (
     Observations,
     SyncSeen,
 )
-from saturate.study import counted, memory, unheard, waits
+from saturate.study import counted, memory, unheard, unprofiled, waits
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 from saturate.trace import analyze, phases, windows
 from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
+from saturate.trace.launches import launching_calls
 from saturate.trace.read import read
-
-#: So many times as long or as short as those that were timed, steps are others.
-OTHERS = 1.5
 
 #: Fewer looks at a process say nothing about its state.
 _LEAST_SAMPLES = 10
@@ -47,7 +45,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     first = traces[0]
     analysis = analyze.analyze(traces, seen.ceilings)
     device = windows.devices(first)[0]
-    view = windows.window(first, device)
+    view = windows.window(first, device, launching_calls(first))
     base = of_trace(first, analysis, seen.facts)
     recorded = phases.split(first, device)
     clocked = seen.sample["parts"]
@@ -58,8 +56,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
     recorded_input = recorded["input"] / max(1, sum(recorded.values())) if seen.facts.device == "cpu" else None
-    record = Record(request, seen, shorten, unprofiled(seen, profiled_ms, recorded_input), analysis)
-    rates, coverage = record.rates(), record.coverage(analysis)     # they also find out what is unknown
+    record = Record(request, seen, shorten, unprofiled.factor(seen, profiled_ms, recorded_input), analysis)
+    rates, coverage, input_lines = record.rates(), record.coverage(analysis), record.input_lines()  # they also find out what is unknown
     if not told:
         record.unknown["split"] = analysis.devices[0].unknown["busy_of_step"]
     integrity = analysis.integrity
@@ -67,10 +65,10 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, _ELSEWHERE])
     if seen.facts.device == "cpu":      # of a trace that nothing is known of, it is worth a note that no accelerator worked
         problems = [problem for problem in integrity.problems if problem.id != "no-accelerator"]
-        problems += _uneven(seen, profiled_ms, recorded_input)
+        problems += unprofiled.uneven(seen, profiled_ms, recorded_input)
         integrity = msgspec.structs.replace(integrity, problems=problems)
     split_steps = view.count if split is recorded else seen.sample["clocked_steps"] if told else 0
-    integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *_other_steps(seen.step_ms, split, split_steps)])
+    integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *unprofiled.other_steps(seen.step_ms, split, split_steps)])
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
            "integrity": integrity, "verdict": rules.verdict(observed), "findings": findings,
@@ -88,7 +86,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         flops_left_out=record.left_out,
         memory=record.memory(),
         syncs=record.syncs(waits.of_trace(base, record.shorten, record.unprofiled)),
-        input_lines=record.input_lines(),
+        input_lines=input_lines,
         modules=record.modules(),
         off_device=seen.record.get("off_device", []),
         graph_breaks=[shorten(text) for text in observed.compiler.graph_break_reasons],
@@ -196,6 +194,7 @@ class Record:
         dataset, taken = sample.get("dataset"), sample["parts"].get("input", 0) if sample else 0
         if not dataset or not taken:
             return []
+        self.unknown["input_lines.calls_per_step"] = "seen by looking at the process now and then, which counts no calls"
         looks = 0 if sample["workers"] else sample["fetch_samples"]
         if looks < _LEAST_SAMPLES:
             what = f"{dataset['kind']}.{dataset['function']}"
@@ -215,48 +214,6 @@ class Record:
         if self.missed:         # in which of them is not known
             rows = [msgspec.structs.replace(row, flops=None) for row in rows]
         return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
-
-
-def unprofiled(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> float:
-    """What a time of the recorded steps is without the profiler, as a factor. It makes waits for values longer as well as
-    steps, so their share is kept. Of a CPU's steps without their input (`recorded_input`: its share of the recorded ones),
-    because the few that were recorded may hold more or less of it than others."""
-    step_ms = seen.step_ms
-    if not step_ms or not profiled_ms:
-        return 1.0
-    if seen.input_share is not None and recorded_input is not None and max(seen.input_share, recorded_input) < 1.0:
-        step_ms, profiled_ms = step_ms * (1 - seen.input_share), profiled_ms * (1 - recorded_input)
-    return min(1.0, step_ms / profiled_ms)
-
-
-#: Input that differs by more than this share of the step is that of different steps.
-APART = 0.1
-
-
-def _uneven(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> list[Problem]:
-    """A note where the loader was waited for longer in the recorded steps than in the clocked ones, or shorter: in time,
-    because a profiler stretches the rest of the step, and in share, because a machine's speed changes both."""
-    if seen.input_share is None or recorded_input is None or not seen.step_ms or not profiled_ms:
-        return []
-    clocked_ms, recorded_ms = seen.input_share * seen.step_ms, recorded_input * profiled_ms
-    if abs(clocked_ms - recorded_ms) <= APART * seen.step_ms or abs(seen.input_share - recorded_input) <= APART:
-        return []
-    return [Problem(id="uneven-input", blocks=[], message=(
-        f"the loader took {recorded_ms:.1f} ms of each recorded step, and {clocked_ms:.1f} ms of each step without a profiler; "
-        "verdict, split and findings go by the latter"))]
-
-
-def _other_steps(step_ms: float | None, split: dict[str, int], steps: int) -> list[Problem]:
-    """A note where the steps that the split is of took so much longer, or shorter, than those that were timed that they are no picture
-    of them."""
-    if not step_ms or not steps:
-        return []
-    split_ms = sum(split.values()) / steps / 1e6
-    if step_ms <= OTHERS * split_ms and split_ms <= OTHERS * step_ms:
-        return []
-    return [Problem(id="other-steps", blocks=[], message=(
-        f"the {steps} steps that the split is of took {split_ms:.1f} ms each, those that were timed {step_ms:.1f} ms: other load on this machine, "
-        "a profiler that slows them down, or steps that differ; only shares of the split can be compared with the step"))]
 
 
 def number_format(facts: Facts) -> str:
@@ -287,9 +244,9 @@ def observe(
     optimizer = facts.optimizers[0] if facts.optimizers else None
     cpu = facts.device == "cpu"
     fetched = seen.input_share if cpu else None
-    faster = unprofiled(seen, base.step_ms, base.input_wait_raw if cpu else None)
+    faster = unprofiled.factor(seen, base.step_ms, base.input_wait_raw if cpu else None)
     if fetched is not None:
-        base = beside_input(base, fetched)
+        base = unprofiled.beside_input(base, fetched)
     changes: dict[str, Any] = {
         "device": facts.device,
         "device_name": facts.device_name or facts.machine.cpu_name,
@@ -328,25 +285,6 @@ def _collections_called(sample: dict[str, Any], shorten: Callable[[str], str]) -
     for file, line, ns in sample.get("gc_called", []):
         return {"gc_called": f"{shorten(file)}:{line}", "gc_called_share": min(1.0, ns / sample["wall_ns"])}
     return {}
-
-
-def beside_input(base: Observations, input_share: float) -> Observations:
-    """Shares of recorded steps as they are where input has this share: the few that were recorded may hold none of the long
-    waits, or most of them. What is not input keeps its proportions."""
-    recorded = base.input_wait_raw
-    if recorded is None or abs(recorded - input_share) <= APART or not max(recorded, input_share) < 1.0:
-        return base
-    factor = (1 - input_share) / (1 - recorded)
-
-    def scaled(record: Any, *names: str) -> Any:
-        known = {name: getattr(record, name) for name in names if getattr(record, name) is not None}
-        return dataclasses.replace(record, **{name: min(1.0, factor * share) for name, share in known.items()})
-
-    base = scaled(base, "busy", "overhead", "fp32_matmul", "attention_eager", "elementwise")
-    return dataclasses.replace(
-        base, step_ms=base.step_ms and base.step_ms / factor,
-        kernels=scaled(base.kernels, "short_time"), communication=scaled(base.communication, "exposed"),
-        operators=tuple(scaled(one, "share", "recoverable") for one in base.operators))
 
 
 def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:

@@ -91,6 +91,8 @@ def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = N
     table, left_out = labels(trace, of.launches)
     records = [_device(seen, ceilings) for seen in views]
     unknown = {"annotations": f"{left_out} more names, of less time, are left out"} if left_out else {}
+    if any(row["device_ns"] is None for row in table):
+        unknown["annotations.device_ns"] = "no launch was recorded, so what a device did for a label is not known"
     return Analysis(sources=[trace.source], devices=records, integrity=integrity.verdict(_distinct(found)),
                     verdict=_overall(records), findings=[], annotations=table, unknown=unknown)
 
