@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import pytest
 
 from saturate.errors import EnvironmentProblem
@@ -14,6 +15,7 @@ from saturate.records.ceilings import Ceilings
 H100 = Ceilings(device="cuda", device_name="NVIDIA H100 80GB HBM3", driver="580.1", torch="2.13.0", measured_at="2026-11-01T10:00:00+00:00",
                 rates={"float32": 52e12, "bfloat16": 790e12}, bandwidth={"copy": [(1 << 22, 6e12), (1 << 30, 2.9e12)], "triad": [(1 << 30, 2.8e12)]},
                 host_to_device={"pinned": 55e9, "pageable": 9e9}, launch_ns=2100.0)
+CPU = Ceilings(device="cpu", device_name="Toy 9000", torch="2.13.0", threads=2, measured_at="2026-11-01", rates={"float32": 1e11}, bandwidth={"copy": [(1000, 4e9)]})
 LINK = Link(5, 16, 5, 16)
 ASKED = {"torch": "2.13.0", "cuda_available": True, "devices": ["NVIDIA H100 80GB HBM3"]}
 
@@ -95,3 +97,11 @@ def test_a_cpu_that_was_measured_beside_other_work(rate, threads, status):
     cpu = Ceilings(device="cpu", device_name="Toy CPU", threads=threads, rates={"bfloat16": 1e9, "float32": rate}, bandwidth={})
     check = doctor_ceilings.judged(cpu, None)
     assert check.status == status and ("far below what it should reach: fp32" in check.found) == (status == "note")
+
+
+def test_a_busy_machine_is_told():
+    quiet, busy = msgspec.structs.replace(CPU, queued_share=0.02), msgspec.structs.replace(CPU, queued_share=0.31)
+    assert doctor_ceilings.judged(quiet, None).status == "ok" and doctor_ceilings._BUSY == ceilings.BUSY
+    check = doctor_ceilings.judged(busy, None)
+    assert check.status == "note" and check.found.endswith("other processes had the cores for 31% of the time")
+    assert check.fix == "end them, then measure again: saturate doctor --measure"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import subprocess
 import sys
 import textwrap
 import time
@@ -145,6 +146,29 @@ def test_a_kept_record_is_not_measured_again(python, tmp_path):
     ceilings.obtain(asked, "cpu", torch="3.0", threads=1, where=tmp_path / "kept")
     ceilings.obtain(asked, "cpu", torch="2.9", threads=8, where=tmp_path / "kept")
     assert (tmp_path / "count").read_text() == "xxx", "another torch, or other threads, are another record"
+
+
+def test_what_a_busy_machine_reached_is_measured_again(python, tmp_path):
+    """...and the less busy of both is kept and used; one from before this was counted is believed."""
+    counts = str(tmp_path / "counts")
+    shares = [0.5, 0.7, 0.02]
+    asked = python(f"open({counts!r}, 'a').write('x')\nshare = {shares}[os.path.getsize({counts!r}) - 1]\n"
+                   f"print({ceilings._MARK!r} + json.dumps({{**json.loads({json.dumps(ANSWER)!r}), 'queued_share': share}}))")
+    said: list[str] = []
+    found = [ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept", say=said.append).queued_share for _ in range(4)]
+    assert found == [0.5, 0.5, 0.02, 0.02] and len(said) == 3 and "again" not in said[0] and "again" in said[1]
+    (kept,) = ceilings.kept(where=tmp_path / "kept").records
+    assert kept.queued_share == 0.02 and not ceilings.busy(RECORD)
+
+
+def test_a_survey_knows_when_others_have_the_cores(tmp_path):
+    from saturate.agent import ceilings as survey
+
+    code = f"import sys, time; sys.path.insert(0, {str(Path(survey.__file__).parent)!r}); import ceilings\nwhile time.process_time() < 0.3: pass\nprint(ceilings.queued_share())"
+    one = sorted(os.sched_getaffinity(0))[0]
+    busy = [subprocess.Popen(["taskset", "-c", str(one), sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    shares = [float(process.communicate(timeout=60)[0]) for process in busy]
+    assert max(shares) > ceilings.BUSY, "three on one core"
 
 
 def of_gpu(name: str) -> str:

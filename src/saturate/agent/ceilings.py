@@ -10,6 +10,7 @@ the one with this index and name), which need not have saturate. So it uses the 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import sys
 import time
@@ -265,6 +266,20 @@ def which(names: list[str], index: int, name: str) -> int:
     return names.index(name) if wrong else index
 
 
+def queued_share() -> float | None:
+    """Of the time in which this process's threads could have run, the share in which others had the cores; None where the
+    kernel keeps no count. Source: kernel Documentation/scheduler/sched-stats, /proc/PID/schedstat."""
+    ran = queued = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        try:
+            with open(path) as file:
+                on_core, waited = file.read().split()[:2]
+        except (OSError, ValueError):       # a thread that ended meanwhile, or a kernel that does not count
+            continue
+        ran, queued = ran + int(on_core), queued + int(waited)
+    return queued / (ran + queued) if ran else None
+
+
 def _main(arguments: list[str]) -> None:
     # The folder of this file would come first in the search for modules, and its neighbours have plain names.
     sys.path.pop(0)
@@ -277,6 +292,7 @@ def _main(arguments: list[str]) -> None:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         torch.cuda.set_device(which(names, int(index), name))
     found = survey(torch, device, int(most_bytes))
+    found["queued_share"] = queued_share() if device == "cpu" else None
     sys.__stdout__.write("\n" + MARK + json.dumps(found) + "\n")        # type: ignore[union-attr]
 
 

@@ -34,6 +34,8 @@ DEVICES = ("cpu", "cuda")
 _TIMEOUT_S = 180.0              # importing torch from a cold network disk, then some seconds of measuring
 _KILL_S = 5.0
 _DRIVER_FILES = ("proc/driver/nvidia/version", "sys/module/amdgpu/version")
+#: Ceilings that were measured while other processes had the cores for more than this share of the time are too low, and measured again.
+BUSY = 0.1
 #: Three arrays are held at a time, so that a survey takes at most three eighths of the host's memory.
 _MEMORY_PART = 8
 _LARGEST_FILE = 1 << 20
@@ -76,17 +78,29 @@ def obtain(python: str | None, device: str, *, device_name: str | None = None, t
            threads: int | None = None, environment: Mapping[str, str] | None = None, index: int = 0,
            where: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Ceilings:
     """The kept record of this device, driver, torch and number of threads, or else a new one, which takes a while: `say` is
-    told. Raises as `measure`, and where another device was measured than the one that is called `device_name`."""
+    told. One that was measured on a busy machine is kept until a better one is. Raises as `measure`, and where another device was
+    measured than the one that is called `device_name`."""
     name = cpu_name() if device == "cpu" else device_name
     found = kept(name, device=device, torch=torch, driver=driver(device), threads=threads, where=where) \
         if name and torch else Kept([], [])
-    if found.records:
-        return found.records[0]
-    say("measuring what this device reaches (kept for the next time)")
+    before = found.records[0] if found.records else None
+    if before is not None and not busy(before):
+        return before
+    say("measuring what this device reaches (kept for the next time)" if before is None else
+        "measuring what this device reaches again: other processes had the cores the last time")
     record = measure(python, device, threads=threads, environment=environment, index=index, name=name or "", where=where)
     if name and record.device_name != name:
         raise EnvironmentProblem(f"the ceilings of {name} could not be measured", cause=f"{record.device_name} was found in its place")
+    if before is not None and (before.queued_share or 0.0) < (record.queued_share or 0.0):
+        if place := where or folder():
+            _keep(before, place)
+        return before
     return record
+
+
+def busy(record: Ceilings) -> bool:
+    """Whether the machine was busy with other processes when this was measured."""
+    return record.queued_share is not None and record.queued_share > BUSY
 
 
 def measure(python: str | None, device: str, *, threads: int | None = None, environment: Mapping[str, str] | None = None,

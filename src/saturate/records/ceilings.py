@@ -30,6 +30,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: dict[str, list[tuple[int, float]]]
     host_to_device: dict[str, float] = {}   # "pinned", "pageable": bytes/s; empty on a CPU
     launch_ns: float | None = None          # from one launch of a tiny kernel to the next, through torch
+    queued_share: float | None = None       # of a CPU: of the survey's time, what other processes had the cores for; None: not known
     unknown: dict[str, str] = {}            # what could not be measured -> why
 
     def memory_rate(self, moved_bytes: int | None = None) -> float | None:
