@@ -324,7 +324,8 @@ def test_facts_of_the_device() -> None:
         return seen(made.trace()).bf16_native
 
     assert native(capability=(8, 0)) is True and native(capability=(7, 5)) is False
-    assert native(capability=None) is None
+    assert native(capability=None, name="Some Accelerator") is None
+    assert native(capability=None) is False and native(capability=None, name="NVIDIA H100 80GB HBM3") is True, "as the vendor states it"
     assert native(name="AMD Instinct MI300X", capability=(9, 4)) is True
     assert native(name="AMD Radeon VII", capability=(9, 0)) is False
 

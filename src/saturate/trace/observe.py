@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from saturate.machine import accelerators
 from saturate.records.analysis import Device, Operator
 from saturate.records.observations import (
     CommunicationSeen,
@@ -65,7 +66,7 @@ def observations(trace: Trace, device: Device, labelled: bool = True) -> Observa
     return Observations(
         device="cpu" if device.id == CPU else "cuda", device_name=device.name,
         capability=info.capability if info and not device.name.startswith("AMD") else None,
-        bf16_native=_bf16(info), steps=device.steps, step_ms=_per_step(device.step_ns, device),
+        bf16_native=_bf16(info, device.name), steps=device.steps, step_ms=_per_step(device.step_ns, device),
         busy=device.busy_of_step, input_wait=device.data_wait.exposed, input_wait_raw=device.data_wait.raw,
         sync_idle=idle.get("sync"), device_wait=idle.get("already_launched"),
         forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"),
@@ -96,12 +97,14 @@ def _per_step(ns: int | None, device: Device) -> float | None:
     return None if ns is None or not device.steps else ns / device.steps / 1e6
 
 
-def _bf16(info: DeviceInfo | None) -> bool | None:
-    if info is None:
-        return None
-    if info.name.startswith("AMD"):
+def _bf16(info: DeviceInfo | None, name: str) -> bool | None:
+    """By the trace's own facts of the device, else by its vendor's."""
+    if info is not None and info.name.startswith("AMD"):
         return _AMD_BF16.search(info.name) is not None
-    return None if info.capability is None else info.capability >= (8, 0)
+    if info is not None and info.capability is not None:
+        return info.capability >= (8, 0)
+    stated = accelerators.find(name)
+    return None if stated is None else "bfloat16" in stated.rates
 
 
 def _any(trace: Trace, pattern: re.Pattern[str], *tables: HostEvents) -> bool:
