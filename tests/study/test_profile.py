@@ -22,7 +22,7 @@ from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
 from saturate.records.observations import Observations, OperatorSeen
 from saturate.study import memory, unprofiled, waits
 from saturate.study import profile as study_profile
-from saturate.study.profile import _queue, nothing, recorded_steps
+from saturate.study.profile import _queue, _timed_steps, nothing, recorded_steps
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 
@@ -65,6 +65,11 @@ def record(**changes: object) -> object:
 def test_recorded_steps(wanted, step_ms, steps):
     """Enough to see, never one, and no longer than three seconds unless two steps take that."""
     assert recorded_steps(wanted, step_ms) == steps
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(1.0, 200), (100.0, 15), (500.0, 6), (5000.0, 6), (5001.0, 3), (90_000.0, 3)])
+def test_windows_without_a_profiler_are_short_where_steps_are_long(step_ms, steps):
+    assert _timed_steps(step_ms, briefly=False) == steps and _timed_steps(step_ms, briefly=True) == min(steps, 6)
 
 
 def test_batches_that_workers_made_ahead_are_let_pass():

@@ -51,6 +51,8 @@ RECORDED_MS, MOST_RECORDED_MS = 400.0, 3000.0
 #: Windows without a profiler last about this long.
 _TIMED_MS = 1500.0
 _LEAST_TIMED, _MOST_TIMED = 6, 200
+#: ... and hold fewer steps where one takes longer than this: somebody is waiting.
+_VERY_LONG_STEP_MS, _LEAST_OF_LONG = 5000.0, 3
 
 #: Mean and median of the timed steps that differ by more than this share: the next window is twice as long.
 UNEVEN = 0.1
@@ -250,7 +252,7 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
     skip, period = _queue(facts, live.step_ms, queued=False)
     lead, _ = _queue(facts, live.step_ms, queued=facts.device != "cpu")
     lead = max(skip, min(lead, _LEAST_TIMED)) if briefly else lead
-    usual = _LEAST_TIMED if briefly else min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / live.step_ms)))
+    usual = _timed_steps(live.step_ms, briefly)
     many = _whole(usual, period)
     few = _whole(recorded_steps(steps or (LEAST_RECORDED if briefly else None), live.step_ms), period)
     with telemetry.Sampler(study.request.environment) as sampler:
@@ -329,6 +331,13 @@ def _queue(facts: Facts, step_ms: float, queued: bool) -> tuple[int, int]:
         return stationary.lead_steps(step_ms, queued), 1
     skip, _ = stationary.block_steps(step_ms, loader.num_workers, loader.prefetch_factor or 2, queued=queued)
     return skip, loader.num_workers
+
+
+def _timed_steps(step_ms: float, briefly: bool) -> int:
+    """Steps of a window without a profiler."""
+    if step_ms > _VERY_LONG_STEP_MS:
+        return _LEAST_OF_LONG
+    return _LEAST_TIMED if briefly else min(_MOST_TIMED, max(_LEAST_TIMED, math.ceil(_TIMED_MS / step_ms)))
 
 
 def recorded_steps(wanted: int | None, step_ms: float) -> int:
