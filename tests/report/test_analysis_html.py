@@ -26,6 +26,14 @@ def test_the_page_stands_alone(page):
     stands_alone(page)
 
 
+def test_the_top_says_what_was_looked_at():
+    """Values of arguments may be tokens, and stay out."""
+    looked = msgspec.structs.replace(analyses.profile(), command=["python", "train.py", "--token", "t0k3n"])
+    text = Page(render(looked)).text
+    assert "profile of python train.py --token \u2026" in text and "t0k3n" not in text
+    assert "analysis of " in Page(render(analyses.input_bound())).text
+
+
 def test_own_text_names_no_address():
     text = render(analyses.profile())
     assert "://" not in text

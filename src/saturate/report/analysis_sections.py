@@ -35,14 +35,20 @@ def every(analysis: Analysis) -> Iterator[Section]:
 
 def verdict(analysis: Analysis) -> Markup:
     """The band at the top: the verdict, the number it rests on, and what frames it."""
-    kind = "profile" if isinstance(analysis, Profile) else "analysis"
-    files = [words.one_line(source).rpartition("/")[2] for source in analysis.sources]
-    named = ", ".join(files[:3]) + (f" and {len(files) - 3:,} more" if len(files) > 3 else "")
-    brand = tag("p", tag("b", "saturate"), f" {kind}" + (f" of {named}" if named else ""), class_="brand")
+    brand = tag("p", tag("b", "saturate"), _of_what(analysis), class_="brand")
     because = say.because(analysis)
     body = [tag("h1", say.title(analysis)), tag("p", f"{because[:1].upper()}{because[1:]}.", class_="lede")]
     body.append(facts(_frame(analysis)))
     return tag("header", brand, *body, class_="verdict", id="verdict")
+
+
+def _of_what(analysis: Analysis) -> Markup:
+    """Of a profile the command, which tells one from another; of an analysis the files."""
+    if isinstance(analysis, Profile) and analysis.command:
+        return join([" profile of ", tag("code", words.shell(analysis.command))])
+    files = [words.one_line(source).rpartition("/")[2] for source in analysis.sources]
+    named = ", ".join(files[:3]) + (f" and {len(files) - 3:,} more" if len(files) > 3 else "")
+    return join([" profile" if isinstance(analysis, Profile) else " analysis", f" of {named}" if named else ""])
 
 
 def _frame(analysis: Analysis) -> list[tuple[str, object]]:
