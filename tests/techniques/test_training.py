@@ -554,6 +554,11 @@ def _nested(loader, dataset):
     return [(batch.tolist(), sum(other.sum().item() for other in loader)) for _ in range(2) for batch in loader]
 
 
+def _nested_in_part(loader, dataset):
+    """The outer pass has had its last batch, and not been told that it was, when an inner one is left early."""
+    return [(batch.tolist(), next(iter(loader)).tolist()) for batch in itertools.islice(loader, 9)]
+
+
 def _broken_off(loader, dataset):
     found = []
     for _ in range(3):
@@ -583,7 +588,8 @@ def _curriculum(loader, dataset):
 
 
 @pytest.mark.parametrize(("script", "own"), [
-    (_zipped, 0), (_zipped, 2), (_beside_another, 0), (_begun_early, 0), (_begun_early, 2), (_nested, 0), (_nested, 2), (_broken_off, 0), (_endless, 0), (_endless, 2), (_curriculum, 0), (_curriculum, 2)])
+    (_zipped, 0), (_zipped, 2), (_beside_another, 0), (_begun_early, 0), (_begun_early, 2), (_nested, 0), (_nested, 2), (_nested_in_part, 0), (_nested_in_part, 2),
+    (_broken_off, 0), (_endless, 0), (_endless, 2), (_curriculum, 0), (_curriculum, 2)])
 def test_passes_and_changed_datasets_are_as_without_the_technique(script, own):
     plain, changed = _passes(script, own)
     assert changed == plain

@@ -169,9 +169,10 @@ def apply(context: Any, options: Options) -> str:
 
     context.on_loader(rewrite)
     waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
+    over: weakref.WeakSet[Any] = weakref.WeakSet()         # iterators that have said that there are no more batches
     _keep_order(context, ours)
-    _begin_late(context, given_workers, waiting)
-    _keep_passes(context, ours, given_workers, waiting)
+    _begin_late(context, given_workers, waiting, over)
+    _keep_passes(context, ours, given_workers, over)
     return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
@@ -190,7 +191,7 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
-def _begin_late(context: Any, given: Given, waiting: Any) -> None:
+def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
     """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
@@ -205,6 +206,7 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
 
     @functools.wraps(reset)
     def late_reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        over.discard(self)
         if loader not in given:
             return reset(self, loader, first_iter)
         ahead, self._prefetch_factor = self._prefetch_factor, 0
@@ -228,6 +230,9 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
             orders[self].reached()
         try:
             batch = next_data(self)
+        except StopIteration:
+            over.add(self)
+            raise
         except Exception as error:      # a dataset may have made another one of it
             reason = passes.must_go_on_here(self, error)
             if not reason:
@@ -251,7 +256,7 @@ def _begin_late(context: Any, given: Given, waiting: Any) -> None:
     context.set_attribute(iterator, "_next_data", late_next)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waiting: Any) -> None:
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any) -> None:
     """Five things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
     was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a
@@ -270,11 +275,11 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, waitin
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
         if not ours(self):
             return begin(self, original)
-        if _busy(self, waiting):
+        if _busy(self, over):
             return begin(self, type(self)._get_iterator)
         now = _held(self), trained_by(context.built_optimizers())
         if self not in seen:
-            for other in [other for other in once if other._iterator is not None and not _busy(other, waiting)]:
+            for other in [other for other in once if other._iterator is not None and not _busy(other, over)]:
                 _end_workers(other)
             once.add(self)
         else:
@@ -335,12 +340,12 @@ def _end_workers(loader: Any) -> None:
     loader._iterator = None
 
 
-def _busy(loader: Any, waiting: Any) -> bool:
-    """Whether the script is in the middle of a pass over the loader. One that it broke off, it has let go."""
+def _busy(loader: Any, over: Any) -> bool:
+    """Whether the script is in the middle of a pass over the loader: one that has had its last batch has still to be told that there
+    are no more. One that it broke off, it has let go."""
     references = _references(loader)        # before there is one more here
     iterator = loader._iterator
-    begun = iterator is not None and (iterator in waiting or iterator._rcvd_idx < iterator._send_idx)
-    return begun and references > _ALONE
+    return iterator is not None and iterator not in over and references > _ALONE
 
 
 def _references(loader: Any) -> int:
