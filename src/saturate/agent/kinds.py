@@ -13,13 +13,12 @@ _MOST_LEFT = 20
 
 def named_modules(session: Any, most: int) -> dict[int, tuple[str, str]]:
     """id -> (qualified name, class) of the trained modules and those inside them, outer ones first. With several trained
-    modules, names begin with the class of theirs."""
+    modules, names begin with the class of theirs, and with its number where several are of one class."""
     roots = session.context.modules
     found: list[tuple[int, int, tuple[str, str]]] = []
-    for root in roots:
-        kind = type(root).__name__
+    for root, called in zip(roots, _numbered([type(root).__name__ for root in roots])):
         for name, module in root.named_modules():
-            full = kind if not name else f"{kind}.{name}" if len(roots) > 1 else name
+            full = called if not name else f"{called}.{name}" if len(roots) > 1 else name
             found.append((name.count(".") + bool(name), id(module), (full, type(module).__name__)))
     found.sort(key=lambda entry: entry[0])
     names: dict[int, tuple[str, str]] = {}
@@ -27,6 +26,14 @@ def named_modules(session: Any, most: int) -> dict[int, tuple[str, str]]:
         if len(names) < most:
             names.setdefault(identity, entry)
     return names
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """
+    >>> _numbered(["Generator", "Critic", "Generator"])
+    ['Generator#1', 'Critic', 'Generator#2']
+    """
+    return [f"{name}#{names[:i + 1].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
