@@ -487,9 +487,55 @@ def test_numbers_that_a_table_has_no_row_for_are_refused_as_by_the_model(tmp_pat
     assert len(asked) == 1
     older = {name: value for name, value in program.signature.items() if name != "values"}
     _program.callable_of(torch, older, "cpu", run)(looking()[0] + 100, *looking()[1:])
-    for damaged in ([[7, 9]], [[0]], 3, [[0, "9"]]):
+    for damaged in ([[7, 9]], [[0]], 3, [[0, "9"]], [[0, 9, "0"]]):
         with pytest.raises((ValueError, TypeError)):
             _program.callable_of(torch, {**program.signature, "values": damaged}, "cpu", run)
+
+
+class LooksOtherwise(torch.nn.Module):
+    """One number per row, or two, is looked up in a table of 10 rows and 4 columns, in the way that has this name."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.table = way, torch.nn.Parameter(torch.arange(40.0).reshape(10, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        functional, table = torch.nn.functional, self.table
+        if self.way == "embedding_bag":
+            return functional.embedding_bag(ids, table, mode="sum")
+        if self.way == "index_select":
+            return table.index_select(0, ids.reshape(-1)).reshape(-1, 2, 4).sum(1)
+        if self.way == "one_hot":
+            return functional.one_hot(ids, 10).float().sum(1) @ table
+        if self.way == "gather":
+            return table.t().gather(1, ids.unsqueeze(0).expand(4, -1, -1).reshape(4, -1)).reshape(4, -1, 2).sum(2).t()
+        if self.way == "column":
+            return table.t()[:, ids].sum(2).t()
+        if self.way == "mask":
+            return table[(ids > 3)[:, 0].new_ones(10)].sum(0) + ids[:, :1]
+        return table[ids].sum(1)
+
+
+@pytest.mark.parametrize("way, said", [
+    ("embedding_bag", [[0, 10]]), ("index_select", [[0, 10]]), ("one_hot", [[0, 10]]), ("gather", [[0, 10]]),
+    ("index", [[0, 10, -10]]), ("column", [[0, 10, -10]]), ("mask", []),
+])
+def test_numbers_are_refused_however_the_model_looks_them_up(way: str, said: list[list[int]], tmp_path: Path) -> None:
+    """OpenVINO reads zeros for numbers that the table has no row for, or ends the process; ONNX Runtime counts all of them from the end."""
+    model = LooksOtherwise(way).eval().requires_grad_(False)
+    ids = torch.tensor([[0, 9], [3, 4], [1, 1]])
+    program = _program.capture(context_of(model, [(ids,)], tmp_path))
+    assert program.signature["values"] == said
+    call = _program.callable_of(torch, json.loads(json.dumps(program.signature)), "cpu", lambda tensors: [torch.zeros(3, 4)])
+    for number in (-11, -10, -1, 0, 9, 10) if said else ():
+        given = ids.index_fill(1, torch.tensor([1]), number)
+        try:
+            model(given)
+        except (IndexError, RuntimeError):
+            with pytest.raises(IndexError, match="input tensor 0 holds"):
+                call(given)
+        else:
+            call(given)
 
 
 class Odd(torch.nn.Module):

@@ -8,7 +8,8 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
     tensors             of each input tensor {"dtype": "float32", "shape": [batch, 3, 224, 224]}; a size that may vary is
                         a name, and equal names mean equal sizes
     ranges              {name: [least, most]}; most is None without a limit
-    values              [[place of an input tensor, rows of the table that its numbers are looked up in], ...]
+    values              [[place of an input tensor, rows of the table that its numbers are looked up in], ...]; a third number is the
+                        least one, where it is not 0
     why_fixed           why the batch size is no name although the inputs have one; "" where nothing is known to say
 
 Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`; what it plans is exported and tried out here.
@@ -160,21 +161,41 @@ def answers(exported: Any) -> list[str]:
 
 
 def looked_up(exported: Any) -> list[list[int]]:
-    """Of the inputs that are looked up in a table as they are: place, and the rows of the smallest one. torch raises IndexError for
-    other numbers; programs of other runtimes count from the end, read zeros, or end the process."""
+    """Of the inputs whose numbers are looked up in a table as they are: place, and the rows of the smallest one; the least number too,
+    where torch counts negative ones from the end. It raises an error for others; programs of other runtimes count from the end, read
+    zeros, or end the process."""
     names = list(exported.graph_signature.user_inputs)
-    rows: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     for node in exported.graph.nodes:
-        if str(node.target) != "aten.embedding.default":
-            continue
-        table, numbers = (argument for argument in node.args[:2])
-        while numbers.op == "call_function" and str(numbers.target).split(".")[1:2] in [[name] for name in _PASSES_ON]:
-            numbers = numbers.args[0]
-        size = table.meta["val"].shape[0]
-        if numbers.op == "placeholder" and numbers.name in names and type(size) is int:
-            place = names.index(numbers.name)
-            rows[place] = min(size, rows.get(place, size))
-    return [list(one) for one in sorted(rows.items())]
+        for numbers, size, from_end in _lookups(node):
+            while numbers.op == "call_function" and str(numbers.target).split(".")[1:2] in [[name] for name in _PASSES_ON]:
+                numbers = numbers.args[0]
+            if numbers.op == "placeholder" and numbers.name in names and type(size) is int:
+                place = names.index(numbers.name)
+                rows, least = found.get(place, (size, -size))
+                found[place] = min(size, rows), max(-size if from_end else 0, least)
+    return [[place, rows, least] if least else [place, rows] for place, (rows, least) in sorted(found.items())]
+
+
+def _lookups(node: Any) -> list[tuple[Any, Any, bool]]:
+    """(the numbers, among how many entries they choose, whether negative ones count from the end) of a node of a graph."""
+    kind, arguments = str(node.target), node.args
+    if kind == "aten.embedding.default" or kind.startswith("aten.embedding_bag."):
+        return [(arguments[1], arguments[0].meta["val"].shape[0], False)]
+    if kind in ("aten.index_select.default", "aten.gather.default"):
+        return [(arguments[2], _size(arguments[0], arguments[1]), False)]
+    if kind == "aten.one_hot.default" and len(arguments) > 1 and arguments[1] != -1:        # -1: as many as there are
+        return [(arguments[0], arguments[1], False)]
+    if kind == "aten.index.Tensor":
+        chosen = [(one, dimension) for dimension, one in enumerate(arguments[1]) if one is not None]
+        if all(str(one.meta["val"].dtype) in ("torch.int64", "torch.int32") for one, _ in chosen):      # a mask has no numbers
+            return [(one, _size(arguments[0], dimension), True) for one, dimension in chosen]
+    return []
+
+
+def _size(node: Any, dimension: int) -> Any:
+    shape = node.meta["val"].shape
+    return shape[dimension] if shape else 1
 
 
 def _flat_module(torch: Any, model: Any, description: Any) -> Any:
@@ -241,8 +262,9 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     alone = outputs == [0]
     kinds = [torch.Tensor] * len(expected)
     tables = signature.get("values", []) if device == "cpu" else []      # unknown to older artifacts; a GPU would be waited for
-    if not all(isinstance(one, list) and len(one) == 2 and type(one[1]) is int and one[0] in range(len(expected)) for one in tables):
+    if not all(isinstance(one, list) and len(one) in (2, 3) and {*map(type, one)} == {int} and one[0] in range(len(expected)) for one in tables):
         raise ValueError(f"{tables!r:.200} does not say which inputs are looked up in a table")
+    tables = [(*one, 0)[:3] for one in tables]
     if not all(isinstance(dtype, torch.dtype) for dtype, _ in expected):
         raise ValueError("an input is of no type that torch knows")
     # A small model takes some ten microseconds, and so would this function: what fitted once need not be looked at again.
@@ -274,11 +296,11 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
             check(tensors)
             if len(fitted) < MOST_FITTED:
                 fitted.add(kind)
-        for place, rows in tables:
+        for place, rows, first in tables:
             if tensors[place].numel():
                 least, most = tensors[place].aminmax()
-                if least < 0 or most >= rows:
-                    raise IndexError(f"input tensor {place} holds {int(least)} to {int(most)}, and is looked up in a table of {rows} rows, from 0")
+                if least < first or most >= rows:
+                    raise IndexError(f"input tensor {place} holds {int(least)} to {int(most)}, and is looked up in a table of {rows} rows, from {first}")
         tensors = [(one.detach() if one.requires_grad else one).contiguous() for one in tensors]
         if not quiet and torch.is_grad_enabled():
             with torch.no_grad():
