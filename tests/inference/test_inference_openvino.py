@@ -401,6 +401,32 @@ def test_a_graph_that_it_does_not_take_is_refused_with_its_reason(tmp_path: Path
         applied(openvino_runtime, tmp_path)
 
 
+class Bag(nn.Module):
+    """Sums over bags, in operators that OpenVINO does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 4)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids, offsets)
+
+
+def test_a_refusal_names_the_operator_and_no_place_in_openvinos_own_code(tmp_path: Path) -> None:
+    given = (torch.arange(20), torch.arange(0, 20, 5))
+    with pytest.raises(NotApplied, match=r"^OpenVINO: \w+-\d+ with a message: While validating ONNX node .*: Unsupported input type"):
+        applied(openvino_runtime, tmp_path, Bag(), [given])
+
+
+@pytest.mark.parametrize("message, said", [
+    ("Exception from src/inference/src/cpp/core.cpp:84:\nCheck 'false' failed at src/frontends/report.cpp:151:\nNo such operator\n\nmore", "No such operator"),
+    ("Exception from src/inference/src/cpp/core.cpp:84:\n\n", "Exception from src/inference/src/cpp/core.cpp:84:"),
+    ("", "no message"),
+])
+def test_of_openvinos_messages_the_first_line_that_says_something_is_the_reason(message: str, said: str) -> None:
+    assert _openvino.said(RuntimeError(message)) == said
+
+
 # -- what is stored --------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ INTEGER = "I8"
 #: Operators that must not read 8-bit integers: OpenVINO 2026.4 sums those along the middle one of three dimensions right for
 #: the first sample of a batch only.
 REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceMean", "ReduceSum", "ReduceSumSquare")
+
+#: Lines of OpenVINO's messages that name places in its own code, or say no more than that it failed.
+_PLACE = re.compile(r"Exception from \S+:\d+:$|Check '.*' failed at \S+:\d+:$|FrontEnd API failed with \w+:$|Model wasn't fully converted\.")
 
 
 def refusal(known: ModelFacts, packages: tuple[str, ...] = ("onnx", "onnxscript", "openvino")) -> Ineligible | None:
@@ -52,8 +57,7 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
     try:
         executable = programs.Executable(context.torch, path, context.threads, precision, sizes)
     except RuntimeError as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        raise NotApplied(f"OpenVINO: {line[:300]}") from error
+        raise NotApplied(f"OpenVINO: {said(error)[:300]}") from error
     settings = {**exported.signature, "threads": context.threads, "precision": precision, "sizes": executable.sizes}
     context.call = programs.program(context.torch, executable, exported.signature, exported.classes)
     context.save = lambda folder: programs.save(folder, path, settings)
@@ -64,6 +68,15 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
         if kind not in ("Const", "Input", "Output"):
             nodes[f"{kind} {_text(about, 'primitiveType').rpartition('_')[2]}"] += 1
     context.notes[key] = json.dumps(nodes)
+
+
+def said(error: Exception) -> str:
+    """Why OpenVINO refuses a graph, in one line: its messages begin with places in its own code, and lines that only announce the next
+    one end with a colon."""
+    lines = [line.strip().removeprefix("-- ") for line in str(error).splitlines()]
+    told = [line for line in lines if line and not _PLACE.match(line)]
+    announced = list(itertools.takewhile(lambda line: line.endswith(":"), told))
+    return " ".join(told[:len(announced) + 1]) or next(filter(None, lines), "no message")
 
 
 def _text(about: object, key: str) -> str:
