@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.checkpoint")
 
 from saturate.checkpoints import keeper, manifests, pointer  # noqa: E402
 from saturate.checkpoints.chunks import Store  # noqa: E402
@@ -132,6 +133,32 @@ def test_one_bad_file_does_not_end_the_check_of_others(tmp_path, capsys, way):
     os.mkfifo(tmp_path / "2.pt")
     torch.save({"a": 1}, tmp_path / "3.pt")
     assert [check["outcome"] for check in found(capsys, "verify", str(tmp_path))["checks"]] == ["damaged", "unknown", "whole"]
+
+
+@pytest.mark.parametrize(("way", "name"), [
+    ("whole", ""), ("cut", "__0_0.distcp"), ("flipped", "__0_0.distcp"), ("zeros", "__0_0.distcp"), ("no shard", ".metadata"),
+    ("no metadata", ".metadata"), ("half a metadata", ".metadata")])
+@pytest.mark.filterwarnings("ignore")       # torch says that there is one process
+def test_a_distributed_checkpoint_is_checked_tensor_by_tensor(tmp_path, capsys, way, name):
+    torch.distributed.checkpoint.save({"a": torch.randn(2000), "b": torch.randn(3000)}, checkpoint_id=str(tmp_path))
+    metadata, shard = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
+    content = shard.read_bytes()
+    if way == "cut":
+        shard.write_bytes(content[:-5000])
+    elif way == "flipped":          # in the first of its tensors
+        shard.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
+    elif way == "zeros":
+        shard.write_bytes(bytes(len(content)))
+    elif way == "no shard":
+        shard.rename(tmp_path / "__1_0.distcp")
+    elif way == "no metadata":
+        metadata.unlink()
+    elif way == "half a metadata":
+        metadata.write_bytes(metadata.read_bytes()[:-40])
+    said = found(capsys, "verify", str(tmp_path))
+    damaged = [Path(check["path"]).name for check in said["checks"] if check["outcome"] == "damaged"]
+    assert damaged == ([name] if name else []) and said["exit"] == (3 if name else 0)
+    assert said["whole"] == (0 if name == "__0_0.distcp" else 1)
 
 
 def test_what_is_not_there_is_an_error(folder, capsys):

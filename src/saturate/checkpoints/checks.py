@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from saturate.checkpoints import durable, forecast, manifests, pointer
+from saturate.checkpoints import durable, forecast, manifests, pointer, shards
 from saturate.checkpoints.chunks import Entry, Store, digest_of
 from saturate.errors import CheckpointDamaged, SaturateError
 
 #: Endings of files that are looked at in a folder; a file that is named is always looked at.
-ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar")
+ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", shards.ENDING)
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,18 @@ def files_in(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names) if name.endswith(ENDINGS) or name.startswith(durable.TEMPORARY))
 
 
+def check_folders(files: list[Path]) -> Iterator[Check]:
+    """What the folders of distributed checkpoints among these files lack."""
+    present: dict[Path, list[str]] = defaultdict(list)
+    for file in files:
+        if file.name.endswith(shards.ENDING):
+            present[file.parent].append(file.name)
+    for folder, names in present.items():
+        problem = shards.problem_of_folder(folder, names)
+        if problem:
+            yield Check(str(folder / shards.METADATA), "torch", "damaged", None, problem)
+
+
 def check_file(path: Path, named: bool = True) -> Check:
     """One file, by what its format can tell. `named`: somebody said that it is a checkpoint; of one that only lies in a folder
     its name says no more than that it may be one (tokens are `train.bin` too, images `train.tar`).
@@ -113,6 +125,8 @@ def check_file(path: Path, named: bool = True) -> Check:
             stream.seek(0)
             start = stream.read(8)
             stream.seek(0)
+            if path.name.endswith(shards.ENDING) and any(start):
+                return _check_shard(path, stream, size)
             if start.startswith(b"PK"):
                 return _check_zip(path, size)
             if start.startswith(b"\x80") and not path.name.endswith(".safetensors"):
@@ -122,7 +136,7 @@ def check_file(path: Path, named: bool = True) -> Check:
     except forecast.OtherFormat as error:
         kind = "safetensors" if path.name.endswith(".safetensors") else "other"
         # After a power failure a file may be empty, or of zeros.
-        lost = size == 0 or (not any(start) and path.name.endswith((".pt", ".pth", ".ckpt")))
+        lost = size == 0 or (not any(start) and path.name.endswith((".pt", ".pth", ".ckpt", shards.ENDING)))
         return Check(str(path), kind, "damaged" if named or lost or kind == "safetensors" else "unknown", size, str(error))
     except (OSError, ValueError) as error:
         kind = "safetensors" if path.name.endswith(".safetensors") else "other"
@@ -139,6 +153,13 @@ def _check_pointer(path: Path, found: pointer.Pointer) -> Check:
             return Check(str(path), "pointer", "whole", manifest.file_bytes)
     except SaturateError as error:
         return Check(str(path), "pointer", "damaged", None, ": ".join(filter(None, (error.message, error.cause))))
+
+
+def _check_shard(path: Path, stream: BinaryIO, size: int) -> Check:
+    if stream.read(2) != b"PK":
+        return Check(str(path), "other", "unknown", size, "compressed, or of a format that holds nothing to check it against")
+    problem = shards.problem_of_shard(stream, size)
+    return Check(str(path), "torch", "damaged" if problem else "whole", size, problem)
 
 
 def _check_zip(path: Path, size: int) -> Check:

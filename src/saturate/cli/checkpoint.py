@@ -1,7 +1,7 @@
 """Check, copy out, thin out and plan checkpoints.
 
 The technique incremental-checkpoint keeps checkpoints in a store, and a small file that names each at its path. These
-verbs look after both; verify also reads plain files of torch.save and of safetensors.
+verbs look after both; verify also reads plain files of torch.save, of safetensors and of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def _checks(paths: list[Path], store_folder: Path) -> Iterator:
                 raise UsageError(f"there is no checkpoint in {path}", cause=f"looked for {', '.join(checks.ENDINGS)}, also in its folders",
                                  remedy="name another folder, a file, or a store")
             yield from (checks.check_file(file, named=False) for file in files)
+            yield from checks.check_folders(files)
         elif path.exists():
             yield checks.check_file(path)
         else:
