@@ -102,6 +102,11 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class LogSigmoid(nn.Module):
+    def forward(self, x):
+        return F.logsigmoid(x)
+
+
 class Tied(nn.Module):
     """One matrix used twice as a product, as a functional layer, and once as an embedding."""
 
@@ -139,6 +144,14 @@ def words(tmp_path_factory):
 
 
 # -- the runtime ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_logarithm_of_a_sigmoid_is_finite_for_numbers_that_no_input_of_the_search_held(dtype, tmp_path):
+    context = context_of(LogSigmoid(), [(torch.randn(4, 8, dtype=dtype),)], tmp_path, dtypes=(str(dtype).removeprefix("torch."),))
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    x = torch.tensor([-1000.0, -104.0, -30.0, -1.0, 0.0, 1.0, 30.0, 1000.0], dtype=dtype).expand(4, 8).contiguous()
+    assert torch.allclose(context.call(x), F.logsigmoid(x), rtol=1e-5, atol=1e-6)
 
 
 def test_the_program_answers_like_the_module(words):

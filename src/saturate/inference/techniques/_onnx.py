@@ -113,7 +113,8 @@ def export(context: Context, model: Any = None) -> Exported:
     path = context.folder / "model.onnx"
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:
-        made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names)
+        made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
+                                 custom_translation_table=_translations(torch))
         owners = _owners(made.model.graph)
         made.optimize()
         # An input that is an output as well gave its name to the output.
@@ -126,6 +127,17 @@ def export(context: Context, model: Any = None) -> Exported:
         raise NotApplied(f"the ONNX exporter: {_cause(error)}") from error
     made.save(path, external_data=context.facts.parameter_bytes > files.LARGE_BYTES)
     return Exported(path, program.signature, program.classes, owners)
+
+
+def _translations(torch: Any) -> dict[Any, Any]:
+    """Of operators for which the exporter's own translation answers otherwise. The logarithm of a sigmoid that has become 0 is infinite,
+    where the model answers with about the number itself; a sigmoid of what is not negative never does."""
+    from onnxscript import opset18
+
+    def log_sigmoid(x: Any) -> Any:
+        return opset18.Sub(opset18.Log(opset18.Sigmoid(opset18.Abs(x))), opset18.Relu(opset18.Neg(x)))
+
+    return {torch.ops.aten.log_sigmoid.default: log_sigmoid}
 
 
 def _owners(graph: Iterable[Any]) -> dict[str, frozenset[str]]:
