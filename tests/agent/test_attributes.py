@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from saturate.agent.attributes import replace  # noqa: E402 - after the check for torch
 from saturate.agent.context import Context  # noqa: E402
+from saturate.agent.guest import Guest  # noqa: E402
 from saturate.agent.inspection import Inspection  # noqa: E402
 from saturate.data import device_copies  # noqa: E402
 from saturate.records.facts import Evidence, LoaderFacts  # noqa: E402
@@ -46,11 +47,11 @@ def test_an_own_attribute_comes_back_and_a_later_one_stays():
     assert Own().name() == "later"
 
 
-def inspection():
+def inspection(model=None, guard=lambda function, *args: function(*args)):
     """Of one step, as on a device: copies are watched as well."""
-    model = torch.nn.Linear(2, 2)
+    model = model or torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    session = types.SimpleNamespace(torch=torch, plan={"mode": "run", "techniques": []}, leaves=[],
+    session = types.SimpleNamespace(torch=torch, plan={"mode": "run", "techniques": []}, leaves=[], guard=guard,
                                     optimizers=types.SimpleNamespace(living=lambda: [optimizer]))
     found = Inspection(session)
     found._watch_copies(torch)
@@ -107,3 +108,20 @@ def test_a_technique_whose_wrapper_is_gone_is_not_active(monkeypatch):
     assert active(pin_memory).evidence == _tensor_moves.LOST
     monkeypatch.undo()
     context.undo()
+
+
+def test_what_fails_while_a_forward_is_watched_does_not_end_it(monkeypatch):
+    def weight(module, torch):
+        raise TypeError("of ours")
+
+    told = []
+    guest = Guest(lambda: None)
+    guest.tell_failure = lambda text, how: told.append(text)
+    monkeypatch.setattr("saturate.agent.inspection.weight", weight)
+    model = torch.nn.Linear(2, 2)
+    watched = inspection(model, guest.guard)
+    try:
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        assert guest.dead and "of ours" in told[0]
+    finally:
+        watched.finish()

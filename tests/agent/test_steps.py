@@ -30,6 +30,18 @@ opt = torch.optim.SGD(model.parameters(), lr=1e-3)
 while True:
     opt.zero_grad(); loss_of().backward(); opt.step()
 """, ["B", "S0"], 1),
+    "a method parameters of its own": ("""
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(1, 8)), nn.Parameter(torch.zeros(1))])
+    def parameters(self): return self.weights
+    def forward(self, x): return nn.functional.linear(x, *self.weights)
+model = Functional()
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    opt.zero_grad(); loss_of().backward(); opt.step()
+""", ["B", "S0"], 1),
     "accumulation": ("""
 opt = torch.optim.AdamW(model.parameters())
 while True:

@@ -108,8 +108,9 @@ class Inspection:
         hooks = self.session.torch.nn.modules.module
         known = inspect.signature(hooks.register_module_forward_hook).parameters
         keywords = {"with_kwargs": True} if "with_kwargs" in known else {}      # older versions keep them from global hooks
-        self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
-        self._undo.append(hooks.register_module_forward_hook(after, always_call=True, **keywords).remove)
+        guard = self.session.guard      # the script's forward calls these: what fails in them must not end it
+        self._undo.append(hooks.register_module_forward_pre_hook(lambda *given: guard(before, *given)).remove)
+        self._undo.append(hooks.register_module_forward_hook(lambda *given: guard(after, *given), always_call=True, **keywords).remove)
 
     def _autocast_now(self) -> str | None:
         torch = self.session.torch
@@ -253,7 +254,7 @@ class Inspection:
         modules = list(self._called.values()) or [m for m in self._roots if m.training]
         distributed = self.session.torch.nn.parallel.DistributedDataParallel
         inner = [m.module if isinstance(m, distributed) else m for m in modules]
-        self.modules = tuple(m for m in inner if next(m.parameters(), None) is not None)
+        self.modules = tuple(m for m in inner if any(True for _ in m.parameters()))
         self.distributed |= any(isinstance(getattr(m, "_orig_mod", m), distributed) for m in modules)
         self._called.clear()
 
@@ -296,8 +297,9 @@ def running_backward(torch: Any) -> Any:
 
 def weight(module: Any, torch: Any) -> int:
     """How much one call of this module, without those inside, does: the elements of its parameters, but for tables that are looked up in,
-    and at least 1, for parameters that a module inside holds and that are used without calling it."""
+    and at least 1, for parameters that a module inside holds and that are used without calling it. A script's module may have a method
+    `parameters` of its own, which takes no arguments."""
     if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return 1
     lazy = torch.nn.parameter.is_lazy
-    return max(1, sum(int(p.numel()) for p in module.parameters(recurse=False) if not lazy(p)))
+    return max(1, sum(int(p.numel()) for p in module._parameters.values() if p is not None and not lazy(p)))
