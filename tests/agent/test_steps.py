@@ -627,6 +627,30 @@ while True:
     assert trial.ask("facts")["autocast"] == dtype
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_forward_that_trains_is_told_from_one_that_differentiates(script, start, inside):
+    """The former as in MAML; the latter takes a gradient of its output, as force fields do."""
+    trains = "inner.backward(); opt.step(); return inner.detach()" if inside else "return sum(g.mean() for g in torch.autograd.grad(inner, (self.a.weight,), create_graph=True))"
+    trial = start(str(script(f"""
+import torch, torch.nn as nn
+class Meta(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 1)
+    def forward(self, x):
+        opt.zero_grad()
+        inner = (self.a(x) ** 2).mean()
+        {trains}
+model, x = Meta(), torch.randn(4, 8)
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    loss = model(x)
+    if {not inside}: loss.backward(); opt.step()
+""")))
+    trial.wait_ready()
+    assert trial.ask("facts")["steps_in_forward"] is inside
+
+
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 def test_the_autocast_of_accelerate_is_seen(script, start):
     trial = start(str(script("""

@@ -136,6 +136,17 @@ def test_autocast_is_not_put_around_a_script_that_autocasts_itself(technique):
     assert not context.changes
 
 
+@pytest.mark.parametrize("technique", [bf16_autocast, fp16_autocast])
+def test_autocast_is_not_put_around_a_forward_that_trains(technique):
+    """The backward pass would run under autocast as well, and the optimizer's step."""
+    model = Nested().train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    context.steps_in_forward = True
+    with pytest.raises(NotApplied, match="the model's forward trains it"):
+        technique.apply(context, technique.Options())
+    assert not context.changes
+
+
 def test_a_replaced_forward_is_refused_but_does_not_spoil_the_others():
     """By techniques that change what a forward gets."""
     ours, theirs = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)

@@ -79,6 +79,7 @@ def advance(session: Any) -> None:
         session.context.differentiates_gradients = session.inspection.differentiates_gradients
         if not session.placed:          # later a technique's own autocast may be what is seen
             session.context.autocast = session.inspection.autocast
+            session.context.steps_in_forward = session.inspection.steps_in_forward
         place(session, session.inspection.modules, tuple(session.optimizers.living()))
         session.phase = "active"
         session.loaders_known = session.plan["mode"] == "run"

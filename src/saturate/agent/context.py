@@ -33,6 +33,7 @@ class Context:
         self.early = False
         self.differentiates_gradients = False
         self.autocast: str | None = None
+        self.steps_in_forward = False       # the trained module's forward updates it itself
         self.gradient_norms: dict[int, Any] | None = None
         self.built_optimizers: Callable[[], list[Any]] = list      # a function: to keep them would keep what a training has left behind
         self.owner = ""

@@ -44,6 +44,7 @@ class Inspection:
         self.checkpointed = False
         self.differentiates_gradients = False
         self.distributed = False
+        self.steps_in_forward = False       # an optimizer's step ran inside of the outermost module's forward
         self.gradients_read: bool | None = None
         self._counter: Any = None
         self._thread = threading.current_thread()       # not its number, which another thread gets once it has ended
@@ -241,6 +242,10 @@ class Inspection:
         """A backward pass began at `tensors`."""
         if self.compiled:
             self._graph.saw(tensors)
+
+    def saw_step(self) -> None:
+        """An optimizer's step begins."""
+        self.steps_in_forward |= self._outermost is not None
 
     def compiles(self, module: Any) -> bool | None:
         """Whether the script compiles this module's forward; None: it compiles something, and what is not known."""

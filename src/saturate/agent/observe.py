@@ -225,6 +225,7 @@ def facts(session: Any) -> dict[str, Any]:
         motif=inspection.describe(),
         micro_steps=session.step.micro_steps,
         autocast=inspection.autocast,
+        steps_in_forward=inspection.steps_in_forward,
         grad_scaler=session.grad_scaler,
         compiles=inspection.compiled,
         checkpointed=inspection.checkpointed,

@@ -256,6 +256,8 @@ class Session(Guest):
         self.stepping.append(id(optimizer))
         if self.step is None or self.step.token == motif.CLOSURE:
             self._stepper, self._evaluations, self._stepping_since = weakref.ref(optimizer), 0, _CLOCK()
+        if self.phase == "inspect":
+            self.guard(self.inspection.saw_step)
         self._began = self.mark()
 
     def step_ends(self, optimizer: Any) -> None:

@@ -106,6 +106,7 @@ class Facts:
     motif: str = ""                     # what one step consists of, "F B S"
     micro_steps: int = 1                # backward passes per step
     autocast: str | None = None         # dtype the user's own script already autocasts to
+    steps_in_forward: bool = False      # the trained module's forward calls the backward pass and the optimizer itself
     grad_scaler: bool = False           # the user's own script scales its loss
     compiles: bool = False              # the script compiles anything itself: no hook may be set, or that is compiled again
     checkpointed: bool = False          # the script recomputes activations itself (torch.utils.checkpoint)

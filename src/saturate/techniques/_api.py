@@ -101,6 +101,7 @@ class Context(Protocol):
     differentiates_gradients: bool      # stage "model": a backward pass of the step that was watched had `create_graph=True`
     built_optimizers: Callable[[], list[Any]]   # all that the script has built and holds, whether they step or not
     autocast: str | None                # stage "model": dtype that the script itself autocasts to in the step that was watched
+    steps_in_forward: bool              # stage "model": an optimizer's step ran inside the forward in the step that was watched
     gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
     def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:

@@ -118,6 +118,8 @@ def why_no_autocast(facts: Facts) -> Ineligible | None:
     """Why no autocast can help, whatever its dtype; None when one might."""
     if facts.autocast:
         return Ineligible(_own_autocast(facts.autocast))
+    if facts.steps_in_forward:
+        return Ineligible(_STEPS_IN_FORWARD)
     if facts.grad_scaler:
         return Ineligible("the script scales its loss itself, so it manages its own precision")
     modules = facts.modules
@@ -141,6 +143,10 @@ def multiplies(facts: Facts) -> bool:
     if any(module.linears or module.recurrents or module.attentions for module in facts.modules):
         return True
     return bool(facts.modules and facts.flops_per_step) and not convolves(facts)
+
+
+#: As in implementations of MAML, whose module trains an inner one when it is called.
+_STEPS_IN_FORWARD = "the model's forward trains it: its backward pass and the optimizer's step would run under autocast, too"
 
 
 def _own_autocast(dtype: str) -> str:
@@ -345,6 +351,8 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
     itself: its nodes would be taken for what this did."""
     if context.autocast:
         raise NotApplied(_own_autocast(context.autocast))
+    if context.steps_in_forward:
+        raise NotApplied(_STEPS_IN_FORWARD)
     torch, device = context.torch, context.device
 
     def widen(tensor: Any) -> Any:
