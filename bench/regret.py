@@ -45,7 +45,7 @@ MOST = 5
 TARGET_REGRET, TARGET_SHARE = 1.03, 0.25
 
 #: What a study may take beyond its budget, as a share of it: the last pair is not cut short, and the tuned step is split afterwards.
-OVERRUN = 0.15
+OVERRUN = 0.2
 
 #: A technique with one of these fates is not part of any subset.
 EXCLUDED = ("not_applicable", "not_applied", "failed", "rejected_numerics")

@@ -64,7 +64,7 @@ def problems_of_traces() -> set[str]:
     """The ids of problems that the sources name: `Problem(id=...)`, `_say("...")`, and pairs of an id and a message."""
     found = set(integrity.READING)
     files = [*Path(integrity.__file__).parent.glob("*.py"), Path(explain.__file__).with_name("_analysis.py"),
-             Path(diagnose.__file__)]
+             *Path(diagnose.__file__).parent.glob("*.py")]
     for node in (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
             found |= {word.value.value for word in node.keywords if word.arg == "id" and isinstance(word.value, ast.Constant)}

@@ -122,6 +122,8 @@ TRACE_PROBLEMS = {
                         "told apart from other host code, so the share of input is not known. Read the loader in the training thread to see it.",
     "other-steps": "The split of a profile is of steps that took much longer, or shorter, than the steps that were timed. Profile once more on a "
     "quiet machine, or with more --steps where steps differ.",
+    "nothing-measured": "The command ended, or could not be followed, before a step was measured, for the reason that stands with it. Nothing is "
+    "said of its time.",
     "uneven-input": "On a CPU, the few recorded steps waited for the loader for another time than those that were clocked without a profiler: "
                     "its batches come in bursts. What is said of input is of the clocked steps; the trace shows the recorded ones.",
     "truncated": "The file ends too early. It was read as far as it goes, and nothing is concluded from it. Let the profiler finish, and copy the "
