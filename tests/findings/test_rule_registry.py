@@ -14,7 +14,7 @@ from test_rule_kit import HONEST
 from saturate.errors import RuleError
 from saturate.findings import _registry
 from saturate.records.analysis import Analysis, Device, Integrity, Problem
-from saturate.records.observations import Observations
+from saturate.records.observations import CompilerSeen, Observations
 
 BUILT_IN = [
     "device-waits",
@@ -92,6 +92,13 @@ def test_of_equal_bounds_the_surest_comes_first_then_the_id():
         "input-bound",
         "slow-optimizer",
     ]
+
+
+def test_a_cause_whose_worth_is_not_known_does_not_hide_behind_a_few_percent():
+    def beside(pause):
+        return ids(base(gc_pause=pause, compiler=CompilerSeen(compiled=True, graph_breaks=3)))
+
+    assert beside(0.04) == ["graph-breaks", "gc-pauses"] and beside(0.2) == ["gc-pauses", "graph-breaks"]
 
 
 def test_nothing_to_gain_speaks_only_alone():

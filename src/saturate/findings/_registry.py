@@ -28,11 +28,16 @@ CONCLUSIONS = frozenset({"steps", "busy", "gaps", "occupancy", "kernels", "commu
 #: Reported only when no rule found anything else.
 ALONE = "nothing-to-gain"
 
+#: A cause whose worth nobody knows stands in front of those that are worth less than this, as a ratio: a few percent are lost
+#: beside almost any cause, and it would hide behind them.
+SMALL_BOUND = 1.1
+
 verdict = _verdict.verdict
 
 
 def detect(seen: Observations, known_techniques: frozenset[str]) -> list[Finding]:
-    """What all rules find, the largest bound first; those without a bound last, among equals the surest first.
+    """What all rules find, the largest bound first, among equals the surest. Those without a bound come before what is worth next to
+    nothing (`SMALL_BOUND`).
 
     Techniques that are not in `known_techniques` are left out. Raises RuleError for a rule that does not work.
     """
@@ -74,9 +79,9 @@ def _ask(module: ModuleType, seen: Observations) -> Finding | None:
     )
 
 
-def _rank(finding: Finding) -> tuple[bool, float, int, str]:
+def _rank(finding: Finding) -> tuple[float, int, str]:
     sureness = ("high", "medium", "low").index(finding.confidence)
-    return finding.bound is None, -(finding.bound or 0.0), sureness, finding.id
+    return -(SMALL_BOUND if finding.bound is None else finding.bound), sureness, finding.id
 
 
 def _with_techniques(finding: Finding, known: frozenset[str]) -> Finding:
