@@ -101,7 +101,7 @@ def test_a_cpu_that_was_measured_beside_other_work(rate, threads, status):
 
 def test_a_busy_machine_is_told():
     quiet, busy = msgspec.structs.replace(CPU, queued_share=0.02), msgspec.structs.replace(CPU, queued_share=0.31)
-    assert doctor_ceilings.judged(quiet, None).status == "ok" and doctor_ceilings._BUSY == ceilings.BUSY
+    assert doctor_ceilings.judged(quiet, None).status == "ok"
     check = doctor_ceilings.judged(busy, None)
     assert check.status == "note" and check.found.endswith("other processes had the cores for 31% of the time")
     assert check.fix == "end them, then measure again: saturate doctor --measure"

@@ -17,7 +17,7 @@ import pytest
 
 from saturate.errors import EnvironmentProblem
 from saturate.machine import ceilings
-from saturate.records.ceilings import Ceilings
+from saturate.records.ceilings import BUSY, Ceilings
 from saturate.techniques import dataset_cache
 from saturate.trial import planning
 
@@ -158,7 +158,7 @@ def test_what_a_busy_machine_reached_is_measured_again(python, tmp_path):
     found = [ceilings.obtain(asked, "cpu", torch="2.9", threads=1, where=tmp_path / "kept", say=said.append).queued_share for _ in range(4)]
     assert found == [0.5, 0.5, 0.02, 0.02] and len(said) == 3 and "again" not in said[0] and "again" in said[1]
     (kept,) = ceilings.kept(where=tmp_path / "kept").records
-    assert kept.queued_share == 0.02 and not ceilings.busy(RECORD)
+    assert kept.queued_share == 0.02 and not RECORD.busy
 
 
 def test_a_survey_knows_when_others_have_the_cores(tmp_path):
@@ -167,8 +167,10 @@ def test_a_survey_knows_when_others_have_the_cores(tmp_path):
     code = f"import sys, time; sys.path.insert(0, {str(Path(survey.__file__).parent)!r}); import ceilings\nwhile time.process_time() < 0.3: pass\nprint(ceilings.queued_share())"
     one = sorted(os.sched_getaffinity(0))[0]
     busy = [subprocess.Popen(["taskset", "-c", str(one), sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    shares = [float(process.communicate(timeout=60)[0]) for process in busy]
-    assert max(shares) > ceilings.BUSY, "three on one core"
+    shares = [process.communicate(timeout=60)[0].strip() for process in busy]
+    if survey.queued_share() is None:
+        pytest.skip("this kernel does not count how long threads wait for a core")
+    assert max(map(float, shares)) > BUSY, "three on one core"
 
 
 def of_gpu(name: str) -> str:

@@ -34,8 +34,6 @@ DEVICES = ("cpu", "cuda")
 _TIMEOUT_S = 180.0              # importing torch from a cold network disk, then some seconds of measuring
 _KILL_S = 5.0
 _DRIVER_FILES = ("proc/driver/nvidia/version", "sys/module/amdgpu/version")
-#: Ceilings that were measured while other processes had the cores for more than this share of the time are too low, and measured again.
-BUSY = 0.1
 #: Three arrays are held at a time, so that a survey takes at most three eighths of the host's memory.
 _MEMORY_PART = 8
 _LARGEST_FILE = 1 << 20
@@ -84,7 +82,7 @@ def obtain(python: str | None, device: str, *, device_name: str | None = None, t
     found = kept(name, device=device, torch=torch, driver=driver(device), threads=threads, where=where) \
         if name and torch else Kept([], [])
     before = found.records[0] if found.records else None
-    if before is not None and not busy(before):
+    if before is not None and not before.busy:
         return before
     say("measuring what this device reaches (kept for the next time)" if before is None else
         "measuring what this device reaches again: other processes had the cores the last time")
@@ -96,11 +94,6 @@ def obtain(python: str | None, device: str, *, device_name: str | None = None, t
             _keep(before, place)
         return before
     return record
-
-
-def busy(record: Ceilings) -> bool:
-    """Whether the machine was busy with other processes when this was measured."""
-    return record.queued_share is not None and record.queued_share > BUSY
 
 
 def measure(python: str | None, device: str, *, threads: int | None = None, environment: Mapping[str, str] | None = None,

@@ -20,8 +20,6 @@ _LOW_PRODUCTS, _LOW_BANDWIDTH, _LOW_LINK = 0.4, 0.6, 0.5
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 #: A core of any processor that torch supports multiplies faster, alone: less was measured beside other work.
 _LEAST_CORE_RATE = 5e9
-#: `ceilings.BUSY`, which needs msgspec.
-_BUSY = 0.1
 _NAMES = {"float32": "fp32", "tfloat32": "tf32", "float16": "fp16", "bfloat16": "bf16", "float8": "fp8", "int8": "int8"}
 
 
@@ -72,7 +70,7 @@ def judged(record: Ceilings, link: Link | None) -> Check:
     found = f"{record.device_name}, measured {record.measured_at[:10]}: {', '.join(words)}"
     values = {name: getattr(record, name) for name in
               ("rates", "bandwidth", "host_to_device", "launch_ns", "measured_at", "queued_share", "unknown")}
-    if record.queued_share is not None and record.queued_share > _BUSY:
+    if record.busy:
         return Check("ceilings", "note", f"{found}; other processes had the cores for {record.queued_share:.0%} of the time",
                      "end them, then measure again: saturate doctor --measure", values)
     if low:

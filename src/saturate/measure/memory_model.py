@@ -38,11 +38,12 @@ WORTHWHILE = 0.03
 FIRST_CARE, CARE = 1.03, 1.05
 
 #: Slopes that differ by no more than this share are one line, if three sizes lie on it. Then only what lies beyond the largest
-#: of them can be wrong, and a first proposal takes each of those samples to need more by what the slopes differ, or by the second.
+#: of them can be wrong, and a first proposal takes each of those samples to need more by what the slopes
+#: differ, and by the second share at least.
 ALIGNED, ALIGNED_CARE = 0.02, 0.003
 
-#: The margin below the limit is this share of it (the peaks of eight processes with one size, over 60 steps and with blocks that were
-#: mapped by themselves, lay within 0.02 %, over 20 steps within 0.07 %: LOG.md), or this share of what the batch may take from the C library's heaps,
+#: The margin below the limit is this share of it (the peaks of eight processes of `bench/fit.py`'s script with one size lay
+#: within 0.02 % over 60 steps, within 0.07 % over 20: LOG.md), or this share of what the batch may take from the C library's heaps,
 #: whichever is more. Heaps keep and split what was freed, and each process does so differently: twelve with one size and
 #: seed had peaks with a standard deviation of 6 % of what the batch took (LOG.md). A proof and a later run differ by 1.4 times that.
 MARGIN_SHARE, HEAP_SHARE = 0.005, 0.15

@@ -13,6 +13,9 @@ import msgspec
 SCHEMA = 1
 _FASTEST = 1e19                 # per second: no device is
 
+#: Measured while other processes had the cores for more than this share of the time, rates are too low.
+BUSY = 0.1
+
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """One device, under one driver and one torch; a CPU, with one number of threads."""
@@ -32,6 +35,11 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     launch_ns: float | None = None          # from one launch of a tiny kernel to the next, through torch
     queued_share: float | None = None       # of a CPU: of the survey's time, what other processes had the cores for; None: not known
     unknown: dict[str, str] = {}            # what could not be measured -> why
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was busy with other processes when this was measured."""
+        return self.queued_share is not None and self.queued_share > BUSY
 
     def memory_rate(self, moved_bytes: int | None = None) -> float | None:
         """The fastest that memory was seen at, for an operation that moves so many bytes: small ones are served by

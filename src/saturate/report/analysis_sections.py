@@ -206,7 +206,10 @@ def _gaps(device: Device | None) -> Markup | None:
 
 
 def _findings(analysis: Analysis) -> Markup:
-    lede = "What costs time, the largest bound first (what no bound is known for, before what is worth next to nothing). A bound is the most that mending the cause could give."
+    lede = (
+        "What costs time, the largest bound first; what has none stands before what is worth little. "
+        "A bound is the most that mending the cause could give."
+    )
     if not analysis.findings:
         why = say.no_findings(analysis)
         return section("findings", "Findings", f"{why[:1].upper()}{why[1:]}.")

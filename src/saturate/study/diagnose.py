@@ -45,9 +45,10 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     first = traces[0]
     analysis = analyze.analyze(traces, seen.ceilings)
     device = windows.devices(first)[0]
-    view = windows.window(first, device, launching_calls(first))
+    launches = launching_calls(first)
+    view = windows.window(first, device, launches)
     base = of_trace(first, analysis, seen.facts)
-    recorded = phases.split(first, device)
+    recorded = phases.split(first, device, launches)
     clocked = seen.sample["parts"]
     told = seen.facts.device == "cpu" or "busy" not in base.integrity_blocks      # what the device did, and so the parts of a step
     split = {} if not told else phases.calibrated(first, clocked) if device == windows.CPU else recorded

@@ -74,11 +74,11 @@ def split(trace: Trace, device: int, launches: Column | None = None, communicati
     """Integer nanoseconds by part, over all recorded steps (the span where there are none); they sum to it. `device` is
     one of `windows.devices`; `launches`, `communicating` and `done` are of `launches.launching_calls`,
     `breakdown.communication` and `breakdown.work`, where they are at hand."""
+    if device == CPU:
+        parts = _of_cpu(trace, window(trace, CPU))
+        return {name: length(parts.get(name, EMPTY)) for name in PARTS}
     launches = launching_calls(trace) if launches is None else launches
     view = window(trace, device, launches)
-    if device == CPU:
-        parts = _of_cpu(trace, view)
-        return {name: length(parts.get(name, EMPTY)) for name in PARTS}
     communicating = communication(trace, launches) if communicating is None else communicating
     done = work(trace, device, view, communicating) if done is None else done
     return _of_device(trace, device, view, launches, communicating, done)
