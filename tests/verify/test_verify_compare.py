@@ -175,10 +175,20 @@ def test_a_baseline_repeats_itself_but_for_rounding():
 @pytest.mark.parametrize("repetition, reason", [
     (changed("digests", 1, "another batch"), "had other data in update 1"),
     (changed("losses", 0, [2.2, 2.2]), "its first updates are others"),
+    (changed("losses", 1, [2.2, 2.2]), "its first updates are others"),
+    (changed("grad_norms", 0, 1.05 * BASE.grad_norms[0]), "its first updates are others"),
     (changed("samples", 0, array("d", [0.3] * sum(SEGMENTS))), "its first updates are others"),
     (changed("samples", 1, array("d", [2 * a - b for a, b in zip(BASE.samples[0], BASE.samples[1])])), "its first updates are others")])
 def test_a_baseline_that_is_another_training_each_time_is_refused(repetition, reason):
     assert reason in unrepeatable(BASE, repetition)
+
+
+def test_a_search_amplifies_within_its_first_step():
+    """LBFGS evaluates its closure as often as the last bits say: only the start of its first step is its own."""
+    search = replace(BASE, motif="S0")
+    other = replace(changed("losses", 1, [2.2, 2.2]), motif="S0", grad_norms=[2 * norm for norm in BASE.grad_norms])
+    assert unrepeatable(search, other) is None
+    assert "its first updates are others" in unrepeatable(search, replace(changed("losses", 0, [2.2, 2.2]), motif="S0"))
 
 
 def test_an_update_of_the_baseline_that_is_not_finite_or_does_not_move_is_skipped():

@@ -51,13 +51,6 @@ def bitwise(baseline: Series, candidate: Series) -> bool:
             and equal(baseline.samples, candidate.samples) and buffers_equal())
 
 
-def _searches(baseline: Series) -> bool:
-    """Whether an optimizer chooses how often it evaluates its closure in one step, as LBFGS does: it stops at a
-    tolerance, so the last bits of a loss decide. All backward passes are inside such a step."""
-    inside = bool(baseline.motif) and "B" not in baseline.motif.split()
-    return inside and any(len(losses) > 1 for losses in baseline.losses)
-
-
 def _other_training(baseline: Series, candidate: Series) -> str | None:
     """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off."""
     if baseline.motif and candidate.motif and baseline.motif != candidate.motif:
@@ -65,7 +58,7 @@ def _other_training(baseline: Series, candidate: Series) -> str | None:
     if len(candidate) < len(baseline) - 1:      # one record may be cut short when a run is ended
         return f"it stopped after {len(candidate)} of {len(baseline)} updates"
     for k, (expected, found) in enumerate(zip(baseline.losses, candidate.losses)):
-        if len(expected) != len(found) and not _searches(baseline):
+        if len(expected) != len(found) and not baseline.searches:
             return f"update {k} has {len(found)} micro-steps instead of {len(expected)}"
     for k, (expected, found) in enumerate(zip(baseline.digests, candidate.digests)):
         if expected and found and expected != found:

@@ -95,6 +95,13 @@ class Series:
         losses = self.losses[update]
         return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
 
+    @property
+    def searches(self) -> bool:
+        """Whether an optimizer chooses how often it evaluates its closure in one step, as LBFGS does: it stops at a
+        tolerance, so the last bits of a loss decide. All backward passes are inside such a step."""
+        inside = bool(self.motif) and "B" not in self.motif.split()
+        return inside and any(len(losses) > 1 for losses in self.losses)
+
     def parts(self) -> list[tuple[int, int]]:
         """(begin, end) of each tensor inside a sample; one part when the capture does not say."""
         bounds = _bounds(self.segments)
