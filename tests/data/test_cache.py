@@ -522,6 +522,17 @@ def test_no_auto_collation(root, on):
         on.off()
 
 
+def test_stores_larger_than_half_of_the_limit_serve_the_next_run_as_well(root, on):
+    """Room is made before a store is made, and only then, of what this run does not read: whichever loader is read first."""
+    other = cases.write(root.parent / "other")
+    for folders, read in (((other, root), 0), ((root, other), 20), ((other, root), 20)):
+        context = on(max_gb=18e-6)
+        assert all(epochs(cases.Files(folder), 1) for folder in folders)
+        stores = context.notes[dataset_cache.TECHNIQUE.id]._stores.values()
+        assert [store.counted()[0] for store in stores] == [read, read]
+        assert all(store.used_bytes > store.limit_bytes / 2 for store in stores)
+
+
 def test_eligibility():
     from saturate.records.facts import Facts, LoaderFacts
 

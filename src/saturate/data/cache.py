@@ -169,10 +169,10 @@ class Caches:
     def _store(self, key: bytes, length: int, record_bytes: int) -> cache_store.Store:
         limit = self.max_bytes or self._free_share()
         share = (limit - 8 * length) / (length * (1.05 * record_bytes + 128))
-        if self.folder is not None and self.folder.is_dir():
-            cache_store.make_room(self.folder, limit)
-        return cache_store.create(self.folder, key.hex()[:32], key, length, limit,
-                                  int(max(0.0, min(1.0, share)) * cache_store.WHOLE))
+        name = key.hex()[:32]
+        if self.folder is not None and not cache_store.path_of(self.folder, name).exists():
+            cache_store.make_room(self.folder, limit, [store.path for store in self._stores.values()])
+        return cache_store.create(self.folder, name, key, length, limit, int(max(0.0, min(1.0, share)) * cache_store.WHOLE))
 
     def _tell(self, told: _Told) -> None:
         if told in self._told:

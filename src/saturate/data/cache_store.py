@@ -20,6 +20,7 @@ import secrets
 import struct
 import threading
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def create(folder: Path | None, name: str, key: bytes, slots: int, limit_bytes: 
             _begin(descriptor, fixed, slots)
             return Store(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor, key, slots)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / (name + SUFFIX)
+        path = path_of(folder, name)
         try:
             return attach(str(path), key, slots)
         except FileNotFoundError:
@@ -282,11 +283,18 @@ def _begin(descriptor: int, fixed: bytes, slots: int) -> None:
     os.pwrite(descriptor, _WORD.pack(_table_end(slots)), _END)
 
 
-def make_room(folder: Path, limit_bytes: int) -> int:
-    """Remove the stores that were used longest ago until the others take at most half of the limit; how many went.
-    Processes that have a removed one open keep it."""
+def path_of(folder: Path, name: str) -> Path:
+    """Where the store of this name lies."""
+    return folder / (name + SUFFIX)
+
+
+def make_room(folder: Path, limit_bytes: int, keep: Collection[str] = ()) -> int:
+    """Before a store is made: remove those that were used longest ago until the others, but for the paths in `keep`, take at most
+    half of the limit; how many went. Processes that have a removed one open keep it."""
     stores = []
     for path in folder.glob(f"*{SUFFIX}"):
+        if str(path) in keep:
+            continue
         try:
             seen = path.stat()
         except FileNotFoundError:
