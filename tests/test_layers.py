@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "agent": {"techniques", "checkpoints", "data", "measure.placement", "records.addresses", "records.facts", "trace._arguments", "trace._matrix_costs"},
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": set(),
-    "data": {"checkpoints.durable", "checkpoints.host_memory"},
+    "data": {"checkpoints.durable", "checkpoints.host_memory", "machine.facts"},
     "inference": {"trial", "techniques._api", "techniques._registry", "techniques._trees", "measure", "machine", "records", "report", "checkpoints.durable"},
     "measure": set(),
     "verify": {"records"},

@@ -22,6 +22,7 @@ from typing import Any
 
 from saturate.data import cache_fork
 from saturate.data.glance import open_connection
+from saturate.machine.facts import cpu_count
 
 #: Items that a helper makes before it stores them: it looks at the generators of random numbers once for all of them.
 TOGETHER = 4
@@ -47,16 +48,8 @@ _BY_ITSELF = frozenset({
 
 
 def usable_cpus() -> int:
-    """Cores that this process may use: affinity and cgroup quota, whichever is less."""
-    count = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            count = min(count, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass                            # cgroups of the first version, or none
-    return count
+    """Cores that this process may use, whole ones: affinity or the tightest quota around it, whichever is less."""
+    return max(1, int(cpu_count()))
 
 
 def most(*datasets: Any) -> int:
