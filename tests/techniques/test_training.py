@@ -340,6 +340,10 @@ def test_what_is_rewritten():
     more = loader_workers.Options(workers=2, persistent=False, prefetch=4)
     assert rewritten(Dataset(), more) == {"num_workers": 2, "prefetch_factor": 4}
     assert rewritten(Dataset(), more, num_workers=4, prefetch_factor=3) == {}
+    other = loader_workers.Options(workers=2, override=True)
+    assert rewritten(Dataset(), other, num_workers=4, persistent_workers=True) == {"num_workers": 2}
+    assert rewritten(Dataset(), other, num_workers=2) == {"persistent_workers": True}
+    assert rewritten(Dataset(), other) == rewritten(Dataset())
     assert rewritten([1] * 100) == {"num_workers": 2}       # a list cannot be known again
     assert rewritten(Dataset(11), loader_workers.Options(workers=8))["num_workers"] == 2
     assert rewritten(Dataset(10)) == {}                     # one batch
@@ -765,6 +769,23 @@ def test_worker_counts_follow_need_quota_memory_and_ranks():
         assert not loader_workers.eligible(loading(loaders=(LoaderFacts(**bad),)))
     assert not loader_workers.eligible(loading(input_wait_ms=1.0))
     assert loader_workers.bound(loading()) == 0.6
+
+
+def test_other_numbers_of_workers_than_the_scripts_are_tried():
+    def tried(workers, **changes):
+        facts = loading(loaders=(LoaderFacts(num_workers=workers, batch_bytes=1 << 20, **chosen),), **changes)
+        return [(options.workers, options.override, options.prefetch) for options in loader_workers.variants(facts)]
+
+    chosen = {}
+    # One worker takes a step of 100 ms for a batch, and the rest of the step 40 ms: three keep up.
+    assert tried(1) == [(3, True, 2), (8, True, 2), (1, False, 4), (1, False, 2)]
+    assert tried(16) == [(16, False, 4), (16, False, 2), (8, True, 2)], "more than there are cores for"
+    assert tried(8) == [(8, False, 4), (8, False, 2)]
+    little = MachineFacts(cpu_count=8.0, memory_bytes=1 << 34, shm_bytes=14 << 20)       # half holds two workers that work twice ahead
+    assert tried(2, machine=little) == [(2, False, 2)]
+    chosen = {"persistent_workers": True, "prefetch_factor": 6}
+    assert tried(1) == [(3, True, 2), (8, True, 2)]
+    assert tried(8) == [] and not loader_workers.eligible(loading(loaders=(LoaderFacts(num_workers=8, **chosen),)))
 
 
 def test_input_that_an_accelerator_hides_is_no_reason_against_others():

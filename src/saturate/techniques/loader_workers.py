@@ -3,7 +3,8 @@
 What it does
 ------------
 Gives DataLoaders that run in the training process some worker processes, keeps them alive between epochs, and may let
-them work further ahead. Where several loaders take turns, a loader's workers live on from its second pass.
+them work further ahead. Where the script has workers already, other numbers of them are tried too. Where several loaders take turns,
+a loader's workers live on from its second pass.
 
 When it helps
 -------------
@@ -30,7 +31,8 @@ from a generator of the script's; one that draws between two indices from the ge
 
 How it is applied
 -----------------
-Arguments of `DataLoader` that stand at their defaults are changed when it is built. Left alone are: iterable datasets
+Arguments of `DataLoader` that stand at their defaults are changed when it is built, and with `override` a number of workers that
+the script chose as well. Left alone are: iterable datasets
 (each worker would read everything), datasets that hold device tensors or open files, datasets with a random generator of their own
 (theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
@@ -83,11 +85,12 @@ PREFETCH = 2
 
 @dataclass(frozen=True)
 class Options:
-    """`prefetch` counts batches per worker."""
+    """`prefetch` counts batches per worker. `override`: loaders that have workers get this number of them, too."""
 
     workers: int = field(default=1, metadata={"minimum": 1, "maximum": 4096})
     persistent: bool = True
     prefetch: int = field(default=PREFETCH, metadata={"minimum": 1, "maximum": 4096})
+    override: bool = False
 
 
 def _refusal(loader: LoaderFacts) -> str:
@@ -95,8 +98,6 @@ def _refusal(loader: LoaderFacts) -> str:
         return "the dataset is iterable: workers would change what is read"
     if loader.holds_device_tensors:
         return "the dataset yields tensors that live on a device already"
-    if loader.num_workers and loader.persistent_workers and loader.prefetch_factor not in (None, PREFETCH):
-        return "the script chose workers, persistence and prefetching itself"
     return ""
 
 
@@ -104,6 +105,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     answer = _common.waits_for_loaders(facts, _refusal)
     if answer and _most_workers(facts) < 1:
         return Ineligible("/dev/shm or memory does not hold one batch more")
+    if answer and not variants(facts):
+        return Ineligible("the script chose persistence and prefetching itself, and as many workers as there are cores for")
     return answer
 
 
@@ -124,9 +127,8 @@ def variants(facts: Facts) -> list[Options]:
     if most < 1:
         return []
     if all(loader.num_workers for loader in facts.loaders if not _refusal(loader)):
-        count = max((loader.num_workers for loader in facts.loaders), default=1)
-        return [Options(workers=count, prefetch=2 * PREFETCH), Options(workers=count)]
-    needed = _needed(facts, most)
+        return _beside_the_scripts(facts, most)
+    needed = _needed(facts, most, facts.input_wait_ms)
     # Never fewer than needed: where a warm cache makes batches, one worker races as fast as many, and a cold epoch waits for it.
     counts = dict.fromkeys([needed, most, max(needed, most // 2)])
     found = [Options(workers=count) for count in counts]
@@ -135,12 +137,27 @@ def variants(facts: Facts) -> list[Options]:
     return found
 
 
-def _needed(facts: Facts, most: int) -> int:
-    """As many as it takes to make a batch in the time that the rest of the step takes."""
+def _beside_the_scripts(facts: Facts, most: int) -> list[Options]:
+    """For loaders that all have workers: other numbers of them, and what the script left at its default."""
+    loaders = [loader for loader in facts.loaders if not _refusal(loader)]
+    count = max((loader.num_workers for loader in loaders), default=1)
+    # They make a batch in each step together: one of them takes as many steps as there are.
+    needed = _needed(facts, most, count * facts.step_ms)
+    others = [Options(workers=number, override=True) for number in dict.fromkeys([needed, most]) if number != count]
+    settings = []
+    if any(loader.prefetch_factor in (None, PREFETCH) for loader in loaders) and _most_workers(facts, 2 * PREFETCH) >= min(count, most):
+        settings.append(Options(workers=count, prefetch=2 * PREFETCH))
+    if not all(loader.persistent_workers for loader in loaders):
+        settings.append(Options(workers=count))
+    return [*others, *settings] if needed > count else [*settings, *others]
+
+
+def _needed(facts: Facts, most: int, batch_ms: float) -> int:
+    """As many workers as it takes to make a batch, which takes one of them `batch_ms`, in the time that the rest of the step takes."""
     rest = facts.step_ms - _common.exposed_input_ms(facts)
-    if not (rest > 0 and facts.input_wait_ms > 0):
+    if not (rest > 0 and batch_ms > 0):
         return most
-    return max(1, min(most, math.ceil(min(facts.input_wait_ms / rest, most))))
+    return max(1, min(most, math.ceil(min(batch_ms / rest, most))))
 
 
 def bound(facts: Facts) -> float | None:
@@ -157,7 +174,7 @@ def apply(context: Any, options: Options) -> str:
         changes = _changes(dataset, arguments, options, context.torch)
         if "persistent_workers" in changes:
             made_persistent[id(dataset)] = dataset
-        if "num_workers" in changes:
+        if "num_workers" in changes and not arguments.get("num_workers"):
             given_workers.add(dataset)
         if changes:
             count += 1
@@ -173,7 +190,8 @@ def apply(context: Any, options: Options) -> str:
     _keep_order(context, ours)
     _begin_late(context, given_workers, waiting, over)
     _keep_passes(context, ours, given_workers, over)
-    return f"DataLoaders get up to {options.workers} workers, persistent {options.persistent}, prefetch {options.prefetch}"
+    also = ", whatever the script chose" if options.override else ""
+    return f"DataLoaders get up to {options.workers} workers{also}, persistent {options.persistent}, prefetch {options.prefetch}"
 
 
 def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
@@ -364,12 +382,13 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
         return {}
     changes: dict[str, Any] = {}
     workers = arguments.get("num_workers") or 0
-    if not workers:
+    if not workers or options.override:
         if not _loaders.may_have_workers(dataset, arguments, torch) or _draws_alone(dataset, arguments.get("collate_fn")):
             return {}
         if any(map(_draws_between, (arguments.get("sampler"), arguments.get("batch_sampler")))):
             return {}
-        workers = changes["num_workers"] = min(options.workers, _loaders.batches(dataset, arguments))
+        if (count := min(options.workers, _loaders.batches(dataset, arguments))) != workers:
+            changes["num_workers"] = count
     # `_keep_order` must know a persistent one again.
     if options.persistent and referable(dataset) and not arguments.get("persistent_workers"):
         changes["persistent_workers"] = True
