@@ -88,6 +88,27 @@ OWN_SAVE = """
 """
 
 
+NAMED_SAVE = """
+    import torch
+    from torch import save
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        model(torch.randn(4, 1000)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save({"step": step, "model": model.state_dict()}, f"model{step}.pt")
+"""
+
+
+@pytest.mark.parametrize("technique", ["async-checkpoint", "incremental-checkpoint"])
+def test_a_save_that_was_taken_by_name_is_seen(tmp_path, script, clean_environment, technique):
+    (tmp_path / "recipe.toml").write_text(f'[[technique]]\nid = "{technique}"\n')
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(NAMED_SAVE)],
+                          cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"saturate: {technique.split('-')[0]}" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("technique", ["async-checkpoint", "incremental-checkpoint"])
 def test_a_torch_save_of_the_script_s_own_is_called_for_what_the_script_saves(tmp_path, script, clean_environment, technique):
     (tmp_path / "recipe.toml").write_text(f'[[technique]]\nid = "{technique}"\n')
@@ -122,6 +143,7 @@ def test_facts_of_a_trial(start, script):
 
 RANKS = """
     import os, sys, time, torch, torch.distributed as dist
+    from torch.distributed import barrier
     from saturate.agent.context import Context
     from saturate.checkpoints import persist
     from saturate.techniques import async_checkpoint
@@ -140,7 +162,7 @@ RANKS = """
         bare._BARRIERS = ()
         bare.apply(Context(torch), bare.Options("thread"))
     torch.save({"rank": rank, "x": torch.ones(1000)}, f"shard{rank}.pt")
-    dist.barrier()
+    barrier() if "--named" in sys.argv else dist.barrier()
     if not rank:
         os.symlink("shard1.pt", "latest")
         print(int(os.path.exists("shard1.pt")), flush=True)
@@ -150,11 +172,11 @@ RANKS = """
 """
 
 
-@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_barrier_means_durable_on_every_rank(tmp_path, script, clean_environment, guarded):
+@pytest.mark.parametrize("guarded, named", [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)])
+def test_a_barrier_means_durable_on_every_rank(tmp_path, script, clean_environment, guarded, named):
     """Rank 1's disk is slow. Without the guard on barriers, rank 0 moves `latest` too early, and that is seen."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone",
-               str(script(RANKS)), *(["--guarded"] if guarded else [])]
+               str(script(RANKS)), *["--guarded"] * guarded, *["--named"] * named]
     done = subprocess.run(command, cwd=tmp_path, env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -254,6 +276,31 @@ def test_safetensors(tmp_path):
         assert sys.modules["safetensors.torch"].safe_open is opened
     save_file(found, tmp_path / "plain.safetensors", metadata={"format": "pt"})
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+
+
+LATE = """
+    import sys, torch
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def save(path):
+        from safetensors.torch import save_file
+        save_file(model.state_dict(), path)
+
+    for step in range(4):
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save("model.safetensors")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")
+def test_what_is_imported_at_the_first_save_is_seen(tmp_path, script, clean_environment):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(LATE)],
+                          cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "saturate: async-checkpoint: 4 checkpoint(s) in 4 file(s)" in done.stderr, done.stderr
 
 
 FRAMEWORKS = {

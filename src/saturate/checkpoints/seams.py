@@ -7,6 +7,7 @@ and torch pickles as it always does. Saves into file objects stay what they are:
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import sys
@@ -162,6 +163,14 @@ def _hands_over_storages(torch: Any, original: Any) -> bool:
     return not recorder.addresses
 
 
+def _imported(name: str) -> Any:
+    """A module of the user's environment; None where it cannot be imported: then the script cannot save with it either."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 #: Modules of Lightning that hold the name of its writer.
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 
@@ -169,7 +178,8 @@ _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.
 def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, str, Any], None]) -> list[str]:
     """Put the seams in with `replace(owner, name, value)`. Returns what is covered, in words.
 
-    Libraries that are imported later are not looked for: what trains has imported what it saves with.
+    A script may import what it saves with at its first save: safetensors is imported here where it is installed, distributed
+    checkpoints where there are ranks. Lightning is there, or it does not train.
     """
     saves = Saves(torch, writer, guards.hold_signals)
     covered = ["torch.save"]
@@ -177,7 +187,7 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
     if _hands_over_storages(torch, original):
         replace(torch.UntypedStorage, "cpu", saves.storage_cpu(torch.UntypedStorage.cpu))
     replace(torch.serialization, "_open_zipfile_writer", saves.zip_writer(original))
-    module = sys.modules.get("safetensors.torch")
+    module = _imported("safetensors.torch") if importlib.util.find_spec("safetensors") else None
     if module is not None and hasattr(module, "serialize_file") and hasattr(module, "serialize"):
         replace(module, "serialize_file", saves.safetensors_file(module))
         opens = sys.modules["safetensors"].safe_open
@@ -185,7 +195,8 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
         for user, name, _ in holders([id(opens)]):
             replace(user, name, held)                   # its users took it by name
         covered.append("safetensors")
-    module = sys.modules.get("torch.distributed.checkpoint")
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    module = (_imported if ranks else sys.modules.get)("torch.distributed.checkpoint")
     if module is not None and torch.distributed.is_available():
         shards = distributed.Shards(torch, writer, guards.hold_signals)
         held = shards.save(module.save)

@@ -126,13 +126,14 @@ def _watch_steps(context: Any, writer: Any, guards: Any) -> None:
 
 
 def _hold_barriers(context: Any, guards: Any) -> None:
+    from saturate.checkpoints.guards import holders
+
     distributed = context.torch.distributed
     if not distributed.is_available():
         return
-    for name in _BARRIERS:
-        held = guards.waiting(getattr(distributed, name))
-        context.set_attribute(distributed, name, held)
-        context.set_attribute(distributed.distributed_c10d, name, held)
+    held = {id(barrier): guards.waiting(barrier) for barrier in (getattr(distributed, name) for name in _BARRIERS)}
+    for module, name, barrier in holders(held):         # the script may have taken one by name
+        context.set_attribute(module, name, held[id(barrier)])
 
 
 def _at_exit(context: Any, writer: Any, guards: Any) -> None:

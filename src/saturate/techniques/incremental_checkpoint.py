@@ -118,9 +118,9 @@ def apply(context: Any, options: Options) -> str:
         else:
             original(obj, f, *args, **kwargs)
 
-    # Where the script has put a function of its own for `torch.save`, that may call the other one.
-    for owner in (torch, torch.serialization) if torch.serialization.save is original else (torch,):
-        context.set_attribute(owner, "save", save)
+    # Where the script has put a function of its own for `torch.save`, that may call the other one: it is left alone.
+    for module, name, _ in holders([id(original)]):
+        context.set_attribute(module, name, save)
     for name in _LIGHTNING:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "_atomic_save"):
