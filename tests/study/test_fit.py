@@ -275,7 +275,11 @@ import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8)
 size = parser.parse_args().batch_size
-while True: step(torch.ones(size, KIB * 256))
+from torch import save
+while True:
+    step(torch.ones(size, KIB * 256))
+    model.eval(); model.train()
+    save(model.state_dict(), "model.pt")
 """)
     ended = home.fit("--memory", "640MiB", "--knob=--batch-size", argv=(sys.executable, "train.py", "--batch-size", "8"))
     found = ended.found
@@ -283,6 +287,7 @@ while True: step(torch.ones(size, KIB * 256))
     assert found.peak_bytes <= 640 << 20
     assert found.trial_count <= 4 and found.next_command.endswith(f"train.py --batch-size {found.micro_batch}")
     assert len({one.trial for one in found.trials}) == len(found.trials), "one process per size"
+    assert found.not_seen == ["the largest samples: they were not looked for"], "its evaluations and saves are seen without a loader, and by whatever name"
     nameless = home.fit("--memory", "640MiB", "--knob=--batch-size").found
     assert nameless.verdict == "refused" and "add --batch-size N to the command" in nameless.reason
 

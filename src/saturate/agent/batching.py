@@ -20,23 +20,27 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections import deque
 from typing import Any
 
 from saturate.agent import extents, kinds, memory, seams
+from saturate.checkpoints.guards import holders
 
 #: A loader feeds the training when it was read before at least this share of the backward passes that followed a read.
 FEEDING_SHARE = 0.5
 
+#: What writes checkpoints: (module, function).
+_SAVES = (("torch", "save"), ("safetensors.torch", "save_file"), ("torch.distributed.checkpoint", "save"))
+
 
 def install(session: Any) -> None:
     """Called at the first sign of training, before the first loader is built."""
-    torch = session.torch
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     batching = session.batching = Batching(session, session.plan["fit"])
-    original_init, original_reset, original_save = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset, torch.save
+    original_init, original_reset = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset
 
     @functools.wraps(original_init)
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,15 +52,22 @@ def install(session: Any) -> None:
         original_reset(self, loader, *args, **kwargs)
         batching.begins(self, loader)
 
-    @functools.wraps(original_save)
+    seams.replace(session, _BaseDataLoaderIter, "__init__", init)
+    seams.replace(session, _BaseDataLoaderIter, "_reset", reset)
+    saving = (getattr(sys.modules.get(module), name, None) for module, name in _SAVES)
+    counting = {id(save): _counting(batching, save) for save in saving if save is not None}
+    for module, name, save in holders(counting):        # the script may have taken one by name
+        seams.replace(session, module, name, counting[id(save)])
+
+
+def _counting(batching: Batching, original: Any) -> Any:
+    @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        result = original_save(*args, **kwargs)
+        result = original(*args, **kwargs)
         batching.saves += 1
         return result
 
-    seams.replace(session, _BaseDataLoaderIter, "__init__", init)
-    seams.replace(session, _BaseDataLoaderIter, "_reset", reset)
-    seams.replace(session, torch, "save", save)
+    return save
 
 
 class Batching:
@@ -162,6 +173,7 @@ class Batching:
         """A step has ended. Samples are those of the loader that the size is of."""
         if self.factors:
             self.samples.append(self._pending.get(self.reference or "", 0))
+        if self.factors or not self.kinds:      # with loaders: once it is known which of them feed the training
             self.evaluations += evaluated or self._strange
         self._pending.clear()
         self._strange = False
