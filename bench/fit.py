@@ -8,6 +8,8 @@ Each finder runs with its own defaults (Accelerate's begins at 1,024, because it
 alike: the plain script is run with it for 50 steps, an evaluation and a checkpoint, and must stay below the limit, in each of
 a few fresh processes. Needs lightning and accelerate for their lines. Some 20 minutes on two cores.
 
+A trial is a process of ours, and a size that a peer tried; how many sizes ours ran is printed beside it.
+
 Targets: our answer passes, it is at least as large as every answer that passes, and it takes at most half as many trials as
 any other finder.
 """
@@ -105,6 +107,7 @@ def main() -> int:
     print(f"size / the largest correct one of the others: {mine['found'] / max(right):.3f}" if right and mine["found"] else
           "no other finder gave a correct answer to compare with")
     print(f"trials / the fewest of the others: {mine['trials'] / fewest:.2f}" if fewest else "no trials to compare with")
+    print(f"sizes that ran in our trials: {len({size for size, _, _ in mine['sizes']})}")
     met = bool(mine["correct"] and mine["found"] >= max(right, default=0) and (fewest is None or mine["trials"] <= fewest / 2))
     judged = None if arguments.smoke or not others else met
     write_json(arguments.json, "fit", rows, judged)
