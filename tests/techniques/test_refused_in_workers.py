@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import types
 
 import pytest
@@ -107,6 +109,33 @@ def test_datasets_without_weak_references_go_on_as_well(kind, capfd):
     found, here, drawn = epochs(Moving(), dataset=kind(range(12)))
     assert (found, drawn) == (plain, draws) and all(here)
     assert f"{kind.__name__} or its collate_fn uses CUDA" in capfd.readouterr().err
+
+
+class Killing(Moving):
+    """Whoever makes the batch with sample `start` is killed: a worker, the first time."""
+
+    def __init__(self, start, signal_number):
+        super().__init__(start)
+        self.signal_number = signal_number
+
+    def __call__(self, samples):
+        if os.getpid() != HERE and self.start in samples:
+            os.kill(os.getpid(), self.signal_number)
+        return samples, os.getpid() == HERE
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGBUS])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_worker_that_is_killed_ends_no_training_that_had_none(signal_number, outside, capfd, monkeypatch):
+    """Whether the training waits for a batch then, or does something else."""
+    plain, _, draws = epochs(Moving(6), technique=False)
+    if outside:
+        real = torch.rand
+        monkeypatch.setattr(torch, "rand", lambda *size: (time.sleep(0.3), real(*size))[1])
+    found, here, drawn = epochs(Killing(6, signal_number))
+    assert (found, drawn) == (plain, draws)
+    assert here[-6:] == [True] * 6 and not here[0]
+    assert "Rows has lost a worker (DataLoader worker (pid" in capfd.readouterr().err
 
 
 def test_every_other_failure_is_the_script_s():

@@ -1,5 +1,7 @@
-"""What workers of a loader refuse, and how its pass goes on in the training process, as the script wrote it: the use of CUDA, and a
-call of the model that is being trained. Used by `loader-workers`.
+"""How a pass over a loader goes on in the training process, as the script wrote it, where its workers refuse their work or are lost.
+Used by `loader-workers`.
+
+What workers refuse: the use of CUDA, and a call of the model that is being trained.
 
 Forked from a process that uses CUDA, or has only counted its devices, workers must not use it, and a collate function that moves its
 batch to a device raises there. And a dataset that calls the model (to choose hard examples, say) would call a copy of it, as it was
@@ -18,6 +20,9 @@ from typing import Any
 REFUSAL = "Cannot re-initialize CUDA in forked subprocess"
 #: From `refusing_models`, in the same way.
 TRAINED = "a worker process has no model that is being trained, but a copy"
+
+#: From torch, of a worker that has ended before its work.
+LOST = "DataLoader worker (pid"
 
 #: What is said of a dataset whose batches no worker can make.
 _REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
@@ -75,6 +80,7 @@ class Passes:
 
     def __init__(self, torch: Any):
         self._torch = torch
+        self._signals = torch.utils.data._utils.signal_handling
         self._asked: weakref.WeakKeyDictionary[Any, tuple[Asked, Any]] = weakref.WeakKeyDictionary()    # by iterator: and its loader
 
     def began(self, iterator: Any, loader: Any) -> None:
@@ -83,15 +89,36 @@ class Passes:
         if getattr(iterator, "_in_order", True):
             iterator._sampler_iter = asked = Asked(iterator._sampler_iter)
             self._asked[iterator] = asked, weakref.ref(loader)
+            if iterator._worker_pids_set:
+                self._signals._remove_worker_pids(id(iterator))
+                iterator._worker_pids_set = False
+
+    @contextlib.contextmanager
+    def waits(self, iterator: Any) -> Iterator[None]:
+        """While the training waits for a batch: a worker that is lost, now or before, raises."""
+        if iterator not in self._asked or iterator._shutdown:
+            yield
+            return
+        self._signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+        try:
+            self._signals._error_if_any_worker_fails()
+            yield
+        finally:
+            self._signals._remove_worker_pids(id(iterator))
 
     def came(self, iterator: Any) -> None:
         if iterator in self._asked:
             self._asked[iterator][0].came()
 
     def must_go_on_here(self, iterator: Any, error: BaseException) -> str:
-        """The reason for which workers failed, if it is one that the training process has not; else ""."""
+        """Why workers failed, in words, if it is for a reason that the training process has not; else ""."""
+        if iterator not in self._asked:
+            return ""
+        dataset = type(iterator._dataset).__name__
+        if str(error).startswith(LOST):
+            return f"{dataset} has lost a worker ({error}): its batches are made in the training process from here on"
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))
-        return next(found, "") if iterator in self._asked else ""
+        return next((f"{dataset} or its collate_fn {said}: there are none" for said in found), "")
 
     def go_on_here(self, iterator: Any) -> Any:
         """The batch that has failed. Those after it, of later passes too, come without workers."""

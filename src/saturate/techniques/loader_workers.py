@@ -37,8 +37,8 @@ the script chose as well. Left alone are: iterable datasets
 (theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
-function uses CUDA, or calls the model that is being trained (to choose hard examples, say), the training process makes the batches
-from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
+function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
+memory, the training process makes the batches from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
 nor where the dataset itself catches what that raises.
 Counts respect the CPU quota, memory and /dev/shm.
 
@@ -247,7 +247,8 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
         if self in orders:
             orders[self].reached()
         try:
-            batch = next_data(self)
+            with passes.waits(self):
+                batch = next_data(self)
         except StopIteration:
             over.add(self)
             raise
@@ -260,7 +261,7 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
             return batch
         if self in orders:
             orders.pop(self).settle()
-        _say_once(f"{self._dataset.__class__.__name__} or its collate_fn {reason}: there are none")
+        _say_once(reason)
         return passes.go_on_here(self)
 
     def undo() -> None:
