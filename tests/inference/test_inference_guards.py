@@ -323,6 +323,24 @@ def test_generated_text_must_be_as_long_as_the_baselines():
     assert problem([[text[0][0].clone()]], baseline=text, generates=True) is None
 
 
+@pytest.mark.parametrize("numerics", ["exact", "reordering"])
+def test_a_lossless_text_is_held_to_its_promise_whatever_its_length(numerics):
+    text = torch.randint(50_000, (1, 100), generator=seeded())
+    other = torch.randint(50_000, (1, 97), generator=seeded(1))
+    assert "differ" in (problem([[other]], numerics, [[text]]) or ""), "three tokens less, and all others are others"
+    assert "3 of 100 whole numbers" in (problem([[text[:, :97]]], numerics, [[text]]) or "")
+    assert "3 of 100 whole numbers" in (problem([[text]], numerics, [[text[:, :97]]]) or "")
+    assert "3 of 100 whole numbers" in (problem([[text[:, :97]]], numerics, [[text]], again=[[text.clone()]]) or "")
+    assert problem([[text.clone()]], numerics, [[text]]) is None
+
+
+def test_what_stands_beside_a_text_of_another_length_is_looked_at():
+    text, score = torch.arange(1, 81).reshape(4, 20), torch.ones(4)
+    assert "not finite" in (problem([[text[:, :19], score / 0]], baseline=[[text, score]]) or "")
+    found = examine(torch, [[text, score]], [[text[:, :19], 1.01 * score]], numerics="precision")
+    assert found.problem is None and found.agreement_db == pytest.approx(40, abs=0.1)
+
+
 def test_other_batches_are_cut_from_the_first_one():
     x, y = torch.arange(14.0).reshape(7, 2), torch.arange(7)
     found = guards.other_batches([(x, y, torch.tensor(0.5)), (x,)])
