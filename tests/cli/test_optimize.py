@@ -41,6 +41,8 @@ def forks_and_leaves():
     os.waitpid(child, 0)
     return Model()
 def loader(): return [(1,), (2,)]
+def calibration(): return [(3,)]
+def nothing(): pass
 def score(run): return [1.0, 0.0]
 def train(): return [(1, 2)], max
 def moves():
@@ -112,7 +114,7 @@ def call(capfd, *words):
 
 
 def test_it_asks_the_search(capfd, user, api):
-    code, out, err = call(capfd, *CHECKED, "--train", "mypkg.model:train", "--budget", "20m", "--objective", "throughput", "--limit", "p99_ms=15",
+    code, out, err = call(capfd, *CHECKED, "--train", "mypkg.model:train", "--calibration", "mypkg.model:calibration", "--budget", "20m", "--objective", "throughput", "--limit", "p99_ms=15",
                           "--limit", "peak_memory_gb=4", "--threads", "2", "--only", "threads,compile", "--skip", "tf32", "--workdir", "runs/r18",
                           "--lower-is-better", "--relative", "--confidence", "90%", "--metric", "top1",
                           "--score-range", "-1", "2.5")
@@ -124,13 +126,14 @@ def test_it_asks_the_search(capfd, user, api):
     assert budget.score_range == (-1.0, 2.5)
     assert asked["limits"] == {"p99_ms": 15, "peak_memory_gb": 4} and asked["time"] == 1200 and asked["objective"] == "throughput"
     assert asked["train"].loader == [(1, 2)] and asked["train"].loss is max
+    assert asked["calibration"] == [(3,)]
     assert (asked["threads"], set(asked["only"]), set(asked["skip"]), asked["workdir"]) == (2, {"threads", "compile"}, {"tf32"}, Path("runs/r18").absolute())
     assert out.splitlines()[-1].startswith("next") and "6.82x faster" in out and "a step" in err
 
 
 def test_without_a_check_there_is_no_budget(capfd, user, api):
     assert call(capfd, *WORDS)[0] == 0
-    assert api.asked["budget"] is None is api.asked["check"] is api.asked["train"]
+    assert api.asked["budget"] is None is api.asked["check"] is api.asked["train"] is api.asked["calibration"]
     assert api.asked["workdir"] == Path(".saturate/optimize").absolute(), "where `saturate report` finds it, and a study of training does not lie"
 
 
@@ -153,6 +156,8 @@ def test_points_of_the_score(capfd, user, api, text, points):
     ([*CHECKED, "--budget", "soon"], "is not a time"),
     ([*CHECKED, "--objective", "lateny"], "did you mean 'latency'?"),
     ([*CHECKED, "--train", "mypkg.model:wrong_train"], "returned a int"),
+    ([*CHECKED, "--calibration", "mypkg.model:calibraton"], "did you mean 'calibration'?"),
+    ([*CHECKED, "--calibration", "mypkg.model:nothing"], "nothing() returned None"),
     (WORDS[:1], "required: --inputs"),
 ])
 def test_bad_options_are_named(capfd, user, api, words, part):

@@ -5,7 +5,8 @@
 
 The names are of functions, package.module:function or path/file.py:function. build() returns the module; loader()
 gives an iterable of tuples of positional inputs; score(run) calls run(*inputs) as it would the model, and returns a
-float, a dict or, best, one value per sample. Without --check, only what does not change the answers is tried.
+float, a dict or, best, one value per sample. Without --check, only what does not change the answers is tried. A part
+of the inputs calibrates quantization, unless --calibration names others.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a function that returns the module: mypkg.model:build")
     parser.add_argument(
         "--inputs", required=True, metavar="NAME", help="a function that returns an iterable of tuples of inputs"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="NAME",
+        help="a function that returns inputs to calibrate quantization with (default: a part of --inputs)",
     )
     parser.add_argument(
         "--check", metavar="NAME", help="a function that scores run(*inputs): float, dict, or a value per sample"
@@ -158,6 +164,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
     named = {
         "model": arguments.model,
         "--inputs": arguments.inputs,
+        "--calibration": arguments.calibration,
         "--check": arguments.check,
         "--train": arguments.train,
     }
@@ -180,6 +187,9 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         )
     model = call(found["model"], f"{arguments.model}()")
     inputs = call(found["--inputs"], f"{arguments.inputs}()")
+    calibration = None
+    if "--calibration" in found:
+        calibration = _given(call(found["--calibration"], f"{arguments.calibration}()"), arguments.calibration)
     train = _train(call(found["--train"], f"{arguments.train}()"), arguments.train) if "--train" in found else None
     result = api.optimize(
         model,
@@ -190,6 +200,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         limits=limits,
         time=arguments.budget,
         train=train,
+        calibration=calibration,
         workdir=workdir,
         threads=arguments.threads,
         only=arguments.only,
@@ -197,6 +208,14 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         progress=Progress(sys.stderr),
     )
     return result.record
+
+
+def _given(calibration: Any, name: str) -> Any:
+    if calibration is None:  # it would be taken for no option at all
+        raise UsageError(
+            f"--calibration: {name}() returned None", remedy="return an iterable of tuples of positional inputs"
+        )
+    return calibration
 
 
 def _train(given: Any, name: str) -> Any:

@@ -71,7 +71,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     model: an nn.Module, a method of one, or functools.partial of either. inputs: an iterable of tuples of positional
     inputs, real ones; they define shapes and batch size, and a part of them calibrates quantisation. check(run): the
     user's own score of `run`, which has the model's signature; per-sample values are best (`accuracy`). Without a check
-    only candidates are tried that compute the same up to the order of sums. time: "20m", "90s" or seconds; no candidate
+    only candidates are tried that compute the same up to the order of sums. calibration: batches as `inputs`, that calibrate in
+    their place. time: "20m", "90s" or seconds; no candidate
     begins after 70 % of it, nor when the rest is needed to confirm what was found. One that is being prepared by then has at
     least 30 seconds, and the best is stored, loaded and scored in any case: a short time for a large model may be overrun,
     and the last lines say what it took. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware
@@ -256,7 +257,7 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
     shared = samples.overlap(source.calibration(torch), found.baseline.samples)
     if shared.refused:
         raise CheckUnusable("calibration data is among the data of the check", cause=shared.words(),
-                            remedy="give inputs (or calibration) that the check does not score: training data, for one")
+                            remedy="give inputs, or calibration (--calibration NAME), that the check does not score: training data, for one")
     notes = list(found.notes)
     if train is not None:
         notes += apart(train, found.baseline.samples, LOOK_SHARE * (lab.deadline_s - clock.monotonic()))
