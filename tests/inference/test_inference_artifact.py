@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import json
 import math
@@ -19,7 +20,8 @@ import pytest
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
-from saturate.inference import artifact, examples, folders, hardware, probe
+from saturate.inference import artifact, examples, facts, folders, hardware, probe
+from saturate.inference.formats import exported
 from saturate.inference.techniques._api import Context, Entry
 from saturate.records.artifact import MadeOn
 from saturate.records.inference import Best, CandidateRecord, ModelFacts, Timing
@@ -49,8 +51,6 @@ def batch(rows=4):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """A stored program, its entry, the model, and a batch."""
-    from saturate.inference.formats import exported
-
     torch.manual_seed(0)
     model, folder, inputs = Tiny().eval().requires_grad_(False), tmp_path_factory.mktemp("program"), batch()
     entry = exported.save(Context(torch=torch, model=model, device="cpu", inputs=[inputs], calibration=[], facts=FACTS,
@@ -598,6 +598,29 @@ def test_verification_sees_other_answers(program, tmp_path, factor, ok):
         assert "40 dB, and 60 dB are asked for" in found.reason
         with pytest.raises(EnvironmentProblem, match="does not verify"):
             artifact.load(folder, verify=True)
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def test_a_model_with_randomness_verifies_and_the_users_numbers_go_on(tmp_path):
+    """What was stored is what it answered behind a seed, as all that is compared in a search."""
+    inputs, folder = batch()[:1], tmp_path / "program"
+    folder.mkdir()
+    context = Context(torch=torch, model=Noisy(), device="cpu", inputs=[inputs], calibration=[], facts=dataclasses.replace(FACTS, random=True),
+                      folder=folder, threads=1)
+    entry = exported.save(context, folder)
+    with torch.random.fork_rng():
+        facts.seed(torch)
+        answers = [context.model(*inputs)]
+    loaded = artifact.load(make((folder, entry, context.model, inputs), tmp_path / "artifact", outputs=answers))
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    assert loaded.verify().ok and loaded.verify().ok
+    assert torch.equal(torch.rand(3), wanted)
 
 
 def test_what_a_verification_asks_for_follows_from_the_candidate(whole):

@@ -30,6 +30,7 @@ import msgspec
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
 from saturate.inference import examples, folders, hardware, lines, probe
+from saturate.inference.facts import SEED
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
 from saturate.records.artifact import MadeOn, Manifest
@@ -339,13 +340,16 @@ class Artifact:
         return load, (str(self.folder),)
 
     def verify(self) -> Verification:
-        """Run the stored inputs and compare with the stored answers."""
+        """Run the stored inputs and compare with the stored answers. A model with randomness draws what it drew when they were stored."""
+        from saturate.inference.pruning.values import seeded
+
         torch, demanded = self._torch, _demanded_db(self.info)
         worst = float("inf")
         compared = 0
         for inputs, expected in examples_of(torch, self.folder):
             try:
-                got = examples.tensors_of(torch, self(*examples.moved(torch, inputs, self.place)))
+                with seeded(torch, SEED):
+                    got = examples.tensors_of(torch, self(*examples.moved(torch, inputs, self.place)))
             except Exception as error:  # noqa: BLE001 - whatever a program raises on its inputs, it does not verify
                 words = f"it fails on its own inputs: {type(error).__name__}: {error}"
                 return Verification(False, None, demanded, words)

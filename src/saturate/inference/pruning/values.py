@@ -38,7 +38,8 @@ def seeded(torch: Any, seed: int) -> Iterator[None]:
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    # GPUs that this process does not use stay so: asking one for its state takes memory there.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
