@@ -358,6 +358,35 @@ def test_what_was_quoted_is_not_counted_as_the_drafts(rows):
     assert looked_up.acceptance_rate > 0.9 and looked_up.quoted_acceptance_rate is None, "there the text is the draft"
 
 
+def test_where_some_rows_quote_the_drafts_cache_holds_the_tokens_of_each():
+    """What the draft model guessed for a row is fed to it before the quote takes its place: what differs is fed again."""
+    counting, lost = torch.full((13, 13), 1e-6), torch.full((13, 13), 1e-6)
+    for token in range(13):
+        counting[token, (token + 1) % 10] = 1.0
+        lost[token, (token + (1 if token < 6 else 2)) % 10] = 1.0       # right for a while
+    prompts = [[*range(10), 0, 1, 2], [7], [4, 5, 6]]
+    way = build.Way(toys.Bigram(lost), lengths=(4,), may_stop=False)
+    loop = build.build(torch, toys.Bigram(counting), way, prompts, Request(NEW))
+    decoder, fed = loop.drafter._model._decoder, {}
+    feed = decoder.feed
+
+    def watched(ids, starts, count, **more):
+        for row, start in enumerate(starts):
+            fed.update({(row, place): int(ids[row, place]) for place in range(start, start + count)})
+        return feed(ids, starts, count, **more)
+
+    decoder.feed = watched
+    with torch.inference_mode():
+        sequences, mixed = loop.prefill(prompts, Request(NEW)), 0
+        while not all(sequences.done):
+            loop.round(sequences, min(4, sequences.room()), Request(NEW))
+            mixed += len(set(loop.drafter.quoted)) > 1
+            for row, (tokens, held) in enumerate(zip(sequences.known, loop.drafter._model._held)):
+                if not sequences.done[row]:
+                    assert [fed[row, place] for place in range(held)] == tokens[:held], (row, held)
+    assert mixed > 1, "some rows quote while others are drafted for"
+
+
 @pytest.mark.parametrize("stayed", [0, 2])
 def test_what_was_refused_is_forgotten_though_rounds_without_drafts_follow(model, stayed):
     """A draft that is the target's twin must guess everything, whatever its cache held before."""

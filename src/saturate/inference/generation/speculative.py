@@ -87,6 +87,10 @@ class ModelDrafter:
         """What did not stay is forgotten, at once: rounds without drafts may follow, and would hide it."""
         self._held = [min(held, tokens - 1) for held, tokens in zip(self._held, sequences.lengths)]
 
+    def overwritten(self, row: int, start: int) -> None:
+        """From place `start` on other tokens stand in a row than it drafted: what its cache holds from there on is of no use."""
+        self._held[row] = min(self._held[row], start)
+
     def _shown(self, ids: Any) -> Any:
         return ids if self._known_tokens is None else ids.clamp(max=self._known_tokens - 1)
 
@@ -119,35 +123,40 @@ class QuotingDrafter:
         quotes = [drafts if right[True] >= right[False] else []
                   for drafts, right in zip(self._lookup.found(sequences, length), self._right)]
         alone = all(drafts or done for drafts, done in zip(quotes, sequences.done))
-        counts, q = [0] * len(quotes), None
+        counts, q, own = [0] * len(quotes), None, [[] for _ in quotes]
         if not alone:
             if not sampling.greedy:     # the distribution of a batch's drafts is one
                 quotes = [[] for _ in quotes]
             counts, q = self._model.propose(sequences, length, sampling, generator)
+            own = _written(sequences, counts)
         for row, drafts in enumerate(quotes):
             self._lookup.write(sequences, row, drafts)
+            if drafts and own[row]:
+                self._model.overwritten(row, len(sequences.known[row]) + _alike(drafts, own[row]))
             counts[row] = len(drafts) or counts[row]
         self.quoted = [bool(drafts) for drafts in quotes]
-        self._remember(sequences, quotes, counts)
+        self._proposed = [(bool(drafts), len(known), drafts or drafted)
+                          for known, drafts, drafted in zip(sequences.known, quotes, own)]
         return counts, q
 
     def settle(self, sequences: Sequences) -> None:
         self._model.settle(sequences)
         for (quoted, start, tokens), right, known in zip(self._proposed, self._right, sequences.known):
             came = known[start:start + len(tokens)]
-            stayed = next((i for i, (one, other) in enumerate(zip(tokens, came)) if one != other), len(came))
             if tokens and came:
+                stayed = _alike(tokens, came)
                 right[quoted] += _STEP * (stayed / min(len(tokens), stayed + 1) - right[quoted])
         self._proposed = []
 
-    def _remember(self, sequences: Sequences, quotes: list[list[int]], counts: list[int]) -> None:
-        """What was proposed. One transfer from the device, only where the model drafted."""
-        if any(count and not drafts for count, drafts in zip(counts, quotes)):
-            rows = sequences.ids.tolist()
-            self._proposed = [(bool(drafts), len(known), row[len(known):len(known) + count])
-                              for row, known, drafts, count in zip(rows, sequences.known, quotes, counts)]
-        else:
-            self._proposed = [(True, len(known), drafts) for known, drafts in zip(sequences.known, quotes)]
+
+def _written(sequences: Sequences, counts: list[int]) -> list[list[int]]:
+    """What stands behind each row's tokens, as many as `counts`. One transfer from the device."""
+    return [row[len(known):len(known) + count] for row, known, count in zip(sequences.ids.tolist(), sequences.known, counts)]
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((place for place, (first, second) in enumerate(zip(one, other)) if first != second), min(len(one), len(other)))
 
 
 def refuse_unfit(
