@@ -139,6 +139,54 @@ def test_a_state_that_is_kept_is_told_from_random_numbers() -> None:
     assert unrepeatable(observe(Pair(), (torch.zeros(2, 6),))) is None
 
 
+class Writer(torch.nn.Module):
+    """As a model of transformers that can generate."""
+
+    generation_config: Any = object()
+
+    def forward(self, ids: Any) -> Any:
+        return torch.nn.functional.one_hot(ids, 7).float()
+
+    def generate(self, ids: Any) -> Any:
+        return torch.cat([ids, ids[:, :2]], 1)
+
+
+class Around(torch.nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.model, self.answer = Writer(), answer
+
+    def forward(self, ids: Any) -> Any:
+        return self.answer(self.model, ids)
+
+
+@pytest.mark.parametrize("answer, generates", [
+    (lambda model, ids: model.generate(ids), True), (lambda model, ids: {"sequences": model.generate(ids), "more": None}, True),
+    (lambda model, ids: model(ids).argmax(-1), False), (lambda model, ids: model(ids), False), (lambda model, ids: model.generate(ids).float(), False)])
+def test_generated_text_is_told_from_classes_of_tokens(answer: Any, generates: bool) -> None:
+    ids, model = (torch.tensor([[1, 2, 3], [4, 5, 6]]),), Around(answer)
+    assert observe(model, ids).generates is generates
+    model.model.generation_config = None
+    assert not observe(model, ids).generates, "nobody knows"
+
+
+def test_what_a_method_of_that_name_answers_is_text_where_it_is_whole_numbers() -> None:
+    ids = (torch.tensor([[1, 2, 3], [4, 5, 6]]),)
+    assert observe(Around(lambda model, ids: ids + 1), ids, generates=True).generates, "as long as the input, perhaps"
+    assert not observe(Around(lambda model, ids: model(ids)), ids, generates=True).generates, "images"
+
+
+def test_a_model_of_transformers_that_generates_is_known() -> None:
+    transformers = pytest.importorskip("transformers", reason="the model under test is its")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=0,
+                                                                 eos_token_id=0))
+    around, ids = Around(lambda _, ids: model.generate(ids, max_new_tokens=4, do_sample=False)), (torch.randint(1, 20, (2, 5)),)
+    around.model = model
+    assert observe(around, ids).generates
+    around.answer = lambda _, ids: model(ids).logits.argmax(-1)
+    assert not observe(around, ids).generates
+
+
 def test_nothing_is_left_on_the_model() -> None:
     model = Structured()
     before = [dict(vars(module)) for module in model.modules()]

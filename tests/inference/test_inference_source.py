@@ -554,6 +554,19 @@ def test_a_method_of_a_module_is_a_module_there(tmp_path: Path) -> None:
     assert torch.equal(served(x), encoder.encode(x, 2.0)) and isinstance(served, torch.nn.Module)
     assert source.model_hash != Source.write(tmp_path, encoder, [x, x]).model_hash
     assert torch.equal(Source.write(tmp_path, encoder.__call__, [x, x]).model(torch)(x), x)
+    assert not Source.write(tmp_path, encoder.encode, [x, x]).generates
+
+
+class Writes(torch.nn.Module):
+    def generate(self, ids: Any, count: int = 2) -> Any:
+        return torch.cat([ids, ids[:, :count]], 1)
+
+
+def test_a_method_that_generates_is_known_by_its_name(tmp_path: Path) -> None:
+    ids = torch.ones(2, 3, dtype=torch.long)
+    for given in (Writes().generate, functools.partial(Writes().generate, count=1)):
+        source = Source.write(tmp_path, given, [ids, ids])
+        assert source.generates and Source.open(tmp_path).generates
 
 
 def test_wrappers_are_taken_off_and_that_is_said(tmp_path: Path) -> None:

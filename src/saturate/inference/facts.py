@@ -63,13 +63,14 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
     called some times on the first batch. What it raises there is raised: then there is no baseline. `others`: batches that the
     user gives too, whose sizes no measured one has.
 
-    `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only.
+    `exportable`, `export_problem`: what `try_export` said; the rest is known to the user's process only, `generates` (a method of
+    that name is called) among it.
     """
     modules = list(model.modules())
     parameters = list(model.parameters())
     recording = _recording(torch, model, inputs[0])
     with recording():
-        calls, attention_calls, writes_inputs = _watch_calls(torch, model, inputs[0])
+        calls, attention_calls, writes_inputs, answers = _watch_calls(torch, model, inputs[0])
         differs, keeps_state = _repeats(torch, model, inputs[0])
     given = [*inputs, *others]
     sizes = {trees.samples(torch, batch) for batch in given}
@@ -89,7 +90,7 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         cpu_flags=cpu_flags(), capability=torch.cuda.get_device_capability() if device == "cuda" else None,
         cores=max(1, int(machine.cpu_count())), threads=threads, calibration_samples=calibration_samples,
         trainable=trainable,
-        student=student, generates=generates,
+        student=student, generates=_text(torch, model, inputs[0], answers, asked=generates),
     )
 
 
@@ -140,9 +141,17 @@ def _attention_modules(torch: Any, modules: list[Any]) -> int:
                                                                                     None)) for module in modules)
 
 
-def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counter[str], int, bool]:
+def _text(torch: Any, model: Any, batch: tuple[Any, ...], answers: list[Any], *, asked: bool) -> bool:
+    """Whether the answer is generated text, numbers of tokens (samples, length): of a method `generate` (`asked`), or of a model around
+    one of transformers that can generate, where no input is as long. Classes of tokens are as many as these."""
+    lengths = set() if asked else {tensor.shape[-1] for tensor in trees.tensors(torch, batch) if tensor.dim()}
+    able = asked or any(getattr(part, "generation_config", None) is not None for part in model.modules())
+    return able and any(one.dtype in (torch.int64, torch.int32) and one.dim() == 2 and one.shape[1] not in lengths for one in answers)
+
+
+def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counter[str], int, bool, list[Any]]:
     """(calls of each submodule in one forward, calls of scaled_dot_product_attention, whether it changed its
-    inputs)."""
+    inputs, the tensors of its answer)."""
     calls: Counter[str] = Counter()
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -156,10 +165,10 @@ def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counte
     watch = Watch()
     given = copy.deepcopy(batch)
     with _counted(model, calls), watch:
-        model(*given)
+        answers = trees.tensors(torch, model(*given))
     before, after = (trees.tensors(torch, one) for one in (batch, given))
     written = any(one.shape != other.shape or samples.raw(one) != samples.raw(other) for one, other in zip(before, after))
-    return calls, watch.seen, written
+    return calls, watch.seen, written, answers
 
 
 def _recording(torch: Any, model: Any, batch: tuple[Any, ...]) -> Any:

@@ -48,7 +48,7 @@ class Source:
     calibration_samples: int
     trainable: bool
     student: bool
-    generates: bool
+    generates: bool             # what is called is the module's method `generate`
     model_hash: str
     inputs_hash: str            # of measured and calibration batches
     notes: tuple[str, ...]
@@ -57,7 +57,6 @@ class Source:
 
     @staticmethod
     def write(folder: Path, model: Any, inputs: Any, calibration: Any = None, train: Train | None = None, *,
-              generates: bool = False,
               device: str | None = None, switches: dict[str, str] | None = None) -> Source:
         """Write all that a candidate needs into `folder`, which becomes private.
 
@@ -103,7 +102,7 @@ class Source:
             training=called is not None and called.module.training, threads=torch.get_num_threads(),
             batches=len(measured), calibration_samples=batches.total_samples(torch, calibrate),
             trainable=train is not None,
-            student=train is not None and train.student is not None, generates=generates,
+            student=train is not None and train.student is not None, generates=called is not None and called.method == "generate",
             model_hash=identity.of_model(torch, called.module, called.words()) if called else "",
             inputs_hash=identity.of_batches(torch, measured, calibrate), notes=tuple(notes),
             train_hash=identity.of_train(torch, train), switches=switches,

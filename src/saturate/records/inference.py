@@ -60,7 +60,7 @@ class ModelFacts:
     calibration_samples: int = 0
     trainable: bool = False                 # `train` was given
     student: bool = False                   # with a student to distil into
-    generates: bool = False                 # a causal language model that is asked to generate
+    generates: bool = False                 # its answer is generated text: numbers of tokens, (samples, length)
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
