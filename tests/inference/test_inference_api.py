@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import platform
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 
 import saturate
 from saturate.errors import CheckUnusable, EnvironmentProblem, SaturateError, UsageError, WorkloadFailed
-from saturate.inference import api, folders, samples
+from saturate.inference import api, folders, plan, samples
 from saturate.inference.process import WorkerFailed
+from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
@@ -159,6 +163,35 @@ def test_what_keeps_candidates_away_is_said_first() -> None:
     lab = SimpleNamespace(facts=None, threads=1, observe=lambda worker: None, reference=answer, again=answer)
     notes = api.observe_baseline(lab, SimpleNamespace(ready=SimpleNamespace(facts=facts)), None)
     assert [note.partition(":")[0] for note in notes] == ["the model cannot be exported", "the model came in training mode"]
+
+
+@pytest.mark.parametrize(("flags", "told"), [({"avx2"}, {"inputs", "weights", "inputs and weights"}), ({"avx2", "avx512_vnni"}, set())])
+def test_what_a_cpu_without_vnni_changes_is_noted_of_each_format(flags: set[str], told: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    installed = dict.fromkeys(("torchao", "onnx", "onnxruntime", "onnxscript", "openvino"), "1.0")
+    facts = ModelFacts(torch="2.13.0", dtypes=("float32",), linears=9, calibration_samples=64, trainable=True, installed=installed, cpu_flags=frozenset(flags))
+    notes = plan.pool(_registry.load(), facts, check=True).notes()
+    assert {re.search("no VNNI: (.*) get 7 bits", note)[1] for note in notes} == told       # type: ignore[index]
+    named = {id for note in notes for id in note.partition(": ")[0].split(", ")}
+    assert named == ({id for id in _registry.load() if "int8" in id} if told else set())
+    assert not plan.pool(_registry.load(), facts, check=False).notes(), "none of them is tried"
+
+
+@pytest.mark.slow
+def test_a_result_of_a_cpu_without_vnni_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao", reason="the extra saturate[inference]")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    allowed = api.allowed
+    monkeypatch.setattr(api, "allowed", lambda *given, **more: dataclasses.replace(allowed(*given, **more), cpu_flags=frozenset({"avx2"})))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).eval()
+    x = torch.randn(40, 16)
+    labels = model(x).argmax(1)
+    result = saturate.optimize(model, [(torch.randn(8, 16),) for _ in range(4)], check=lambda run: run(x).argmax(1) == labels, threads=1,
+                               only="torchao-dynamic-int8", time="20s", workdir=tmp_path / "run", progress=lambda text: None)
+    said = "torchao-dynamic-int8: this CPU has no VNNI: inputs and weights get 7 bits"
+    assert said in result.table() and said in Path(result.record.report).read_text()
+    assert said in (tmp_path / "run" / "result.json").read_text()
 
 
 @pytest.mark.parametrize("answer", [torch.full((4, 2), float("nan")), torch.zeros(0, 2)])

@@ -138,18 +138,23 @@ def test_every_fate_has_its_words():
 
 def test_the_table_has_a_line_for_everything(record):
     lines = report.table(record).splitlines()
-    assert len(lines) == 2 + len(record.candidates)
+    assert len(lines) == 2 + len(record.candidates) + (1 + len(record.notes) if record.notes else 0)
     for width in (40, 100):
         assert all(cells(line) <= width for line in report.table(record, width=width).splitlines())
 
 
 def test_the_table_begins_with_the_winner():
-    lines = report.table(optimizations.win()).splitlines()
+    lines = report.table(msgspec.structs.replace(optimizations.win(), notes=[])).splitlines()
     assert lines[0].split() == ["candidate", "fate", "p50", "ms", "p99", "ms", "speed-up", "drop", "memory", "stored", "reason"]
     assert lines[1].startswith("baseline") and lines[2].startswith("onnx-int8-static method=percentile")
     assert "6.82x [6.71, 6.93]" in lines[2] and "0.002 [-0.001, 0.0052]" in lines[2] and "180 MiB" in lines[2], "as confirmed"
     at = lines[0].index("p50")
     assert all(line[at - 2:at] == "  " for line in lines)
+
+
+def test_notes_stand_below_the_table():
+    noted = msgspec.structs.replace(optimizations.win(), notes=["one\nline", "two"])
+    assert report.table(noted).splitlines()[-3:] == ["", "note: one line", "note: two"]
 
 
 def test_sizes_are_said_and_what_techniques_did():
@@ -316,7 +321,7 @@ def test_throughput_is_on_the_page_in_the_table_and_in_the_summary():
     text = report.summary(record, width=110, color=False)
     assert text.startswith("10.90x samples per second [10.10, 11.60], within a drop of 0.01")
     assert "samples   1,130/s at batch 8 in 2 processes, 103/s as it is at batch 8" in text
-    lines = report.table(record).splitlines()
+    lines = report.table(msgspec.structs.replace(record, notes=[])).splitlines()
     assert lines[-6:] == ["throughput of  batch  processes  samples/s", "as it is           8          1        103  its best",
                           "as it is          16          1         99", "best               8          1        702",
                           "best               8          2      1,130  its best",

@@ -120,6 +120,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 notes += control(lab, worker, source, trainer, say)
             assert lab.facts is not None
             pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
+            notes += pool.notes()
             journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
             lab.remember(journal)
             search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,

@@ -26,14 +26,20 @@ RUNTIMES = 2
 
 @dataclass
 class Pool:
-    """What may be in a candidate, by stage and promise. `refused`: ids with the reason."""
+    """What may be in a candidate, by stage and promise. `refused`: ids with the reason. `noted`: what this machine changes, with the ids of
+    those that it does it to."""
 
     switches: list[Part] = field(default_factory=list)      # lossless, stages session and number
     runtimes: list[Part] = field(default_factory=list)      # lossless, stage runtime
     numbers: list[Part] = field(default_factory=list)       # precision, whatever stage
     trained: list[Part] = field(default_factory=list)       # convergence
     refused: dict[str, str] = field(default_factory=dict)
+    noted: dict[str, list[str]] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)   # of the model
+
+    def notes(self) -> list[str]:
+        """`noted`, as sentences for the user."""
+        return [f"{', '.join(sorted(ids))}: {what}" for what, ids in self.noted.items()]
 
 
 def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, only: Collection[str] = (),
@@ -52,6 +58,8 @@ def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, 
             found.refused[id] = "it changes what the model computes, and there is no check to say whether that is acceptable"
         else:
             _list_of(found, technique).extend(Part(module, options) for options in module.variants(facts))
+            if answer.note:
+                found.noted.setdefault(answer.note, []).append(id)
     return found
 
 

@@ -107,7 +107,7 @@ def _confirmed(one: CandidateRecord, best: Best | None) -> CandidateRecord:
 
 def table(record: OptimizeRecord, *, width: int | None = None) -> str:
     """Baseline and every candidate on one line each: fate, latency, speed-up, drop, memory, size, reason; below them what
-    was measured of throughput. Lines are cut to `width` terminal cells; None: as wide as they are."""
+    was measured of throughput, and the notes. Lines are cut to `width` terminal cells; None: as wide as they are."""
     head = ("candidate", "fate", "p50 ms", "p99 ms", "speed-up", "drop", "memory", "stored", "reason")
     lines = [
         head,
@@ -117,6 +117,8 @@ def table(record: OptimizeRecord, *, width: int | None = None) -> str:
     shown = aligned(lines, (2, 3))
     if record.throughput:
         shown += ["", *aligned([THROUGHPUT, *throughput_rows(record)], (1, 2, 3))]
+    if record.notes:
+        shown += ["", *(f"note: {words.one_line(note)}" for note in record.notes)]
     return "\n".join(line if width is None else cut(line, width) for line in shown)
 
 

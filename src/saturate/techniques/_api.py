@@ -59,10 +59,12 @@ class Technique:
 @dataclass(frozen=True)
 class Eligible:
     """Worth a trial; `reason` says why. `steadies`: processes of the very same command differ by what this ends in some of them. It
-    has its turn first then, because all else is compared more sharply on top of it."""
+    has its turn first then, because all else is compared more sharply on top of it. `note`: what this machine changes about it, so that
+    it stands in the result."""
 
     reason: str
     steadies: bool = False
+    note: str = ""
 
     def __bool__(self) -> bool:
         return True

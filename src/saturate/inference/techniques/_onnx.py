@@ -18,7 +18,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
@@ -88,11 +88,12 @@ def vnni(facts: ModelFacts) -> bool:
     return not on_x86 or bool(facts.cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
-def about_int8(facts: ModelFacts) -> str:
-    """What this CPU makes of int8, for the user."""
+def worth_int8(facts: ModelFacts, layers: str, narrowed: str = "weights") -> Eligible:
+    """`layers` may be multiplied in int8, and what this CPU makes of that. `narrowed`: what has 7 bits where sums would saturate else."""
     if vnni(facts):
-        return "this CPU multiplies int8 in one instruction"
-    return "this CPU has no VNNI: weights get 7 bits so that sums do not saturate, and little may be gained"
+        return Eligible(f"{layers}; this CPU multiplies int8 in one instruction")
+    note = f"this CPU has no VNNI: {narrowed} get 7 bits so that sums do not saturate, and little may be gained"
+    return Eligible(f"{layers}; {note}", note=note)
 
 
 # -- export ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import onnx as files
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied
-from saturate.inference.techniques._onnx import EXPORT_CODE, FLOAT, Exported, about_int8, export
+from saturate.inference.techniques._onnx import EXPORT_CODE, FLOAT, Exported, export, worth_int8
 from saturate.records.inference import ModelFacts
 
 #: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.
@@ -26,7 +26,7 @@ def about_static(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("neither convolutions nor Linear layers")
     if not facts.calibration_samples:
         return Ineligible("there is no calibration batch: give more than one batch of inputs")
-    return Eligible(f"{facts.convolutions} convolutions, {facts.linears} Linear layers; {about_int8(facts)}")
+    return worth_int8(facts, f"{facts.convolutions} convolutions, {facts.linears} Linear layers")
 
 
 def prepare(source: Path, target: Path) -> tuple[Any, bool]:

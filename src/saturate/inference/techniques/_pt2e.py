@@ -33,6 +33,8 @@ from saturate.records.inference import ModelFacts
 #: Inductor counts the products that it replaced by integer kernels under these names.
 LOWERED = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher_count")
 
+#: What has 7 bits on a CPU without VNNI, see `_quantizer`.
+NARROWED = "inputs"
 
 
 @dataclass(frozen=True)

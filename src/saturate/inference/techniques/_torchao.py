@@ -21,6 +21,9 @@ from saturate.records.inference import ModelFacts
 #: A last layer that holds less than this share of the weights is left alone: it decides the answer and costs little time.
 LAST_LAYER_SHARE = 0.05
 
+#: What has a smaller range on a CPU without VNNI, see `dynamic_int8`.
+NARROWED = "inputs and weights"
+
 
 def refusal(facts: ModelFacts) -> Ineligible | None:
     """Why torchao cannot help, or None."""

@@ -65,7 +65,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     if facts.convolutions > facts.linears:
         return Ineligible(f"{facts.convolutions} convolutions and {facts.linears} Linear layers: only Linear layers "
                           "are quantized in this way")
-    return Eligible(f"{facts.linears} Linear layers; {_onnx.about_int8(facts)}")
+    return _onnx.worth_int8(facts, f"{facts.linears} Linear layers")
 
 
 def variants(facts: ModelFacts) -> list[Options]:

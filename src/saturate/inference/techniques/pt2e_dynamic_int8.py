@@ -61,7 +61,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return refused
     if not facts.linears + facts.attentions:
         return Ineligible("no linear layer; convolutions have no such kernel")
-    return Eligible(f"{facts.linears} linear layers; {_onnx.about_int8(facts)}")
+    return _onnx.worth_int8(facts, f"{facts.linears} linear layers", _pt2e.NARROWED)
 
 
 def variants(facts: ModelFacts) -> list[Options]:

@@ -70,7 +70,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("there are no calibration inputs to learn ranges from")
     if not facts.linears + facts.convolutions + facts.attentions:
         return Ineligible("no convolution and no linear layer")
-    return Eligible(f"{facts.convolutions} convolutions and {facts.linears} linear layers; {_onnx.about_int8(facts)}")
+    return _onnx.worth_int8(facts, f"{facts.convolutions} convolutions and {facts.linears} linear layers", _pt2e.NARROWED)
 
 
 def variants(facts: ModelFacts) -> list[Options]:

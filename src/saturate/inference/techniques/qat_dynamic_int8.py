@@ -58,7 +58,8 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     for refused in (_qat.refusal(facts), _torchao.refusal(facts), _torchao.refusal_for_int8(facts)):
         if refused is not None:
             return refused
-    return Eligible(f"{facts.linears} linear layers, and training data")
+    layers = f"{facts.linears} linear layers, and training data"
+    return Eligible(layers) if facts.device == "cuda" else _onnx.worth_int8(facts, layers, _torchao.NARROWED)
 
 
 def variants(facts: ModelFacts) -> list[Options]:

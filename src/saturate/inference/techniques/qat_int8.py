@@ -68,7 +68,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return refused
     if not facts.linears + facts.convolutions + facts.attentions:
         return Ineligible("no convolution and no linear layer")
-    return Eligible(f"{facts.convolutions} convolutions and {facts.linears} linear layers, and training data; {_onnx.about_int8(facts)}")
+    return _onnx.worth_int8(facts, f"{facts.convolutions} convolutions and {facts.linears} linear layers, and training data", _pt2e.NARROWED)
 
 
 def variants(facts: ModelFacts) -> list[Options]:

@@ -63,7 +63,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
             return refused
     if facts.device == "cuda":
         return Eligible(f"{facts.linears} linear layers, and a GPU with integer tensor cores")
-    return Eligible(f"{facts.linears} linear layers; {_onnx.about_int8(facts)}")
+    return _onnx.worth_int8(facts, f"{facts.linears} linear layers", _torchao.NARROWED)
 
 
 def variants(facts: ModelFacts) -> list[Options]:
