@@ -3,9 +3,12 @@ answers and the threads of the artifact."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +136,68 @@ def test_what_makes_a_candidate_begins_with_its_threads_and_ends_in_an_answer(id
     module = _registry.load()[id]
     record = Tried(Candidate.of([Part(module, module.Options())]), "dominated", "").record(3)
     assert record.code.startswith("torch.set_num_threads(3)\n")
-    if id != "tensorrt":
-        assert "answers = " in record.code
+    assert "answers = " in record.code
     assert "answers" not in Tried(Candidate(), "dominated", "").record(3).code
+
+
+class Enqueued:
+    """A stand-in for TensorRT, as far as its runtime is called: an engine that doubles its input "input_1"."""
+
+    Logger = type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None})
+    TensorIOMode = types.SimpleNamespace(INPUT="in", OUTPUT="out")
+    num_io_tensors = 3
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def Runtime(self, logger: Any) -> Any:
+        return self
+
+    def deserialize_cuda_engine(self, plan: bytes) -> Any:
+        assert plan == b"a plan"
+        return self
+
+    def create_execution_context(self) -> Any:
+        return self
+
+    def get_tensor_name(self, index: int) -> str:
+        return ("input_1", "output_0", "output_1")[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "in" if name.startswith("input") else "out"
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return types.SimpleNamespace(name="HALF" if name == "output_1" else "FLOAT")
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes["input_1"]
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def execute_async_v3(self, stream: int) -> bool:
+        count = math.prod(self.shapes["input_1"])
+        given, made = ((ctypes.c_float * count).from_address(self.addresses[name]) for name in ("input_1", "output_0"))
+        made[:] = [2 * one for one in given]
+        return True
+
+
+def test_a_plan_is_called_by_name_and_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.plan").write_bytes(b"a plan")
+    monkeypatch.setitem(sys.modules, "tensorrt", Enqueued())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **how: empty(*sizes, **how))
+    entry = Entry("tensorrt", ["model.plan"], {"inputs": {"tuple": [[0], {"list": [[1], {"value": None}]}]}})
+    names = {"torch": torch, "inputs": (torch.zeros(2), [torch.arange(6.0).reshape(3, 2).T, None])}
+    exec(lines.serving(entry, 1, lambda name: repr(str(tmp_path / name))), names)
+    doubled, half = names["answers"]
+    assert torch.equal(doubled, 2 * names["inputs"][1][0]) and (half.dtype, half.shape) == (torch.float16, (2, 3))
 
 
 @pytest.mark.parametrize(("id", "package"), [("onnx-runtime", "onnxruntime"), ("openvino-runtime", "openvino")])

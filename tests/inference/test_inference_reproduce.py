@@ -58,8 +58,10 @@ def record_of(id: str, options: Any) -> CandidateRecord:
 
 
 def making(id: str, options: Any) -> str:
-    """reproduce.py, of a program that no line of Python calls."""
-    return lines.reproduce(record_of(id, options), "Net", Entry("tensorrt", ["model.plan"]), 1)
+    """reproduce.py, without the lines that call the stored program."""
+    entry = Entry("generation", ["model.safetensors"], {"architectures": {"model": {}}})
+    served = lines.serving(entry, 1, lambda name: f"Path(__file__).with_name({name!r})")
+    return lines.reproduce(record_of(id, options), "Net", entry, 1).replace(served, "")
 
 
 @pytest.mark.parametrize("id", TECHNIQUES)

@@ -2,7 +2,7 @@
 the user's model.
 
 Each format writes its own three lines (`formats.*.lines`), and each technique what it did (`as_code`). Both end in
-`answers`; imports are not counted.
+`answers`; imports are not counted. TensorRT's runtime and models that generate take more lines than three.
 """
 
 from __future__ import annotations

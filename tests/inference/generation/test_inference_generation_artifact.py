@@ -14,6 +14,7 @@ import generation_models as toys  # noqa: E402
 import saturate  # noqa: E402
 from saturate.errors import ArtifactDamaged, UsageError  # noqa: E402
 from saturate.inference import artifact as stored_artifact  # noqa: E402
+from saturate.inference import lines  # noqa: E402
 from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors, tune  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
@@ -165,6 +166,36 @@ def test_a_model_of_transformers_builds_itself(tmp_path):
     artifact.store(torch, tmp_path / "a", Given(model), Recipe(LOOKUP), Request(12, GREEDY, frozenset()), 1, ROW, [(PROMPTS[0], wanted)])
     found = saturate.load(tmp_path / "a", verify=True)
     assert found(PROMPTS[0])[0].tolist() == wanted
+
+
+def test_a_model_of_transformers_says_the_same_without_saturate(tmp_path):
+    """By the lines of reproduce.py, in the loop of its library: with a draft, with the text's own, with neither; an end that only one of
+    its configurations knows is none."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    pytest.importorskip("safetensors", reason="as transformers needs it")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                      max_position_embeddings=64, initializer_range=0.6, tie_word_embeddings=True)
+    model, draft = (transformers.LlamaForCausalLM(config).eval().bfloat16() for _ in range(2))
+    ends = frozenset(), frozenset({int(model(torch.tensor([PROMPTS[0]])).logits[0, -1].argmax())})
+    for number, (recipe, eos) in enumerate([(Recipe(MODEL), ends[0]), (QUOTING, ends[0]), (Recipe(), ends[0]), (Recipe(), ends[1])]):
+        folder = tmp_path / str(number)
+        artifact.store(torch, folder, Given(model, draft), recipe, Request(12, GREEDY, eos), 1, ROW, [])
+        names = {"torch": torch, "inputs": (torch.tensor([PROMPTS[0]]),)}
+        manifest = stored_artifact.read(folder)
+        exec(lines.of_artifact(folder, manifest), names)
+        wanted = saturate.load(folder)(PROMPTS[0])
+        assert [row.tolist() for row in names["answers"]] == [row.tolist() for row in wanted] and len(wanted[0]) == (1 if eos else 12)
+        assert next(names["network"].parameters()).dtype == torch.bfloat16
+        assert ("assistant_model" in (folder / "reproduce.py").read_text()) == (recipe.draft == MODEL)
+
+
+def test_of_another_model_there_are_the_weights_for_the_users_own_loop(tmp_path):
+    pytest.importorskip("safetensors", reason="the reader of the format")
+    stored(tmp_path / "a", toys.Cached(seed=3))
+    names = {"model": toys.Cached(seed=8)}
+    exec(lines.of_artifact(tmp_path / "a", stored_artifact.read(tmp_path / "a")), names)
+    assert all(torch.equal(tensor, toys.Cached(seed=3).state_dict()[name]) for name, tensor in names["model"].state_dict().items())
 
 
 @pytest.mark.slow

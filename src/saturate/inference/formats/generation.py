@@ -14,11 +14,45 @@ from saturate.inference.techniques._api import Entry
 
 FORMAT = "generation"
 
+#: What the lines without saturate call the models: `model` is the user's own.
+_NAMES = {"model": "network", "draft": "draft"}
+
+#: Tokens that are looked up in the text at once, where nobody chose a number.
+_DRAFTS = 10
+
 
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
-    """The loop is saturate's; without it there are the weights."""
-    names = ", ".join(entry.files)
-    return f"# The loop that generates is saturate's. {names} holds weights alone: safetensors.torch.load_file reads them."
+    """See `inference.lines.serving`. The loop is saturate's: models of transformers say the same in that of their library, at its speed;
+    of others there are the weights."""
+    settings, models = entry.settings, entry.settings["architectures"]
+    if any("library" not in known for known in models.values()):
+        return "\n".join(["# The loop that generates is saturate's: these are the weights, for your own.", "import safetensors.torch",
+                          *(f"{name}.load_state_dict(safetensors.torch.load_file({place(file)}), strict=False)"
+                            for name, file in zip(models, entry.files))])
+    built = [_built(name, known, file, settings.get("device", "cpu"), place) for (name, known), file in zip(models.items(), entry.files)]
+    return "\n".join(["import json, safetensors.torch, transformers", f"torch.set_num_threads({threads}); torch.manual_seed({settings['sampling']['seed']})",
+                      *built, f"answers = list(network.generate(inputs[0], {_asked(settings)})[:, inputs[0].shape[1]:])"])
+
+
+def _built(name: str, known: dict[str, Any], file: str, device: str, place: Callable[[str], str]) -> str:
+    """Lines that make a model of its configuration, which stands in the manifest, and its weights. Tied ones lie there once."""
+    network = _NAMES[name]
+    said = f'json.load(open({place("manifest.json")}))["settings"]["architectures"]["{name}"]["configuration"]'
+    return (f"{network} = transformers.{known['class']}(transformers.{known['configuration_class']}.from_dict({said}))\n"
+            f"{network}.load_state_dict(safetensors.torch.load_file({place(file)}), strict=False, assign=True)\n"
+            f"{network}.tie_weights(); {network}.eval().to({device!r})")
+
+
+def _asked(settings: dict[str, Any]) -> str:
+    """The same for `generate` of transformers. It drafts for one text at a time only; the tokens are the same without."""
+    sampling, eos, recipe = settings["sampling"], settings["eos"], settings["recipe"]
+    asked = {"attention_mask": "torch.ones_like(inputs[0])", "max_new_tokens": settings["max_new_tokens"], "eos_token_id": eos or None,
+             "pad_token_id": eos[0] if eos else 0, "do_sample": sampling["temperature"] != 0}
+    if asked["do_sample"]:
+        asked |= {"temperature": sampling["temperature"], "top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}
+    if recipe["draft"] is not None and settings["batch_size"] == 1:
+        asked |= {"assistant_model": "draft"} if "draft" in settings["architectures"] else {"prompt_lookup_num_tokens": max(recipe["lengths"] or [_DRAFTS])}
+    return ", ".join(f"{name}={value}" for name, value in asked.items())
 
 
 def load(torch: Any, folder: Path, entry: Entry, *, model: Any = None, draft: Any = None) -> Any:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem
+from saturate.inference import structure
 from saturate.inference.formats import _program
-from saturate.inference.formats.onnx import place_of
+from saturate.inference.formats.onnx import INPUT, place_of
 from saturate.inference.techniques._api import Entry
 
 FORMAT = "tensorrt"
@@ -66,8 +67,29 @@ def save(folder: Path, plan: Path, signature: dict[str, Any]) -> Entry:
 
 
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
-    """TensorRT's own runtime wants buffers, not three lines: NVIDIA's tool stands for them. Never run."""
-    return f"# trtexec --loadEngine={entry.files[0]}      (TensorRT's own runtime: bind the inputs by name, in the model's order)"
+    """See `inference.lines.serving`."""
+    return answering(place(entry.files[0]), structure.flat_inputs(entry.settings["inputs"]))
+
+
+def answering(path: str, tensors: str) -> str:
+    """Lines that answer by the plan at `path`; `tensors` are the inputs in a row, on the GPU. Both are Python. TensorRT's runtime takes
+    addresses, so these are more than three."""
+    return (
+        "import tensorrt\n"
+        "logger = tensorrt.Logger(tensorrt.Logger.WARNING)\n"
+        "runtime = tensorrt.Runtime(logger)\n"
+        f'engine = runtime.deserialize_cuda_engine(open({path}, "rb").read())\n'
+        "context = engine.create_execution_context()\n"
+        "names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]\n"
+        f"given = {{name: {tensors}[int(name[{len(INPUT)}:])].contiguous() for name in names if engine.get_tensor_mode(name) == "
+        "tensorrt.TensorIOMode.INPUT}\n"
+        "for name, tensor in given.items(): assert context.set_input_shape(name, tuple(tensor.shape))\n"
+        f"kinds = {_DTYPES!r}\n"
+        "made = {name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=getattr(torch, kinds[engine.get_tensor_dtype(name).name]), "
+        'device="cuda") for name in names if name not in given}\n'
+        "for name, tensor in {**given, **made}.items(): context.set_tensor_address(name, tensor.data_ptr())\n"
+        "assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)\n"
+        "answers = list(made.values())")
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

@@ -123,6 +123,12 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    cast = "model = model.half()\n" if options.half else ""
-    export = 'torch.onnx.export(model, inputs, dynamo=True).save("model.onnx")'
-    return f"{cast}{export}\n# trtexec --onnx=model.onnx --saveEngine=model.plan"
+    cast = ("model, inputs = model.half(), tree_map(lambda x: x.half() if torch.is_tensor(x) and x.is_floating_point() else x, inputs)\n"
+            if options.half else "")
+    return (
+        f"from torch.utils._pytree import tree_leaves, tree_map\n{cast}"
+        "tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]\n"
+        f'names = [f"{_onnx.files.INPUT}{{place}}" for place in range(len(tensors))]\n'
+        'torch.onnx.export(model, inputs, dynamo=True, input_names=names).save("model.onnx")\n'
+        "# trtexec --onnx=model.onnx --saveEngine=model.plan\n"
+        + engines.answering('"model.plan"', "tensors"))
