@@ -376,3 +376,11 @@ def test_an_honest_technique_is_kept(name: str, tmp_path: Path) -> None:
     assert entry["fate"] == "kept", (entry, result["stderr"])
     assert result["verified"] is True and result["speedup"] > 1.2
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [".saturate", "train.py"]
+
+
+def test_a_liar_among_the_entry_points_is_in_no_recipe(tmp_path: Path) -> None:
+    """The whole way, as its users have it: an installed distribution, `tune`, the recipe. It is four times as fast, on half of the batch."""
+    result = tune(tmp_path, WORKLOAD, names=("half_forward",), budget="90s")
+    found = result["by_id"]["half-forward"]
+    assert found["fate"] == "rejected_numerics" and "deviates" in found["reason"], found
+    assert result["speedup"] in (1.0, None) and not tomllib.loads(Path(result["recipe"]).read_text(encoding="utf-8")).get("technique")
