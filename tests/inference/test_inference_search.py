@@ -68,6 +68,7 @@ class FakeWorker:
     closed: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     cpu: int | None = None
+    shares = 1
 
     def __post_init__(self) -> None:
         self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")],

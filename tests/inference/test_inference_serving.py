@@ -125,6 +125,29 @@ def test_one_slow_call_of_forty_refuses_no_setting(monkeypatch: pytest.MonkeyPat
     assert len(made) == 3 + (40 if seconds < 0 or len(slow) > 2 else 104)
 
 
+def test_blocks_of_a_race_last_as_long_for_many_samples_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet tells times per sample: taken for those of calls, a block of 4096 samples a call would last over a minute."""
+    now_ns = 0
+    monkeypatch.setattr("saturate.inference.serving.time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
+
+    class Process(SimpleNamespace):
+        def block(self, count: int) -> list[int]:
+            nonlocal now_ns
+            now_ns += count * self.call_ns * self.first             # they answer at the same time
+            lasted.append(count * self.call_ns / 1e9)
+            return [self.call_ns] * count
+
+    def fleet(batch: int, processes: int, sample_ns: int) -> Fleet:
+        workers = [Process(call_ns=batch * sample_ns, first=not index, freeze=list, thaw=list, close=list) for index in range(processes)]
+        return Fleet(workers, batch, SimpleNamespace(folder=Path("none")))     # type: ignore[arg-type]
+
+    for batch, processes in ((1, 1), (4096, 1), (64, 4)):
+        lasted: list[float] = []
+        found = racing.race(lambda: fleet(8, 1, 20_000), lambda: fleet(batch, processes, 10_000))       # noqa: B023
+        assert found.verdict == "faster" and found.speedup == pytest.approx(2.0 * processes, rel=0.01)
+        assert max(lasted) < 1.5 * racing.BLOCK_S and sorted(lasted)[len(lasted) // 2] > 0.15 * racing.BLOCK_S
+
+
 def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "baseline-8").mkdir()
     (tmp_path / "baseline-8" / "model.pt").write_bytes(b"weights")

@@ -55,6 +55,7 @@ class InProcess:
     """What the search asks of `process.Worker`, without a process."""
 
     cpu: int | None = None
+    shares = 1
 
     def __init__(self, source: Any, what: Any, **limits: Any):
         self.model = source.model(torch).eval()

@@ -112,6 +112,8 @@ class Ready:
 class Worker:
     """Starts and prepares at construction. Every method but `close` raises WorkerFailed."""
 
+    shares = 1          # a block tells the times of whole calls: see `racing.Racer`
+
     def __init__(self, source: Source, what: Candidate | Path, *, folder: Path, threads: int,
                  memory_bytes: int | None = None, prepare_s: float, deadline_s: float = math.inf,
                  facts: ModelFacts | None = None):

@@ -37,6 +37,7 @@ class Racer(Protocol):
     """What a race needs of `process.Worker`."""
 
     cpu: int | None         # on which it ended its latest block; None: not told, or several
+    shares: int             # what a block tells is one of so many equal shares of each call's time
 
     def block(self, count: int, *, cpu: int | None = None) -> list[int]: ...
 
@@ -61,7 +62,7 @@ class Lane:
     def of(worker: Racer) -> Lane:
         """Warm, measured once, and frozen."""
         worker.block(_FEWEST_CALLS)                     # the first calls allocate, and may still compile
-        typical = median(worker.block(_FEWEST_CALLS + 1)) / 1e9
+        typical = worker.shares * median(worker.block(_FEWEST_CALLS + 1)) / 1e9
         worker.freeze()
         return Lane(worker, max(_FEWEST_CALLS, min(_MOST_CALLS, round(BLOCK_S / max(typical, 1e-6)))))
 

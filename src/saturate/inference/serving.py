@@ -81,6 +81,7 @@ class Fleet:
     def __init__(self, workers: list[Worker], batch: int, source: Source):
         self.workers, self.batch, self.source = workers, batch, source
         self.cpu: int | None = None         # several: wherever they are
+        self.shares = max(1, len(workers)) * batch      # samples that all processes together answer at once
         self.calls_ns: list[int] = []       # of each call, whichever process answered it
         self._pool = ThreadPoolExecutor(max(1, len(workers)))
 
@@ -91,7 +92,7 @@ class Fleet:
         taken = time.perf_counter_ns() - began
         for times in blocks:
             self.calls_ns += times
-        return [max(1, round(taken / (len(self.workers) * self.batch * count)))] * count
+        return [max(1, round(taken / (self.shares * count)))] * count
 
     def memory_bytes(self) -> int | None:
         """Of all processes together, with the files that they all map counted once; None where one of them does not tell."""
@@ -157,7 +158,7 @@ class Serving:
             return None
         try:
             fleet.block(2)
-            typical_s = fleet.block(1)[0] * setting.batch * setting.processes / 1e9
+            typical_s = fleet.shares * fleet.block(1)[0] / 1e9
             count = max(1, round(_ROUND_S / max(typical_s, 1e-6)))
             fleet.calls_ns.clear()          # first calls allocate
             found = 1e9 / median(fleet.block(count)[0] for _ in range(_ROUNDS))
