@@ -210,6 +210,55 @@ def test_layers_that_cannot_be_ranked_cost_a_repair_and_not_the_search() -> None
     assert fates(search)["int8"] == "rejected_accuracy" and search.best() is not None
 
 
+def test_where_memory_is_the_objective_a_repair_is_worth_it_by_memory() -> None:
+    """Slower than the best, and half its size: it is repaired. Faster and larger: it is not."""
+    for size, repaired in ((int(2e8), True), (int(8e8), False)):
+        world = World({"run": 0.4 if repaired else 0.6, "int8": 0.5}, {"int8": 0.03}, healing=0.006)
+        world.served_bytes = lambda worker, found, size=size: size if "int8" in found.candidate.label() else int(4e8)      # type: ignore[method-assign]
+        search = walk(world, RUN, INT8, objective="memory")
+        assert any(candidate.keep for candidate in search.tried) is repaired
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def weighing(world: World, *sizes: float) -> None:
+    """What fresh processes of its artifacts take, in that order, the last one for ever."""
+    left, start = list(sizes), world.start
+
+    def load(candidate: Candidate) -> FakeWorker:
+        worker = start(candidate)
+        worker.memory_bytes = lambda: int(left.pop(0) if len(left) > 1 else left[0])       # type: ignore[method-assign]
+        return worker
+
+    world.load = load           # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("sizes", "said"), [((4e8,), "faster"), ((9.4e8,), "faster"), ((9.6e8,), "nothing_helps"), ((1e9,), "nothing_helps"),
+                                             ((4e8, 9.9e8, 4e8), "nothing_helps"), ((4e8, 4e8, 1.2e9), "nothing_helps")])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_by_memory_wins_whose_artifact_takes_less_in_each_of_its_processes(factor: float, sizes: Any, said: str) -> None:
+    """However fast it is: two processes of one model differ, and the screening had one of each."""
+    world = World({"run": factor}, served=int(4e8))
+    search = walk(world, RUN, objective="memory")
+    weighing(world, *sizes)
+    won, final = champion(search, world)
+    found = next(iter(search.tried.values()))
+    assert result.verdict_of(won, final, search, not result.open_ones(search)) == said
+    if said == "faster":
+        assert won is not None and found.fate == "kept" and won.memory_bytes == max(sizes)
+    else:
+        assert won is None and found.fate == "no_difference" and "and the model takes 954 MiB" in found.reason
+        assert found.peak_memory_bytes == max(sizes)
+    assert all(worker.closed for worker in world.workers)
+
+
+def test_a_little_less_memory_in_a_screening_is_not_worth_a_turn() -> None:
+    world = World({"run": 0.5}, served=int(9.7e8))
+    search = walk(world, RUN, objective="memory")
+    assert not confirm.contenders(search) and champion(search, world) == (None, None) and not result.open_ones(search)
+
+
 # -- what is said --------------------------------------------------------------------------------------------------------
 
 

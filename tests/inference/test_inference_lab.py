@@ -103,6 +103,44 @@ def test_an_artifact_that_a_full_disk_keeps_from_loading_is_not_blamed(tmp_path:
     assert "No space left" in caught.value.cause and "--workdir" in caught.value.remedy
 
 
+class Growing:
+    """A process that takes more memory for whatever is not the user's inputs."""
+
+    def __init__(self, bytes_: int):
+        self.bytes, self.closed = bytes_, False
+
+    def outputs(self) -> Any:
+        return [[torch.zeros(1)]]
+
+    def block(self, count: int) -> list[int]:
+        return [1] * count
+
+    def probe(self, *inputs: Any) -> Any:
+        self.bytes *= 3
+        return torch.zeros(1)
+
+    def memory_bytes(self) -> int | None:
+        return self.bytes or None
+
+    def __enter__(self) -> Growing:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(("first", "fresh", "least"), [(100, 90, 90), (100, 110, 100), (0, 90, None), (100, 0, None)])
+def test_the_memory_of_the_model_is_that_of_before_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, fresh: int, least: Any) -> None:
+    lab = Lab(SimpleNamespace(inputs=lambda torch: [(torch.zeros(2, 3),)], others=lambda torch: []), tmp_path, 1, time.monotonic())    # type: ignore[arg-type]
+    worker, other = Growing(first), Growing(fresh)
+    monkeypatch.setattr(Lab, "baseline", lambda self: other)
+    lab.observe(worker)                         # type: ignore[arg-type]
+    lab.probe(worker)                           # type: ignore[arg-type]
+    assert worker.bytes > first or not first
+    assert lab.baseline_bytes(1) == (first or None) and not other.closed
+    assert lab.baseline_bytes(3) == least and other.closed
+
+
 def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.artifact, "store", lambda folder, *given, **more: folder)
     monkeypatch.setattr(module.artifact, "read", lambda folder: SimpleNamespace(files=[SimpleNamespace(size_bytes=5), SimpleNamespace(size_bytes=7)]))

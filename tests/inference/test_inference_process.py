@@ -265,6 +265,13 @@ def test_techniques_get_what_the_contract_says(source: Source, tmp_path: Path, s
     assert 0 < context.deadline_s - time.monotonic() < 60
 
 
+def test_the_model_itself_holds_no_data_that_only_techniques_look_at(source: Source, tmp_path: Path, server: Server) -> None:
+    """An artifact's process has none either: by memory each candidate would beat a model that holds it."""
+    server.do_prepare(order(source, tmp_path, techniques=[]))
+    assert server.context and not server.context.calibration and not server.context.others and server.context.train is None
+    assert [name for name, _ in server.do_sensitivity(60.0)], "layers are ranked with the same data as ever"
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_whole_in_training_mode_is_switched_and_a_part_is_not(whole: bool, tmp_path: Path, server: Server) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout()).train(whole)

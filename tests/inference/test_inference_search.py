@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import types
@@ -127,6 +128,13 @@ class World:
 
     def flip_rate(self, worker: FakeWorker) -> float | None:
         return 0.125
+
+    def baseline_bytes(self, processes: int) -> int | None:
+        return int(1e9)
+
+    def artifact_bytes(self, artifact: Any) -> int | None:
+        with contextlib.closing(self.load(artifact)) as worker:
+            return worker.memory_bytes()
 
     def served_bytes(self, worker: FakeWorker, found: Any) -> int | None:
         return self.served

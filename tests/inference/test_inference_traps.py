@@ -305,7 +305,7 @@ def test_what_was_found_outlives_an_end_in_the_confirmation(plant, here, monkeyp
 
 def test_the_best_so_far_is_the_one_that_is_stored():
     tried = [Tried(Candidate((), frozenset({name})), "dominated", "", speed) for name, speed in (("a", 1.5), ("b", 2.0), ("c", 0.9))]
-    found = types.SimpleNamespace(tried={one.candidate: one for one in tried}, value=lambda one: one.speedup)
+    found = types.SimpleNamespace(tried={one.candidate: one for one in tried}, value=lambda one: one.speedup, least=1.0)
     stored = {tried[0].candidate: Path("artifacts/1"), tried[2].candidate: Path("artifacts/2")}
     assert so_far(found, types.SimpleNamespace(stored={})).speedup == 2.0
     assert so_far(found, types.SimpleNamespace(stored=stored)).artifact == "artifacts/1"

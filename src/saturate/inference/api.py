@@ -371,7 +371,7 @@ def _serves_no_more(record: OptimizeRecord, race: Race | None) -> OptimizeRecord
 def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:
     """The second baseline, stored and loaded like the winner."""
     for found in search.ranked(lossless=True)[:2]:
-        if search.value(found) <= 1.0:
+        if search.value(found) <= search.least:
             return None
         survived = confirm.survive(found, lab, WorkerFailed, CheckFailed, search.progress)
         if survived is not None:

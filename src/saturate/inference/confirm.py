@@ -19,9 +19,10 @@ from saturate.inference.candidates import Candidate
 from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
-from saturate.inference.search import Search, Tried
+from saturate.inference.search import NEEDS_LESS, WEIGHED, Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import Fate
+from saturate.records.sizes import show
 
 #: So many contenders are stored and confirmed at most.
 MOST = 4
@@ -46,6 +47,9 @@ class Yard(Protocol):
 
     def load(self, artifact: Path) -> Any:
         """A fresh process that serves the artifact. Raises `process.WorkerFailed`."""
+
+    def artifact_bytes(self, folder: Path) -> int | None:
+        """The memory of a fresh process that serves an artifact; None: not known."""
 
     def baseline(self) -> Any:
         """A fresh process with the user's own model."""
@@ -79,7 +83,7 @@ class Confirmed:
 def contenders(search: Search) -> list[Tried]:
     """What may win, best first: what works, what is undecided although its drop lies within the budget, and what was not
     scored because something better was known."""
-    found = [one for one in search.tried.values() if (one.working or one.unscored or promising(one, search)) and search.value(one) > 1.0]
+    found = [one for one in search.tried.values() if (one.working or one.unscored or promising(one, search)) and search.value(one) > search.least]
     return sorted(found, key=lambda one: -search.value(one))
 
 
@@ -104,16 +108,18 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
         if won is None:
             break
         try:
+            if search.objective == "memory":
+                won.memory_bytes = once_more(lambda won=won: most_bytes(won, yard), failed)
             final = once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
-            if outcome(final, search.objective) == "faster":
+            if outcome(final, search, won) == "faster":
                 final = once_more(lambda won=won, final=final: with_enough_calls(won, final, yard, search.limits, deadline_s), failed)
         except failed as error:
             won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
             won.found.outside = _outside(error)
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
-        verdict = outcome(final, search.objective)
-        over = refused(won, final, verdict, search.limits)
+        verdict = outcome(final, search, won)
+        over = refused(won, final, verdict, search.limits) or as_heavy(won, verdict, search)
         if over is not None:
             won.found.fate, won.found.reason = over
         else:
@@ -152,10 +158,30 @@ def refused(won: Confirmed, final: Race, verdict: str, limits: Mapping[str, floa
     return "over_limit", f"loaded from its artifact: {over}"
 
 
-def outcome(final: Race, objective: str) -> str:
-    """What a final race says of the artifact, in the words of the record's verdict."""
-    if objective == "memory":               # it needs less; the race only says what that costs
-        return "faster" if final.estimate is not None else "inconclusive"
+def most_bytes(won: Confirmed, yard: Yard) -> int | None:
+    """The most that some fresh processes of the artifact take; None: not known. The first was confirmed; one that the search had chosen
+    for what it took would be partly the luckiest."""
+    found = [won.memory_bytes, *(yard.artifact_bytes(won.artifact) for _ in range(WEIGHED - 1))]
+    return None if None in found else max(found)        # type: ignore[type-var]
+
+
+def as_heavy(won: Confirmed, verdict: str, search: Search) -> tuple[Fate, str] | None:
+    """The fate of what does not need less, where that is the objective, and the reason."""
+    before = search.baseline.peak_memory_bytes if search.baseline else None
+    if search.objective != "memory" or verdict != "nothing_helps" or not before or not won.memory_bytes:
+        return None
+    won.found.peak_memory_bytes = won.memory_bytes
+    return "no_difference", (f"loaded from its artifact: {show(won.memory_bytes)}, and the model takes {show(before)}; that is not "
+                             f"{NEEDS_LESS:g} times as much")
+
+
+def outcome(final: Race, search: Search, won: Confirmed) -> str:
+    """What the final race says of the artifact, in the words of the record's verdict; where memory is the objective, the race only says
+    what that costs."""
+    if search.objective == "memory":
+        if final.estimate is None or won.memory_bytes is None:
+            return "inconclusive"
+        return "faster" if search.lighter(won.memory_bytes) > search.least else "nothing_helps"
     return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
 
 

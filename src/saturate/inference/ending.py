@@ -77,8 +77,7 @@ class Ending:
 
 def so_far(search: Search, lab: Lab) -> Unconfirmed | None:
     """The best that could have been confirmed; what is stored has come further than what is not."""
-    better = [one for one in contenders(search) if search.value(one) > 1.0]
-    best = max(better, key=lambda one: (one.candidate in lab.stored, search.value(one)), default=None)
+    best = max(contenders(search), key=lambda one: (one.candidate in lab.stored, search.value(one)), default=None)
     if best is None:
         return None
     stored = lab.stored.get(best.candidate)

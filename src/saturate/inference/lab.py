@@ -71,6 +71,7 @@ class Lab:
     facts: ModelFacts | None = None
     reference: list[list[Any]] = field(default_factory=list)    # the baseline's outputs
     again: list[list[Any]] | None = None                        # the same, a second time
+    own_bytes: int | None = None                                # the memory of serving the model itself; None: not known
     twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
     others: list[tuple[tuple[Any, ...], list[Any]]] = field(default_factory=list)   # batches of other sizes, its outputs
     signature: inspect.Signature | None = None                  # of the model, for a check that calls it with keywords
@@ -129,19 +130,23 @@ class Lab:
         finally:
             worker.close()
 
+    def baseline_bytes(self, processes: int) -> int | None:
+        """The least that so many processes of the model itself take to serve; None: not known. The first is the one that was observed,
+        as it was before probes and the check made it larger."""
+        found = [self.own_bytes, *(_serving_bytes(self.baseline()) for _ in range(processes - 1))]
+        return None if None in found else min(found)        # type: ignore[type-var]
+
+    def artifact_bytes(self, folder: Path) -> int | None:
+        """The memory of a fresh process that serves an artifact; None: not known."""
+        return _serving_bytes(self.load(folder))
+
     def served_bytes(self, worker: Worker, found: Tried) -> int | None:
         """The memory of a fresh process that serves what this one stores; None where that fails. What exporting and
         quantizing leave behind in a process is no part of what will be deployed."""
         folder = None
         try:
             folder = self._stored(worker, found, max(_LEAST_PREPARE_S, PREPARE_SHARE * self._left_s()))
-            served = self._worker(folder)
-            try:
-                served.outputs()
-                served.block(_SERVED_CALLS)
-                return served.memory_bytes()
-            finally:
-                served.close()
+            return _serving_bytes(self._worker(folder))
         except (NotDeployable, WorkerFailed):
             return None
         finally:
@@ -191,8 +196,9 @@ class Lab:
         return None
 
     def observe(self, worker: Worker) -> None:
-        """What candidates are compared with: the outputs of the baseline, twice."""
+        """What candidates are compared with: the outputs of the baseline, twice, and the memory that it takes until then."""
         self.reference, self.again = worker.outputs(), worker.outputs()
+        self.own_bytes = worker.memory_bytes()
 
     def probe(self, worker: Worker) -> tuple[Worker, list[str]]:
         """Its outputs on inputs one rounding away, and on batches of other sizes (where it takes them). The process to go on
@@ -329,6 +335,14 @@ class Lab:
             finally:
                 worker.close()
         return self._ranking
+
+
+def _serving_bytes(worker: Worker) -> int | None:
+    """The memory of a fresh process that has served some calls. It is closed."""
+    with worker:
+        worker.outputs()
+        worker.block(_SERVED_CALLS)
+        return worker.memory_bytes()
 
 
 @contextmanager

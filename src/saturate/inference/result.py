@@ -200,7 +200,7 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
     """`complete`: everything had its turn; else nobody knows that nothing helps."""
     if won is None or final is None:
         return "nothing_helps" if complete else "inconclusive"
-    return confirm.outcome(final, search.objective)
+    return confirm.outcome(final, search, won)
 
 
 def open_ones(search: Search) -> list[Tried]:
@@ -209,7 +209,7 @@ def open_ones(search: Search) -> list[Tried]:
     waiting = confirm.waiting(search)
     return [one for one in search.tried.values()
             if cut_short(one) or one.fate == "inconclusive" or one in waiting
-            or (one.fate == "undecided" and search.value(one) >= HELPS)]
+            or (one.fate == "undecided" and search.value(one) >= max(HELPS, search.least))]
 
 
 def cut_short(found: Tried) -> bool:

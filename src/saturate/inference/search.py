@@ -28,8 +28,16 @@ Objective = Literal["latency", "throughput", "memory"]
 #: A candidate that is not this much faster than the best so far need not be scored: the check costs time.
 WORTH_SCORING = 0.97
 
-#: A repaired candidate is slower than the broken one; below this advantage over the best it is not worth a repair.
+#: A repaired candidate gains less than the broken one; below this advantage over the best it is not worth a repair.
 WORTH_REPAIRING = 1.03
+
+#: Where memory is the objective, it is read from so many processes of the model and of the winner's artifact, and the least of the one
+#: counts against the most of the other. Two processes of one model may differ: of a small convolutional network by 8 %, as the allocator
+#: happened to place its tensors, others by less than 1 %. That all three of one lie below all three of the other is chance once in 20 times.
+WEIGHED = 3
+
+#: ... and the one must be so many times the other: as much may lie in how saturate starts them.
+NEEDS_LESS = 1.05
 
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
@@ -49,6 +57,9 @@ class Lab(Protocol):
 
     def flip_rate(self, worker: Any) -> float | None:
         """Share of rows of its outputs whose largest entry is another one; None: no class scores."""
+
+    def baseline_bytes(self, processes: int) -> int | None:
+        """The least that so many processes of the model itself take to serve; None: not known."""
 
     def served_bytes(self, worker: Any, found: Tried) -> int | None:
         """The memory of serving what the worker stores, without what preparing it has left behind; None: not known."""
@@ -106,7 +117,7 @@ class Search:
         except self.failed:
             self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
-                              peak_memory_bytes=self._lane.worker.memory_bytes())
+                              peak_memory_bytes=self.lab.baseline_bytes(WEIGHED if self.objective == "memory" else 1))
         self._walk(lambda: plan.alone(self.pool, self.tried))
         self._walk(lambda: plan.lossless_together(self.pool, self.speeds()))
         bases = [found.candidate for found in self.ranked()]
@@ -169,10 +180,17 @@ class Search:
 
     def value(self, found: Tried) -> float:
         """What the objective wants more of, relative to the baseline."""
-        if self.objective == "memory":
-            before, after = (self.baseline.peak_memory_bytes if self.baseline else None), found.peak_memory_bytes
-            return before / after if before and after else 0.0
-        return found.speedup or 0.0
+        return self.lighter(found.peak_memory_bytes) if self.objective == "memory" else found.speedup or 0.0
+
+    def lighter(self, after: int | None) -> float:
+        """How many times as much memory the model takes; 0: not known."""
+        before = self.baseline.peak_memory_bytes if self.baseline else None
+        return before / after if before and after else 0.0
+
+    @property
+    def least(self) -> float:
+        """A value beyond this is worth confirming. Of times the final race tells which differ; memory has a margin."""
+        return NEEDS_LESS if self.objective == "memory" else 1.0
 
     def ranked(self, lossless: bool = False) -> list[Tried]:
         """Working candidates, best first."""
@@ -302,11 +320,10 @@ class Search:
     # -- repair ----------------------------------------------------------------------------------------------------
 
     def _repair(self, broken: Tried) -> None:
-        """Give the most sensitive layers their precision back, while what remains is faster than the best."""
+        """Give the most sensitive layers their precision back, while what remains is better than the best."""
         from saturate.inference.repair import Repair
 
-        best = self.best()
-        if best is not None and (broken.speedup or 0.0) < WORTH_REPAIRING * (best.speedup or 0.0):
+        if not self._worth_repairing(broken):
             return
         try:
             names, ends = self.lab.ranking()
@@ -315,10 +332,7 @@ class Search:
             return
         repair = Repair(names, ends)
         verdict: Verdict = "fail"
-        while self.time_left():
-            best = self.best()
-            if best is not None and (broken.speedup or 0.0) < WORTH_REPAIRING * (best.speedup or 0.0):
-                return
+        while self.time_left() and self._worth_repairing(broken):
             keep = repair.next(verdict)
             if not keep:
                 return
@@ -327,6 +341,10 @@ class Search:
             if found.fate == "slower" or (found.speedup is None and found.fate != "not_applied"):
                 return              # keeping more would be slower still
             verdict = "pass" if found.working else "fail"
+
+    def _worth_repairing(self, broken: Tried) -> bool:
+        best = self.best()
+        return best is None or self.value(broken) >= WORTH_REPAIRING * self.value(best)
 
     def mend(self, found: Tried) -> None:
         """Repair what did not keep the budget on the samples of the confirmation, after the walk: as far as there is time left

@@ -128,6 +128,7 @@ class Server:
         self.folder: Path | None = None
         self.torch: Any = None
         self.context: Context | None = None         # None in a process that serves an artifact
+        self._source: Source | None = None          # the same
         self.call: Callable[..., Any] | None = None
         self.inputs: list[tuple[Any, ...]] = []
         self.facts = ModelFacts()
@@ -178,6 +179,7 @@ class Server:
             model = _evaluated(source.model(torch, in_place=True), source)
         model.to(self.device)
         others = source.others(torch, self.device)
+        data = bool(order.techniques)       # the model itself looks at none: its memory is that of serving, as an artifact's is
         if facts is None:
             facts = observing.observe(
                 torch, model, self.inputs, self.device, others=others, kind=source.kind, exportable=able, export_problem=problem,
@@ -188,10 +190,11 @@ class Server:
         self.facts = facts
         self.context = Context(
             torch=torch, model=model, device=self.device, inputs=[self._own(batch) for batch in self.inputs],
-            calibration=source.calibration(torch), others=others,
+            calibration=source.calibration(torch) if data else [], others=others if data else [],
             facts=facts, folder=Path(order.folder), threads=order.threads,
-            train=source.train(torch) if source.trainable else None, keep=order.keep,
+            train=source.train(torch) if data and source.trainable else None, keep=order.keep,
             deadline_s=began + _TRAINING_SHARE * order.limit_s)
+        self._source = source
         session.remember(self.context, source.switches)
         done = [self._apply(*technique) for technique in order.techniques]
         self.call = self.context.call or self.context.model
@@ -327,7 +330,8 @@ class Server:
         if self.context is None:
             raise NotApplied("an artifact has no layers to rank")
         deadline_s = time.monotonic() + 0.8 * limit_s
-        batches = [copied(batch, self._moved) for batch in self.context.calibration[:_RANKING_BATCHES]]
+        assert self._source is not None
+        batches = [copied(batch, self._moved) for batch in self._source.calibration(self.torch)[:_RANKING_BATCHES]]
         return sensitivity.rank(self.torch, self.context.model, batches, deadline_s=deadline_s)
 
     def do_ask(self, function: str, arguments: tuple[Any, ...]) -> Any:
