@@ -135,7 +135,7 @@ def test_what_is_public_is_there_and_nothing_else() -> None:
                                                        ("slower", 0.5, "nothing_helps")])
 def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, ratio: float, said: str) -> None:
     race = SimpleNamespace(verdict=verdict, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
-    fake = lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], race))      # noqa: E731
+    fake = lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], [], race))      # noqa: E731
     monkeypatch.setattr("saturate.inference.serving.Serving", fake)
     record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
     won = verdict == "faster"
@@ -144,10 +144,12 @@ def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, 
 
 
 def test_without_a_race_nobody_serves_more(monkeypatch: Any) -> None:
-    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], None)))
+    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch, limits: SimpleNamespace(
+        search=lambda *rest: ([], ["best, batch 8 does not run: a timeout"], None)))
     record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
     assert record.verdict == "inconclusive" and record.best is None and record.artifact is None
-    assert any("no batch size was served by both" in one.reason for one in record.candidates)
+    assert any(one.reason.endswith("no batch size was served by both, the model and the winner; best, batch 8 does not run: a timeout")
+               for one in record.candidates) and record.notes[-1] == "best, batch 8 does not run: a timeout"
 
 
 def test_what_was_found_for_another_aim_is_not_taken_over() -> None:

@@ -45,7 +45,9 @@ def test_what_was_found_may_be_prepared_again_although_the_time_is_over(tmp_path
         lab.load(tmp_path)
     with pytest.raises(WorkerFailed):
         lab.start(Candidate())
-    assert allowed == [240.0, module.LOAD_S, 30.0]
+    with pytest.raises(WorkerFailed):
+        lab.serve(None, tmp_path, 1)            # type: ignore[arg-type]
+    assert allowed == [240.0, module.LOAD_S, 30.0, module.LOAD_S]
 
 
 def test_the_model_itself_may_take_all_the_time_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

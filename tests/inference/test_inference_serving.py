@@ -59,7 +59,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, *ends: str) -> tuple[Any, list[str]
 
 @pytest.mark.parametrize(("ends", "verdict"), [(("signal 9",), "faster"), (("signal 9", "signal 9"), "inconclusive")])
 def test_a_process_that_ends_in_the_race_of_the_best_costs_no_result(monkeypatch: pytest.MonkeyPatch, ends: Any, verdict: str) -> None:
-    rows, race = serving(monkeypatch, *ends)[0].search(Path("artifact"), lambda text: None, 0.0)
+    rows, _, race = serving(monkeypatch, *ends)[0].search(Path("artifact"), lambda text: None, 0.0)
     assert {row.of for row in rows} == {"baseline", "best"} and race is not None and race.verdict == verdict
     assert ("signal 9" in race.reason) is (verdict == "inconclusive")
 
@@ -71,7 +71,7 @@ def test_a_setting_beyond_a_limit_is_shown_and_is_nobodys_best(monkeypatch: pyte
     found.rate = lambda what, setting, until_s: (100.0 * setting.batch, f"p99_ms is {setting.batch}" if setting.batch > 20 or what is None else None)
     monkeypatch.setattr(found, "fleet", lambda what, setting: raced.append(setting))
     monkeypatch.setattr(racing, "race", lambda one, other, **more: (one(), other(), racing.Race("faster", None, None, None, ""))[-1])
-    rows, _ = found.search(Path("artifact"), lambda text: None, time.monotonic() + 60.0)
+    rows, _, _ = found.search(Path("artifact"), lambda text: None, time.monotonic() + 60.0)
     # What the model came with stays, although it passes the limit itself: there must be something to compare with.
     assert [(row.of, row.batch, row.over_limit is None) for row in rows] == [
         ("baseline", 8, True), ("baseline", 16, False), ("best", 8, True), ("best", 16, True), ("best", 32, False)]
@@ -88,6 +88,21 @@ def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pyte
         monkeypatch.setattr(found, "fleet", lambda what, setting: Fleet([worker, worker], 8, SimpleNamespace(folder=Path("none"))))   # type: ignore[list-item, arg-type]
         measured = found.rate(None, Setting(8, 2))
         assert measured is not None and (measured[1] or "").startswith(said or "") and (measured[1] is None) is (said is None)
+
+
+def test_what_does_not_run_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    found = serving(monkeypatch)[0]
+
+    def fleet(what: Any, setting: Setting) -> Any:
+        raise WorkerFailed(*(("timeout", "preparation took longer than 180 s") if what else ("out_of_memory", "a buffer of 8 GiB")))
+
+    monkeypatch.setattr(found, "fleet", fleet)
+    del found.rate
+    rows, failed, race = found.search(Path("artifact"), told.append, time.monotonic() + 60.0)
+    assert not rows and race is None and failed == told == [
+        "baseline, batch 8, 1 process(es) does not run: out of memory: a buffer of 8 GiB",
+        "best, batch 8, 1 process(es) does not run: timeout: preparation took longer than 180 s"]
 
 
 @pytest.mark.parametrize(("takes", "files", "whole_device", "together"), [

@@ -348,18 +348,19 @@ def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Calla
 
     from saturate.inference.serving import Serving
 
-    rows, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
-    record = msgspec.structs.replace(record, throughput=rows, throughput_ratio=race.speedup if race else None,
+    rows, failed, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
+    record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *failed], throughput_ratio=race.speedup if race else None,
                                      throughput_ratio_ci=race.speedup_ci if race else None)
-    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race)
+    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race, failed)
 
 
-def _serves_no_more(record: OptimizeRecord, race: Race | None) -> OptimizeRecord:
-    """The record without a winner: one call answers sooner, but that was not the objective. None: nothing could be raced."""
+def _serves_no_more(record: OptimizeRecord, race: Race | None, failed: list[str]) -> OptimizeRecord:
+    """The record without a winner: one call answers sooner, but that was not the objective. None: nothing could be raced; what `failed`
+    says why."""
     undecided = race is None or race.verdict == "inconclusive"
     ratio = "" if race is None or race.speedup is None else f"{race.speedup:.2f}x "
     if race is None:
-        why = "no batch size was served by both, the model and the winner"
+        why = "; ".join(["no batch size was served by both, the model and the winner", *failed])
     else:
         why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
     reason = f"{ratio}samples per second, each at its best batch size: {why}"

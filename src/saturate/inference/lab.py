@@ -105,9 +105,10 @@ class Lab:
             return self._worker(folder, LOAD_S)
 
     def serve(self, source: Source, artifact: Path | None, threads: int) -> Worker:
-        """An artifact (None: the model itself) on the inputs of another source."""
+        """An artifact (None: the model itself) on the inputs of another source. It may take as long to prepare as it may elsewhere."""
+        least_s = LOAD_S if artifact is not None else BASELINE_GRACE_S + AGAIN * self._prepared_s
         return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(_LEAST_PREPARE_S, self._left_s()), deadline_s=self.deadline_s, facts=self.facts)
+                      prepare_s=max(least_s, self._left_s()), deadline_s=self.deadline_s, facts=self.facts)
 
     def _worker(self, what: Candidate | Path, least_s: float = 0.0) -> Worker:
         """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end."""

@@ -39,6 +39,10 @@ class Setting:
     processes: int = 1
 
 
+def _named(who: str, setting: Setting) -> str:
+    return f"{who}, batch {setting.batch}, {setting.processes} process(es)"
+
+
 def _within(setting: Setting) -> str | None:
     return None
 
@@ -148,14 +152,11 @@ class Serving:
             raise
         return Fleet(workers, setting.batch, source)
 
-    def rate(self, artifact: Path | None, setting: Setting, until_s: float = math.inf) -> tuple[float, str | None] | None:
-        """Samples per second, the median of some rounds, and which limit is passed; None where the setting does not run. There are more
-        rounds where their calls are too few to tell, until `until_s` (`time.monotonic()`). Of what nobody can tell even then the
-        model itself has the benefit, and the winner has not: what is claimed is its advantage."""
-        try:
-            fleet = self.fleet(artifact, setting)
-        except WorkerFailed:
-            return None
+    def rate(self, artifact: Path | None, setting: Setting, until_s: float = math.inf) -> tuple[float, str | None]:
+        """Samples per second, the median of some rounds, and which limit is passed. There are more rounds where their calls are too few
+        to tell, until `until_s` (`time.monotonic()`). Of what nobody can tell even then the model itself has the benefit, and the
+        winner has not: what is claimed is its advantage. Raises WorkerFailed where the setting does not run."""
+        fleet = self.fleet(artifact, setting)
         try:
             fleet.block(2)
             typical_s = fleet.shares * fleet.block(1)[0] / 1e9
@@ -170,14 +171,14 @@ class Serving:
             if artifact is None and too_few_calls(*judged):
                 return found, None
             return found, over_limit(racing.timing(fleet.calls_ns), memory_bytes, self.limits)
-        except WorkerFailed:
-            return None
         finally:
             fleet.close()
 
-    def search(self, artifact: Path, progress: Callable[[str], None], deadline_s: float) -> tuple[list[ThroughputRow], Race | None]:
-        """All settings that were measured, of the baseline and of the artifact, and the race of the two best."""
+    def search(self, artifact: Path, progress: Callable[[str], None], deadline_s: float) -> tuple[list[ThroughputRow], list[str], Race | None]:
+        """All settings that were measured, of the baseline and of the artifact, which others did not run and why, and the race of the two
+        best; None: one of the two ran with none."""
         rows: list[ThroughputRow] = []
+        failed: list[str] = []
         best: dict[str, Setting] = {}
         began = time.monotonic()
         for index, (who, what) in enumerate((("baseline", None), ("best", artifact))):
@@ -185,25 +186,28 @@ class Serving:
             most = 0.0
             passed: dict[Setting, str | None] = {}
 
-            def rate(one: Setting, what: Path | None = what, passed: dict[Setting, str | None] = passed, until: float = until) -> float | None:
+            def rate(one: Setting, who: str = who, what: Path | None = what, passed: dict[Setting, str | None] = passed,
+                     until: float = until) -> float | None:
                 # The one that it came with stays: the winner was held to the limits there, in its final race; the model
                 # itself never was.
-                measured = self.rate(what, one, until if passed else 0.0)
-                if measured is None:
+                try:
+                    found, over = self.rate(what, one, until if passed else 0.0)
+                except WorkerFailed as error:
+                    failed.append(f"{_named(who, one)} does not run: {error.kind.replace('_', ' ')}: {error.reason}")
+                    progress(failed[-1])
                     return None
-                passed[one] = measured[1] if passed else None
-                return measured[0]
+                passed[one] = over if passed else None
+                return found
 
             for setting, found in climb(rate, self.batch, self.cores, lambda until=until: time.monotonic() < until, passed.__getitem__):
                 over = passed[setting]
-                progress(f"{who}, batch {setting.batch}, {setting.processes} process(es): {found:,.0f} samples/s" + (f"; {over}" if over else ""))
+                progress(f"{_named(who, setting)}: {found:,.0f} samples/s" + (f"; {over}" if over else ""))
                 rows.append(ThroughputRow(of=who, batch=setting.batch, processes=setting.processes, samples_per_s=found, over_limit=over))
                 if over is None and found > most:
                     best[who], most = setting, found
         if len(best) < 2:
-            return rows, None
-        race = self._race(best["baseline"], artifact, best["best"], deadline_s)
-        return rows, race
+            return rows, failed, None
+        return rows, failed, self._race(best["baseline"], artifact, best["best"], deadline_s)
 
     def _race(self, own: Setting, artifact: Path, best: Setting, deadline_s: float) -> Race:
         """Of the two at their best; once more where a process ends, which nobody else is to blame for. Then nobody knows."""
