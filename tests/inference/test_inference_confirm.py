@@ -25,10 +25,11 @@ from test_inference_search import (
 )
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import confirm, result
+from saturate.inference import api, confirm, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
-from saturate.inference.search import Search
+from saturate.inference.search import Search, Tried
+from saturate.records.inference import Timing
 from saturate.techniques._api import Touch
 
 __all__ = ["quick"]         # a fixture
@@ -271,6 +272,42 @@ def test_undecided_ones_are_no_reason_to_say_that_nothing_helps() -> None:
     assert result.verdict_of(None, None, search, not open_ones) == "inconclusive"
     slow = walk(World({"int8": 1.2}, {"int8": 0.001}, undecided=True), INT8)
     assert not result.open_ones(slow), "it would not help however many samples there were"
+
+
+@pytest.mark.parametrize(("speedups", "stored", "who", "why"), [
+    ({"int8": 0.2}, True, None, ""), ({"int8": 0.2, "run": 1.3}, True, None, ""), ({"int8": 0.2, "run": 0.5, "other": 0.6}, True, "run", ""),
+    ({"int8": 0.2, "run": 0.5, "other": 0.6}, False, None, ""),
+    ({"int8": 0.2, "run": 0.5, "other": 0.6, "third": 0.7}, False, None, "2 lossless candidates cannot be stored")])
+def test_where_no_lossless_candidate_beats_the_model_it_is_the_model(speedups: dict[str, float], stored: bool, who: str | None, why: str) -> None:
+    world = World(speedups, {"int8": 0.001})
+    search = walk(world, *(one for one in (INT8, RUN, OTHER, technique("third")) if one.TECHNIQUE.id in speedups))
+    if not stored:
+        world.deploy = refusing         # type: ignore[method-assign]
+    found, said = api._best_lossless(search, world)     # type: ignore[arg-type]
+    assert (found and found.found.candidate.label()) == who and said.startswith(why) and bool(said) is bool(why)
+
+
+def refusing(found: Any) -> Any:
+    raise confirm.NotDeployable("it holds a lambda")
+
+
+def raced(speedup: float | None, reason: str = "") -> Any:
+    estimate = None if speedup is None else SimpleNamespace(speedup=speedup, speedup_ci=(0.9 * speedup, 1.1 * speedup))
+    return SimpleNamespace(estimate=estimate, b=Timing(p50=1, p90=1, p99=1, calls=9), reason=reason, speedup=speedup,
+                           speedup_ci=estimate and estimate.speedup_ci)
+
+
+@pytest.mark.parametrize(("lossless", "versus", "unraced", "ratio", "why"), [
+    ("itself", None, "", 1.0, None), ("other", raced(1.5), "", 1.5, None), ("none", None, "", 4.0, None),
+    ("other", raced(None, "the time ended after 2 rounds"), "", None, "the time ended after 2 rounds"),
+    ("other", None, "in the race with run: signal 9", None, "in the race with run: signal 9"), ("none", None, "no turn", None, "no turn")])
+def test_how_much_faster_it_is_than_the_best_lossless_or_why_that_is_not_known(monkeypatch: pytest.MonkeyPatch, lossless: str, versus: Any,
+                                                                               unraced: str, ratio: float | None, why: str | None) -> None:
+    monkeypatch.setattr("saturate.inference.artifact.read", lambda folder: SimpleNamespace(files=[]))
+    won, other = (confirm.Confirmed(Tried(Candidate(), "kept", ""), Path(name)) for name in "ab")
+    best = result.best_of(won, {"itself": won, "other": other, "none": None}[lossless], raced(4.0), versus, unraced)
+    assert best is not None and (best.speedup_over_lossless, best.speedup_over_lossless_reason) == (ratio, why)
+    assert (best.speedup_over_lossless_ci is None) is (ratio is None)
 
 
 def test_what_was_ended_from_outside_may_be_the_answer() -> None:

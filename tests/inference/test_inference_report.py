@@ -53,6 +53,17 @@ def test_a_win_says_what_was_gained_and_what_it_costs():
                           "next      saturate bench /home/u/runs/r18/artifact --batch 1,8,32"]
 
 
+def test_what_the_best_is_beside_the_best_lossless_is_said_or_why_nobody_knows():
+    alone = optimizations.win(best_lossless=optimizations.BASELINE)
+    assert say.lossless_words(alone) == "no lossless candidate beats the model itself"
+    assert page.render(alone).count("best lossless</span>") == 0
+    record = optimizations.win()
+    record = msgspec.structs.replace(record, best=msgspec.structs.replace(record.best, speedup_over_lossless=None,
+                                                                          speedup_over_lossless_reason="the time ended after 2 rounds"))
+    assert say.lossless_words(record) == ("onnx-runtime 2.14x; how much faster the best is than that is not known: "
+                                          "the time ended after 2 rounds")
+
+
 def test_without_a_check_nothing_is_said_of_accuracy():
     text = report.summary(optimizations.lossless(), width=110, color=False)
     assert text.startswith("2.14x faster [2.10, 2.18], lossless\n")

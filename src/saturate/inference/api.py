@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import math
@@ -56,6 +55,9 @@ MOST_MEMORY = 0.8
 
 #: Batch sizes and processes are searched for at least so long, where throughput is the objective.
 LEAST_SERVING_S = 20.0
+
+#: So many lossless candidates may become the second baseline.
+LOSSLESS_TURNS = 2
 
 #: Of the time, so much may go into looking for the check's samples in the training data, which may be endless.
 LOOK_SHARE = 0.05
@@ -329,10 +331,14 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     say("confirm: store the best, load it in a fresh process, score and race it")
     won, ending.final = confirm.champion(search, lab, WorkerFailed, CheckFailed, lab.deadline_s)
     ending.won = won
-    ending.lossless = won if won is not None and won.found.candidate.lossless else _best_lossless(search, lab)
-    if won is not None and ending.lossless is not None and ending.lossless is not won:
-        with contextlib.suppress(WorkerFailed):         # then it is not known how much faster it is than that one
+    own = won is not None and won.found.candidate.lossless
+    ending.lossless, unraced = (won, "") if own else _best_lossless(search, lab)
+    if won is not None and not own and ending.lossless is not None:
+        try:
             ending.versus = confirm.against(lab, won.artifact, ending.lossless.artifact, lab.deadline_s)
+        except WorkerFailed as error:
+            unraced = f"in the race with {ending.lossless.found.candidate.label()}: {error}"
+    ending.unraced = unraced
     record = ending.recorded()
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
@@ -369,15 +375,17 @@ def _serves_no_more(record: OptimizeRecord, race: Race | None, failed: list[str]
     return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, serve="", candidates=rows)
 
 
-def _best_lossless(search: Search, lab: Lab) -> confirm.Confirmed | None:
-    """The second baseline, stored and loaded like the winner."""
-    for found in search.ranked(lossless=True)[:2]:
-        if search.value(found) <= search.least:
-            return None
+def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, str]:
+    """The second baseline, stored and loaded like the winner. None: it is the model itself, or not known for a reason."""
+    turns = 0
+    while (found := search.best(lossless=True)) is not None and search.value(found) > search.least:
+        if turns == LOSSLESS_TURNS:
+            return None, f"{turns} lossless candidates cannot be stored and loaded again, and the others had no turn"
+        turns += 1
         survived = confirm.survive(found, lab, WorkerFailed, CheckFailed, search.progress)
         if survived is not None:
-            return survived
-    return None
+            return survived, ""
+    return None, ""
 
 
 def _to_stderr(text: str) -> None:

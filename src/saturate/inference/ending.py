@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ending:
-    """What is known of the winner, filled in step by step. `began`: time.monotonic() of the call."""
+    """What is known of the winner, filled in step by step. `began`: time.monotonic() of the call. `lossless`: the best lossless
+    candidate; where there is none, and `unraced` gives no reason, it is the model itself."""
 
     search: Search
     lab: Lab
@@ -33,11 +34,12 @@ class Ending:
     final: Race | None = None
     lossless: Confirmed | None = None
     versus: Race | None = None
+    unraced: str = "the search was ended before that race"      # why `lossless` is not known, or there is no `versus`
     record: OptimizeRecord | None = None        # complete: only the files are missing
 
     def recorded(self, complete: bool = True) -> OptimizeRecord:
-        return record_of(self.search, self.lab, self.won, self.lossless, self.final, self.versus, notes=self.notes, began=self.began,
-                         complete=complete)
+        return record_of(self.search, self.lab, self.won, self.lossless, self.final, self.versus, self.unraced, notes=self.notes,
+                         began=self.began, complete=complete)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:

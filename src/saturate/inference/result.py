@@ -121,7 +121,8 @@ class Result:
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won, final = confirm.champion(search, lab, search.failed, search.check_failed, until_s, mend=lambda found: None)
         lab.discard(won.artifact if won is not None else None)
-        best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None)
+        best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
+                       "another budget's choice is raced against the model alone")
         if won is None or best is None:
             raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
@@ -170,8 +171,8 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: Confirmed | None = None, final: Race | None = None,
-              versus: Race | None = None, *, notes: list[str], began: float, complete: bool = True) -> OptimizeRecord:
-    """Everything, as a record. `began`: time.monotonic() of the call. `complete`: the search came to its end."""
+              versus: Race | None = None, unraced: str = "", *, notes: list[str], began: float, complete: bool = True) -> OptimizeRecord:
+    """Everything, as a record. `began`: time.monotonic() of the call. `complete`: the search came to its end. Others: see `Ending`."""
     facts, budget = lab.facts, lab.budget
     assert facts is not None and search.baseline is not None
     baseline = search.baseline.record()
@@ -181,7 +182,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
     waiting = untried(search, lab.threads, TIME_ENDED if complete else SEARCH_ENDED)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
-    best = best_of(won, lossless, final, versus) if verdict == "faster" else None
+    best = best_of(won, lossless, final, versus, unraced) if verdict == "faster" else None
     rows = [rowed(found, lab) for found in search.tried.values()]
     rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
              for id, reason in search.pool.refused.items()]
@@ -191,7 +192,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         objective=search.objective, batch_size=facts.batch_size, max_drop=budget.max_drop if budget else None,
         relative=bool(budget and budget.relative),
         confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
-        best_lossless=rowed(lossless.found, lab) if lossless is not None else None, best=best, candidates=rows, notes=notes,
+        best_lossless=rowed(lossless.found, lab) if lossless is not None else None if unraced else baseline, best=best, candidates=rows, notes=notes,
         seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None,
         serve=lines.of_artifact(won.artifact, artifact.read(won.artifact)) if won is not None and best is not None else "")
 
@@ -218,14 +219,18 @@ def cut_short(found: Tried) -> bool:
     return found.outside or (found.fate == "failed" and found.reason.startswith("timeout"))
 
 
-def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None) -> Best | None:
+def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, unraced: str = "") -> Best | None:
     if won is None or final is None or final.estimate is None or final.b is None:
         return None
     judgement, own = won.judgement, lossless is won
+    if lossless is None and not unraced:
+        versus = final                      # the best lossless is the model itself
+    known = own or (versus is not None and versus.speedup is not None)
     return Best(
         recipe=won.found.candidate.techniques(), latency_ms=final.b, speedup=final.estimate.speedup, speedup_ci=final.estimate.speedup_ci,
         speedup_over_lossless=1.0 if own else versus.speedup if versus else None,
         speedup_over_lossless_ci=(1.0, 1.0) if own else versus.speedup_ci if versus else None,
+        speedup_over_lossless_reason=None if known else versus.reason if versus else unraced,
         accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=judgement.drop if judgement else None,
         accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=judgement.verdict if judgement else None,
         samples_needed=judgement.samples_needed if judgement else None,

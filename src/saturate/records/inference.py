@@ -121,6 +121,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     speedup_ci: tuple[float, float]
     speedup_over_lossless: float | None = None
     speedup_over_lossless_ci: tuple[float, float] | None = None
+    speedup_over_lossless_reason: str | None = None     # why it is not known
     accuracy: float | None = None
     accuracy_drop: float | None = None
     accuracy_drop_ci: tuple[float, float] | None = None
@@ -155,7 +156,7 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, float] = {}
     verdict: Literal["faster", "nothing_helps", "inconclusive"]
     baseline: CandidateRecord
-    best_lossless: CandidateRecord | None
+    best_lossless: CandidateRecord | None   # the baseline where no lossless candidate beats it; None: not known
     best: Best | None
     candidates: list[CandidateRecord]
     unconfirmed: Unconfirmed | None = None  # interrupted, or the machine gave out, before anything was confirmed

@@ -118,7 +118,7 @@ def _change(record: OptimizeRecord) -> Markup | None:
     if base is None:
         return None
     found = [("as it is", record.baseline, "base")]
-    if record.best_lossless is not None and record.best_lossless.id != say.kept_words(record):
+    if record.best_lossless is not None and record.best_lossless.id not in (record.baseline.id, say.kept_words(record)):
         found.append(("best lossless", record.best_lossless, "base"))
     if record.best is not None:
         found.append(("best", record.best, "tuned"))

@@ -190,10 +190,14 @@ def lossless_words(record: OptimizeRecord) -> str:
     best, other = record.best, record.best_lossless
     if other is None or best is None or other.id == kept_words(record):
         return ""
-    over = ""
+    if other.id == record.baseline.id:
+        return "no lossless candidate beats the model itself"
+    over, why = "", ""
     if best.speedup_over_lossless is not None:
         over = f"{words.ratio(best.speedup_over_lossless, best.speedup_over_lossless_ci)} over the best lossless: "
-    return f"{over}{other.id}" + (f" {words.ratio(other.speedup)}" if other.speedup is not None else "")
+    elif best.speedup_over_lossless_reason:
+        why = f"; how much faster the best is than that is not known: {words.one_line(best.speedup_over_lossless_reason)}"
+    return f"{over}{other.id}" + (f" {words.ratio(other.speedup)}" if other.speedup is not None else "") + why
 
 
 def memory_words(record: OptimizeRecord) -> str:
