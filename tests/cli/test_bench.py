@@ -60,7 +60,7 @@ class Process:
         self.ns = int(ms * rows * 1e6)
         self.ready = type("Ready", (), {"prepare_s": 1.0, "first_call_s": 0.5})
         self.open = True
-        self.cpu = None
+        self.cpu, self.shares = None, 1
 
     def block(self, count, *, cpu=None):
         assert self.open
