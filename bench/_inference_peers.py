@@ -42,6 +42,7 @@ class Peer:
                                              env=environment, start_new_session=True)
         self._log = log
         self.cpu: int | None = None         # on which it ended its latest block
+        self.shares = 1                     # its times are those of whole calls
         ready = self._answer()
         self.prepare_s, self.agreement = ready["prepare_s"], ready["agreement"]
 
