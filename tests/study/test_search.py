@@ -15,12 +15,14 @@ from saturate.measure import race
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import tune
-from saturate.study.fates import leads
+from saturate.study.fates import UNCHECKED, leads
 from saturate.study.race_pair import KernelWork
 from saturate.study.racing import Result
 from saturate.study.search import SCREEN, CannotVerify
 from saturate.study.verification import Verified
 from saturate.techniques._api import Eligible, Ineligible
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
 
 
 @dataclass
@@ -327,3 +329,128 @@ def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozense
     assert world.steadied > 1
     assert [c.id for c in walk.kept] == ["fast"]
     assert walk.fates["steady"].fate == ("rejected_numerics" if wrong else "no_difference")
+
+
+@dataclass
+class Ending(World):
+    """A world in which a process ends in some races: `ends` says by question which side, and how. `reads`: what a race sees, whatever is."""
+
+    ends: dict[str, tuple[str, str]] = field(default_factory=dict)
+    reads: dict[str, tuple[float, float, float, str]] = field(default_factory=dict)
+
+    def run(self, question: str, *rest: Any, **more: Any) -> Result:
+        if question in self.ends:
+            side, kind = self.ends[question]
+            ended = TrialEnded(Outcome(kind, "for a test"))
+            ended.side = side
+            raise ended
+        result = super().run(question, *rest, **more)
+        if question not in self.reads:
+            return result
+        gain, low, high, verdict = self.reads[question]
+        seen = types.SimpleNamespace(log_ratio=math.log1p(gain), low=math.log1p(low), high=math.log1p(high))
+        return replace(result, decision=types.SimpleNamespace(verdict=verdict, estimate=seen))     # type: ignore[arg-type]
+
+
+TWO = {"fast": (0.6, 0.0), "slow": (0.8, 0.0)}
+
+
+def walked(world: World, *modules: types.ModuleType) -> Any:
+    walk = search(world, *modules)
+    walk.run()
+    return walk
+
+
+def test_what_the_final_set_does_not_need_is_dropped() -> None:
+    """Together they take the time of one: what `small` gave alone, `warm` gives as well."""
+    world = Together({"small": (0.8, 0.0), "warm": (0.75, 0.0)}, None, factor=1 / 0.8)
+    walk = walked(world, SMALL, WARM)
+    assert [c.id for c in walk.kept] == ["warm"]
+    assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith(", in the final set")
+
+
+def test_what_was_not_verified_without_a_member_keeps_it() -> None:
+    world = Together({"small": (0.8, 0.0), "warm": (0.75, 0.0)}, None, factor=1 / 0.8)
+    world.verify = lambda techniques: Verified([c.id for c in techniques] != ["warm"], "")     # type: ignore[method-assign]
+    walk = walked(world, SMALL, WARM)
+    assert sorted(c.id for c in walk.kept) == ["small", "warm"]
+    assert walk.fates["small"].fate == "kept" and walk.fates["small"].reason.endswith("in the final set, which did not verify without it")
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("kind", ["crashed", "motif_differs", "not_active", "too_short"])
+def test_what_a_race_that_ended_early_did_not_drop_stays_kept(side: str, kind: str) -> None:
+    """It stayed in the recipe as `failed`, and the summary left it out."""
+    walk = walked(Ending(TWO, None, ends={"without fast": (side, kind)}), FAST, SLOW)
+    fate = walk.fates["fast"]
+    assert [c.id for c in walk.kept] == ["fast", "slow"] and fate.fate == "kept"
+    assert UNCHECKED in fate.reason and "for a test" in fate.reason and "identical" in fate.reason
+    assert fate.gain == pytest.approx(1 / 0.6 - 1), "what it gave when it was added"
+
+
+def test_what_the_budget_did_not_check_says_so() -> None:
+    walk = search(World(TWO, None), FAST, SLOW)
+    walk._look_again = lambda: setattr(walk, "deadline", 0.0)        # type: ignore[method-assign]
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast", "slow"]
+    assert walk.fates["fast"].reason.endswith(f"{UNCHECKED}: the budget had ended")
+    assert UNCHECKED not in walk.fates["slow"].reason, "its own race was that with and without it"
+    alone = search(World({"fast": (0.6, 0.0)}, None), FAST)
+    alone._look_again = lambda: setattr(alone, "deadline", 0.0)      # type: ignore[method-assign]
+    alone.run()
+    assert UNCHECKED not in alone.fates["fast"].reason
+
+
+def test_a_later_variant_that_fails_leaves_the_entry_of_the_one_that_was_measured() -> None:
+    """Seen: failed, with the options of the variant that failed and the gain of the other."""
+    several = technique("several", levels=(1, 2))
+    walk = walked(Ending({"several": (1.37, 0.0)}, None, ends={"screen several level=2": ("b", "crashed")}), several)
+    fate = walk.fates["several"]
+    assert (fate.fate, fate.candidate.options.level) == ("slower", 1) and fate.gain == pytest.approx(1 / 1.37 - 1)
+    assert fate.reason.endswith("; several level=2: failed, crashed: for a test")
+
+
+def test_a_failed_variant_does_not_decide_what_another_left_open() -> None:
+    several = technique("several", levels=(1, 2))
+    world = Ending({"several": (1.0, 0.0)}, None, ends={"screen several level=2": ("b", "crashed")},
+                   reads={"screen several": (0.0, -0.1, 0.1, "inconclusive")})
+    walk = search(world, several)
+    walk._screen(walk.eligible())
+    assert walk.fates["several"].is_open(0.02)
+    walk._look_again()
+    assert (walk.fates["several"].fate, walk.fates["several"].candidate.options.level) == ("no_difference", 1), "it has its second look"
+
+
+def test_a_variant_that_runs_takes_the_place_of_one_that_failed() -> None:
+    several = technique("several", levels=(1, 2))
+    walk = walked(Ending({"several level=2": (0.7, 0.0)}, None, ends={"screen several": ("b", "crashed")}), several)
+    assert [c.label() for c in walk.kept] == ["several level=2"] and walk.fates["several"].candidate.options.level == 2
+
+
+@pytest.mark.parametrize("kind", ["crashed", "motif_differs"])
+def test_the_end_of_the_kept_set_is_no_fault_of_what_is_raced_against_it(kind: str) -> None:
+    """It was `failed`, or rejected for numerics that were not its own."""
+    walk = walked(Ending(TWO, None, ends={"screen slow with fast": ("a", kind)}), FAST, SLOW)
+    fate = walk.fates["slow"]
+    assert [c.id for c in walk.kept] == ["fast"] and fate.fate == "inconclusive"
+    assert fate.reason == f"fast, which it was raced against, ended: {kind.replace('_', ' ')}: for a test"
+
+
+def test_the_end_of_the_baseline_ends_the_search() -> None:
+    with pytest.raises(TrialEnded):
+        walked(Ending(TWO, None, ends={"screen fast": ("a", "crashed")}), FAST, SLOW)
+
+
+def test_a_pair_that_fails_leaves_what_is_known_of_each() -> None:
+    world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, ends={"screen small and warm with baseline": ("b", "crashed")})
+    walk = search(world, SMALL, WARM)
+    walk.findings = (promise(1.8),)
+    walk._screen(walk.eligible())
+    walk._pair_up()
+    assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith("; with warm: crashed: for a test")
+
+
+def test_a_race_that_does_not_tell_drops_nothing_and_is_told_of() -> None:
+    walk = walked(Ending(TWO, None, reads={"without fast": (0.01, -0.05, 0.08, "inconclusive")}), FAST, SLOW)
+    assert [c.id for c in walk.kept] == ["fast", "slow"] and walk.fates["fast"].fate == "kept"
+    assert walk.fates["fast"].reason == "+1.0% [-5.0%, +8.0%]: could be more or less than counts, in the final set"

@@ -25,7 +25,8 @@ class StepTime(msgspec.Struct, frozen=True):
 
 class TechniqueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One technique's fate. `gain` is speed-up minus one (0.21: 21 % faster), measured alone against the baseline for
-    techniques that were only screened, and as the marginal gain in the final set for those kept."""
+    techniques that were only screened, and as the marginal gain in the final set for those kept (where `reason` says that this was
+    not checked: when it was added)."""
 
     id: str
     fate: Fate

@@ -50,6 +50,10 @@ def key(techniques: Set) -> str:
     return json.dumps(sorted([c.id, c.options_dict()] for c in techniques), sort_keys=True)
 
 
+def names(techniques: Set) -> str:
+    return " + ".join(c.id for c in techniques) or "baseline"
+
+
 def without(techniques: Set, candidate: Candidate) -> Set:
     return tuple(c for c in techniques if c is not candidate)
 

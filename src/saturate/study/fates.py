@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saturate.records.result import TechniqueOutcome
-from saturate.study.candidates import Candidate
+from saturate.study.candidates import Candidate, Set, names
 from saturate.study.racing import Result
+from saturate.trial.process import TrialEnded
 
 #: Fates of candidates whose trial did not come to an end by itself; all others failed.
 FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_differs": "rejected_numerics",
          "trains_otherwise": "rejected_numerics", "too_short": "inconclusive"}
+
+#: Of a kept technique that the final set was not raced without.
+UNCHECKED = "whether the final set needs it was not checked"
 
 
 @dataclass
@@ -28,6 +32,10 @@ class Fate:
         """Whether a gain that counts (`threshold`) is neither shown nor excluded: undecided, and its interval reaches that far."""
         return self.fate == "inconclusive" and (self.gain_ci is None or self.gain_ci[1] > threshold)
 
+    def with_word(self, word: str) -> Fate:
+        """The same, with more to its reason."""
+        return replace(self, reason=f"{self.reason}; {word}")
+
     def outcome(self, identity: str, numerics: str) -> TechniqueOutcome:
         return TechniqueOutcome(
             id=identity, fate=self.fate, reason=self.reason, numerics=numerics,  # type: ignore[arg-type]
@@ -43,6 +51,29 @@ def leads(later: Result, earlier: Result) -> bool:
     widths = [math.log1p(high) - math.log1p(low) for low, high in (one.gain_ci or (0.0, 0.0) for one in (later, earlier))]
     scatter = math.hypot(*widths) / (2 * 1.96)
     return ahead > (scatter if math.isfinite(scatter) else 0.0)
+
+
+def how(ended: TrialEnded) -> str:
+    """How a trial ended, in words."""
+    return f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}"
+
+
+def of_end(ended: TrialEnded, against: Set) -> tuple[str, str]:
+    """Fate and reason of a candidate whose race, against a set without it, a process did not live through. The end of the one that
+    is without the candidate says nothing of it."""
+    if ended.side == "a":
+        return "inconclusive", f"{names(against)}, which it was raced against, ended: {how(ended)}"
+    return FATES.get(ended.outcome.kind, "failed"), how(ended)
+
+
+def cut_short(known: Fate, candidate: Candidate, fate: str, reason: str) -> Fate:
+    """What is known of a technique after a race that ended so. What was earned before, by the kept set or by another variant that
+    was measured, stays as it is, with a word of this."""
+    if known.fate == "kept":
+        return known.with_word(f"{UNCHECKED}: {reason}")
+    if known.gain is not None and known.candidate != candidate:
+        return known.with_word(f"{candidate.label()}: {fate.replace('_', ' ')}, {reason}")
+    return replace(known, fate=fate, reason=reason, candidate=candidate)
 
 
 def in_words(result: Result) -> tuple[str, str]:

@@ -23,8 +23,8 @@ from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import crowding, eligibility
-from saturate.study.candidates import Candidate, Set, conflict, ordered, without
-from saturate.study.fates import FATES, Fate, in_words, leads
+from saturate.study.candidates import Candidate, Set, conflict, names, ordered, without
+from saturate.study.fates import UNCHECKED, Fate, cut_short, how, in_words, leads, of_end
 from saturate.study.guidance import promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
@@ -209,7 +209,7 @@ class Search:
         """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
         clash = conflict(self.kept, candidate)
         if clash:
-            self.settle(candidate, "not_applicable", clash)
+            self.settle(best or candidate, "not_applicable", clash)      # the same resource, whichever variant
             return False
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
@@ -223,7 +223,7 @@ class Search:
         return True
 
     def _kept_names(self) -> str:
-        return " + ".join(c.id for c in self.kept) or "baseline"
+        return names(self.kept)
 
     def _on_top(self) -> str:
         return f" on top of {self._kept_names()}" if self.kept else ""
@@ -262,9 +262,12 @@ class Search:
         if conflict(self.kept, promised):
             return False
         before, together = ordered((*self.kept, partner)), ordered((*self.kept, partner, promised))
-        names = f"{promised.id} and {partner.label()}"
-        both = self.race(f"screen {names} with {self._kept_names()}", self.kept, together, SCREEN, promised, share_base=True)
-        if both is None or both.gain < LARGE:
+        pair, known = f"{promised.id} and {partner.label()}", self.fates[promised.id]
+        both = self.race(f"screen {pair} with {self._kept_names()}", self.kept, together, SCREEN, promised, share_base=True)
+        if both is None:        # that says nothing of what it gives without the other
+            self.fates[promised.id] = known.with_word(f"with {partner.id}: {self.fates[promised.id].reason}")
+            return False
+        if both.gain < LARGE:
             return False
         alone = self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
         if alone is None or alone.decision.verdict != "faster" or alone.gain < LARGE:
@@ -341,10 +344,14 @@ class Search:
         return self.race(question, self.kept, together, ADD, candidate, until=self._last())
 
     def _ablate(self) -> None:
-        """Race the kept set against itself without each technique but the last added; drop what gives nothing."""
+        """Race the kept set against itself without each technique but the last added, whose own race that was; drop what gives
+        nothing. What is not raced so stays, and its reason says why that was left out."""
         for candidate in (*self.base, *(added for added, _ in self.stairs[:-1])):
-            if time.monotonic() > self.deadline or len(self.kept) < 2:
+            if len(self.kept) < 2:
                 return
+            if time.monotonic() > self.deadline:
+                self.fates[candidate.id] = self.fates[candidate.id].with_word(f"{UNCHECKED}: the budget had ended")
+                continue
             rest = without(self.kept, candidate)
             needed = self.racer.bench.why_not_fit(rest)
             if needed is not None:
@@ -355,12 +362,13 @@ class Search:
                 continue
             fate, reason = in_words(result)
             self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
-            if fate in ("no_difference", "slower") and self._still_verifies(rest):
+            superfluous = fate in ("no_difference", "slower")
+            if superfluous and self._still_verifies(rest):
                 self.kept = rest
                 self.settle(candidate, fate, f"{reason}, in the final set")
                 self.tell_kept()
             else:
-                self.settle(candidate, "kept", f"{reason}, in the final set")
+                self.settle(candidate, "kept", f"{reason}, in the final set" + (", which did not verify without it" if superfluous else ""))
 
     def tell_kept(self) -> None:
         if self.on_kept is not None:
@@ -374,15 +382,15 @@ class Search:
 
     def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False,
              until: float | None = None, min_pairs: int = 1) -> Result | None:
-        """The result, or None when B does not run or is not active (its fate then says why). `until`: another deadline."""
+        """The result, or None when one of the two does not run or is not active (the fate then says why). `until`: another deadline."""
         try:
             result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise
-            fate = FATES.get(ended.outcome.kind, "failed")
-            self.settle(candidate, fate, f"{ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
-            self.say(f"  {candidate.label()}: {fate.replace('_', ' ')}, {ended.outcome.reason}")
+            fate, reason = of_end(ended, a)
+            self.fates[candidate.id] = cut_short(self.fates[candidate.id], candidate, fate, reason)
+            self.say(f"  {question}: {reason}")
             return None
         self.results.append(result)
         low, high = result.gain_ci or (math.nan, math.nan)
@@ -394,7 +402,7 @@ class Search:
             return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
             if candidate is not None:
-                self.settle(candidate, "failed", f"in verification: {ended.outcome.kind.replace('_', ' ')}: {ended.outcome.reason}")
+                self.settle(candidate, "failed", f"in verification: {how(ended)}")
             return None
 
     def settle(self, candidate: Candidate, fate: str, reason: str) -> None:
