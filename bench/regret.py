@@ -28,15 +28,18 @@ from typing import Any
 from _output import as_text, close, write_json
 from _race import Arena, guarded, say, script, time_ratio
 
+from saturate.errors import WorkloadFailed
 from saturate.measure.race import Limits
 from saturate.records.options import options_from
 from saturate.records.result import StudyRecord, TechniqueOutcome
-from saturate.study.bench import Bench, Pace
+from saturate.study import baseline
+from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set, key
 from saturate.study.racing import Racer, Result
 from saturate.study.search import ADD, SCREEN
-from saturate.study.tune import AA, FINAL
-from saturate.study.verification import UPDATES, Verifier
+from saturate.study.state import Request, Study
+from saturate.study.tune import AA, FINAL, racer_of
+from saturate.study.verification import Verifier
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded
 
@@ -98,18 +101,15 @@ def subsets(chosen: list[Candidate]) -> list[Set]:
 class Exhaustive:
     """The peer: measures everything, with the same engine and the same care."""
 
+    racer: Racer
+    verifier: Verifier
+
     def __init__(self, bench: Bench, care: Care):
         self.bench, self.care = bench, care
-        self.racer, self.verifier = Racer(bench, 0.02), Verifier(bench)
 
     def run(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> tuple[Set, int]:
         """The fastest subset that verifies (perhaps none: the baseline), and how many subsets were raced."""
-        live = self.bench.live("baseline", ())
-        self.bench.step, self.bench.reference_tokens = live.hello["step"], live.hello["step"]["tokens"]
-        # As tune does: these workloads use all cores of a CPU.
-        self.bench.pace = Pace(live.step_ms / 1e3, live.startup_s, crowded=True)
-        self.verifier.side_by_side = not self.bench.pace.loses(UPDATES)
-        self.bench.finish_live(live)
+        self.begin()
         found = self.racer.run("A/A", (), (), self.care.noise, math.inf)
         self.racer.learn_noise(found.pairs, found.work)
         if self.verifier.check_baseline() is not None:
@@ -123,6 +123,15 @@ class Exhaustive:
             if self.verifier.verify(subset).passed:
                 return subset, len(raced)
         return (), len(raced)
+
+    def begin(self) -> None:
+        """As tune does, by its own functions: what a step is, how it is raced, how many verification runs are recorded at once."""
+        bench, asked = self.bench, self.bench.workload
+        study = Study(Request(asked.argv, asked.cwd, asked.environment, bench.study_dir), bench.folder, bench.store, {}, say)
+        if not baseline.establish(study, bench, lambda *_: []):
+            raise WorkloadFailed("this workload cannot be measured", cause=study.refusal or "")
+        self.racer = racer_of(study, bench)
+        self.verifier = Verifier(bench, baseline.at_once(study, self.racer.mode, bench.pace))
 
     def _most_effective(self, pool: list[Candidate], alone: dict[str, tuple[float, float]]) -> list[Candidate]:
         """The best alone, but for those that are slower beyond doubt; what tune had no time to screen is screened here."""

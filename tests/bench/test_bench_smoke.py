@@ -6,7 +6,10 @@ import math
 import os
 import types
 
+import msgspec
 import pytest
+
+from saturate.records.facts import Facts, MachineFacts
 
 #: benchmark -> the line that holds its answer
 LINES = {
@@ -61,6 +64,24 @@ def test_the_most_effective_are_chosen_by_what_they_give_alone(bench, monkeypatc
     assert [c.id for c in peer._most_effective(pool, alone)] == ["fused-optimizer", "pin-memory", "gc-freeze"]
     monkeypatch.setattr(regret, "MOST", 2)
     assert [c.id for c in peer._most_effective(pool, alone)] == ["fused-optimizer", "pin-memory"]
+
+
+@pytest.mark.parametrize(("startup_s", "waits_ms", "at_once"), [(60.0, 5.0, 2), (0.1, 0.0, 1)])
+def test_the_exhaustive_search_begins_as_tune_does(bench, monkeypatch, startup_s, waits_ms, at_once):
+    """It set attributes that had other names since: it verified one run at a time, and took a step of other events for its own."""
+    regret = bench("regret")
+    facts = Facts(device="cpu", step_ms=10.0, input_wait_ms=waits_ms, threads=2, machine=MachineFacts(cpu_count=2))
+    stored = {"facts": msgspec.to_builtins(facts), "findings": [], "step": {"token": "S0"}, "events": {"B": 1.0}, "startup_s": startup_s,
+              "step_ms": 10.0, "stationary": True, "memory_bytes": 1}
+    with bench("_race").Arena() as arena:
+        workbench = arena.bench(["true"])
+        workbench.store.set_answer("baseline", stored)
+        known = set(vars(workbench))
+        peer = regret.Exhaustive(workbench, regret.SMOKE)
+        peer.begin()
+        assert (workbench.step, workbench.reference_events) == ({"token": "S0"}, {"B": 1.0}) and set(vars(workbench)) == known
+        assert (peer.verifier.at_once, peer.racer.waits, peer.racer.mode) == (at_once, waits_ms > 0, "concurrent")
+        assert vars(peer.verifier).keys() == vars(type(peer.verifier)(workbench)).keys()
 
 
 def test_subsets_leave_conflicts_out(bench):

@@ -192,9 +192,7 @@ def _measure(study: Study, bench: Bench) -> None:
         if not baseline.establish(study, bench, profile.glance):
             return
     assert study.facts is not None
-    racer = study.racer = Racer(bench, request.threshold, baseline.race_mode(study))
-    racer.in_turns = study.facts.device == "cpu"
-    racer.waits = study.facts.input_wait_ms >= WAITS * study.facts.step_ms
+    racer = study.racer = racer_of(study, bench)
     verifier = Verifier(bench)
     if request.race_mode == "auto":
         racer.on_crowded = partial(_one_at_a_time, study, racer, verifier)
@@ -240,6 +238,16 @@ def _measure(study: Study, bench: Bench) -> None:
     if search.kept and not (study.starved and search.kept == search.base):
         with _phase(study, "confirm"):
             _confirm(study, racer, end)
+
+
+def racer_of(study: Study, bench: Bench) -> Racer:
+    """What races this workload as its baseline needs it; its baseline is known."""
+    facts = study.facts
+    assert facts is not None
+    racer = Racer(bench, study.request.threshold, baseline.race_mode(study))
+    racer.in_turns = facts.device == "cpu"
+    racer.waits = facts.input_wait_ms >= WAITS * facts.step_ms
+    return racer
 
 
 def _one_at_a_time(study: Study, racer: Racer, verifier: Verifier, why: str) -> None:
