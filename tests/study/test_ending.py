@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from saturate.cli._running import show_log
 from saturate.errors import EnvironmentProblem, InjectionDefeated, SaturateError, SaturateFailed, WorkloadFailed
 from saturate.study import ending
 from saturate.trial.outcome import KINDS, Outcome
@@ -30,11 +31,11 @@ def test_what_fails_on_the_commands_side_stays_the_commands() -> None:
 
 
 def test_an_agent_that_never_woke_up_is_no_failure_of_the_command() -> None:
-    assert isinstance(ending.failed_again(Outcome("no_agent", "`python -I` ignores PYTHONPATH")), InjectionDefeated)
+    assert isinstance(ending.failed_again(TrialEnded(Outcome("no_agent", "`python -I` ignores PYTHONPATH"))), InjectionDefeated)
 
 
 def test_every_end_has_an_error() -> None:
-    assert all(isinstance(ending.failed_again(Outcome(kind, "")), SaturateError) for kind in KINDS) and set(ending.OURS) <= set(KINDS)
+    assert all(isinstance(ending.failed_again(TrialEnded(Outcome(kind, ""))), SaturateError) for kind in KINDS) and set(ending.OURS) <= set(KINDS)
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("can't start new thread"), MemoryError(), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
@@ -43,3 +44,12 @@ def test_limits_of_this_user_are_no_errors_of_saturates_own(raised) -> None:
     with pytest.raises(EnvironmentProblem) as caught, ending.in_our_words(Path("study")):
         raise raised
     assert not isinstance(caught.value, SaturateFailed) and "ulimit" in caught.value.remedy and caught.value.cause
+
+
+def test_the_last_words_of_a_command_that_fails_later_are_shown(start, script, capsys) -> None:
+    """They were for the first run only: an A/A race or a verification that it did not live through named no log."""
+    trial = start(str(script("print('my last words')\nraise ValueError('heads')")))
+    with pytest.raises(WorkloadFailed, match="run again") as raised, ending.in_our_words(Path("study")):
+        trial.wait_ready()
+    show_log(raised.value)
+    assert "my last words" in capsys.readouterr().err and raised.value.evidence == str(trial.log)

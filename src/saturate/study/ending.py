@@ -51,9 +51,9 @@ def failure(outcome: Outcome, problem: str, otherwise: str, evidence: str = "") 
     return WorkloadFailed(problem, cause=cause, evidence=evidence, remedy=outcome.remedy or otherwise)
 
 
-def failed_again(outcome: Outcome) -> SaturateError:
-    """What to raise where the command ran before, and now ended so."""
-    return failure(outcome, "the command failed when it was run again", "run it several times without saturate")
+def failed_again(ended: TrialEnded) -> SaturateError:
+    """What to raise where the command ran before, and now ended so. Its log is the evidence: the verbs show its end."""
+    return failure(ended.outcome, "the command failed when it was run again", "run it several times without saturate", str(ended.log or ""))
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def in_our_words(folder: Path) -> Iterator[None]:
     except SaturateError:
         raise
     except TrialEnded as ended:
-        raise failed_again(ended.outcome) from ended
+        raise failed_again(ended) from ended
     except msgspec.ValidationError as error:
         raise StudyDamaged(
             "the study holds an answer that is none", cause=str(error),

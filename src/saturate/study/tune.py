@@ -299,7 +299,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
             baseline.alternate(study, f"it failed beside another of its kind ({ended.outcome.reason})")
             racer.alternate()
             return _noise(study, racer, base, end)
-        raise failed_again(ended.outcome) from ended
+        raise failed_again(ended) from ended
     racer.learn_noise(study.aa.pairs, study.aa.work)
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
@@ -366,7 +366,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
             _drop(study, kept, "inconclusive", ended.outcome.reason)
             return
         if ended.side == "a":
-            raise failed_again(ended.outcome) from ended
+            raise failed_again(ended) from ended
         study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")
         study.say(f"  {study.notes[-1]}")
         _drop(study, kept, "failed", ended.outcome.reason)

@@ -33,11 +33,13 @@ GRACE_S = 20.0
 
 
 class TrialEnded(Exception):
-    """The workload is over, or was ended; `outcome` says how. `side` is set by a race: "a" or "b"."""
+    """The workload is over, or was ended; `outcome` says how. `side` is set by a race: "a" or "b". `log` is the file with what it
+    printed; None where there was no process."""
 
-    def __init__(self, outcome: Outcome):
+    def __init__(self, outcome: Outcome, log: Path | None = None):
         super().__init__(f"{outcome.kind}: {outcome.reason}")
         self.outcome = outcome
+        self.log = log
         self.side = ""
 
 
@@ -320,12 +322,12 @@ class Trial:
         """Kill the tree, record `outcome`, and return the exception to raise."""
         self.ended = self.ended or outcome
         self._shut()            # again after an interruption in the middle of it
-        return TrialEnded(self.ended)
+        return TrialEnded(self.ended, self.log)
 
     def _collect(self) -> TrialEnded:
         """The gate closed by itself: find out how the workload ended."""
         if self.ended is not None:
-            return TrialEnded(self.ended)
+            return TrialEnded(self.ended, self.log)
         report = self._shut(grace_s=GRACE_S)
         hello = self.server.hello()
         last = [notice for notice in self.server.notices if notice["at"] == "ended"]
@@ -339,7 +341,7 @@ class Trial:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
             self.ended = dataclasses.replace(self.ended, remedy=standard_input.withheld() or self.ended.remedy)
-        return TrialEnded(self.ended)
+        return TrialEnded(self.ended, self.log)
 
     def _last_words(self) -> LastWords | None:
         """Of the process that trained the longest, of those that ended before they came to the gate."""
