@@ -43,9 +43,6 @@ VERBS = (
 #: Verbs that import the user's code into this process, which finds modules in the user's order.
 _IMPORT_THE_USERS = (["optimize"], ["bench"])
 
-#: What saturate is installed with.
-_LIBRARIES = ("msgspec", "tomlkit", "rich", "pynvml")
-
 _INTERRUPTED = 130                              # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141                              # 128 + SIGPIPE: what `saturate techniques | head` would give in C
 
@@ -98,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SaturateError as error:
         return _fail(error)
     except (ImportError, AttributeError) as error:
-        return _fail(_library_problem(error) or _bug(error))
+        return _fail(_of_surroundings(error) or _bug(error))
     except KeyboardInterrupt:
         _tell("interrupted\n")
         return _INTERRUPTED
@@ -109,19 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             _to_nowhere(sys.stdout)
             return _BROKEN_PIPE
-        if _folder_is_gone():
-            return _fail(EnvironmentProblem("the working directory was removed", cause=str(error), remedy="change to a folder that exists"))
+        if (problem := _of_surroundings(error)) is not None:
+            return _fail(problem)
         return _fail(_bug(error) if error.filename is not None or _stdout_works() else _no_output(error))
     except Exception as bug:  # noqa: BLE001 - the last resort: shown with its traceback
         return _fail(_bug(bug))
-
-
-def _folder_is_gone() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def _stdout_works() -> bool:
@@ -137,6 +126,12 @@ def _no_output(error: OSError) -> EnvironmentProblem:
     _to_nowhere(sys.stdout)
     return EnvironmentProblem("standard output cannot be written", cause=error.strerror or str(error),
                               remedy="free some space where it leads to, or send it elsewhere")
+
+
+def _of_surroundings(error: Exception) -> EnvironmentProblem | None:
+    from saturate.cli._problems import of_surroundings
+
+    return of_surroundings(error)
 
 
 def _to_nowhere(stream: TextIO) -> None:
@@ -155,19 +150,6 @@ def _bug(error: Exception) -> SaturateFailed:
     failed = SaturateFailed.of(error)
     failed.__cause__ = error
     return failed
-
-
-def _library_problem(error: ImportError | AttributeError) -> EnvironmentProblem | None:
-    """What to say where one of saturate's own libraries is missing, or another than the one it was installed with."""
-    owner = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
-    library = str(owner).partition(".")[0]
-    if library not in _LIBRARIES:
-        return None
-    place = getattr(sys.modules.get(library), "__file__", None)
-    return EnvironmentProblem(
-        f"saturate cannot use the library {library}, which it needs", cause=str(error), evidence=place or "",
-        remedy="check PYTHONPATH: it leads to packages of another environment" if os.environ.get("PYTHONPATH")
-        else "install saturate again: its libraries come with it")
 
 
 def _own_libraries_first() -> None:

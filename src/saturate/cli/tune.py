@@ -7,14 +7,20 @@ offline. Nothing outside the study folder changes.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
 from saturate.cli._output import coloured, present, show_json, tell, width, with_program
+from saturate.cli._problems import of_surroundings
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, TooNoisy, UsageError
-from saturate.records.result import StepTime, TuneResult
+from saturate.records.encoding import printable
+
+if TYPE_CHECKING:
+    from saturate.records.result import TuneResult
 
 TAKES_COMMAND = True
 
@@ -34,23 +40,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from saturate.report import terminal
-    from saturate.study import summary
-    from saturate.study.ending import Interrupted
-    from saturate.study.state import Request
-    from saturate.study.tune import environment_of_user, tune
-
     command = arguments.command
-    directory = arguments.dir.absolute()
     must_exist(command)
 
     def show(result: TuneResult) -> None:
         if arguments.json:
             show_json(result)
 
+    def show_nothing(reason: str) -> None:
+        if arguments.json:
+            print(json.dumps(printable(_nothing(command, reason))), flush=True)
+
     try:
+        from saturate.report import terminal
+        from saturate.study import summary
+        from saturate.study.state import Request
+        from saturate.study.tune import environment_of_user, tune
+
         request = Request(
-            argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=directory,
+            argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
             budget_s=arguments.budget, threshold=arguments.threshold, only=arguments.only, skip=arguments.skip,
             allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
             timeout_s=arguments.timeout, limit_bytes=arguments.fit,
@@ -60,17 +68,19 @@ def execute(arguments: argparse.Namespace) -> int:
     except UsageError:
         raise
     except SaturateError as problem:
-        show(_nothing(command, problem.message))
+        show_nothing(problem.message)
         raise
-    except Interrupted as interruption:
-        show(interruption.record.result)
-        tell(f"best so far: {interruption.record.result.recipe}; the same command goes on from here\n")
-        raise
-    except KeyboardInterrupt:
-        show(_nothing(command, "interrupted"))
+    except KeyboardInterrupt as interruption:
+        record = getattr(interruption, "record", None)      # of a study.ending.Interrupted
+        if record is None:
+            show_nothing("interrupted")
+            raise
+        show(record.result)
+        tell(f"best so far: {record.result.recipe}; the same command goes on from here\n")
         raise
     except Exception as bug:
-        show(_nothing(command, f"saturate itself failed: {type(bug).__name__}: {bug}"))
+        problem = of_surroundings(bug)
+        show_nothing(problem.message if problem else f"saturate itself failed: {type(bug).__name__}: {bug}")
         raise
     show(record.result)
     found = error or summary.verdict_error(record)
@@ -83,10 +93,11 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _nothing(command: list[str], reason: str) -> TuneResult:
-    """The object for a tune that could not even begin."""
-    return TuneResult(
-        run="", command=command, baseline=StepTime(), tuned=StepTime(), speedup=None, speedup_ci=None,
-        verdict="inconclusive", verified=None, verified_reason=reason, noise_floor=None, break_even_steps=None,
-        break_even_reason=reason, techniques=[], recipe="", report="",
-    )
+def _nothing(command: list[str], reason: str) -> dict[str, Any]:
+    """The object for a tune that could not even begin: that of a `TuneResult`, which needs a library that may be what is missing."""
+    unknown = dict.fromkeys((
+        "speedup", "speedup_ci", "verified", "noise_floor", "break_even_steps", "peak_bytes", "baseline_peak_bytes", "limit_bytes", "fits"))
+    return {
+        "schema": 1, "run": "", "command": command, "baseline": {"step_ms": None}, "tuned": {"step_ms": None}, "verdict": "inconclusive",
+        "verified_reason": reason, "break_even_reason": reason, "techniques": [], "recipe": "", "report": "", **unknown,
+    }

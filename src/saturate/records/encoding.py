@@ -12,12 +12,13 @@ def encoded(record: Any) -> str:
     try:
         return msgspec.json.encode(record).decode()
     except UnicodeEncodeError:
-        return msgspec.json.encode(_printable(msgspec.to_builtins(record))).decode()
+        return msgspec.json.encode(printable(msgspec.to_builtins(record))).decode()
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
+    """The same, with what JSON cannot hold replaced."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
+        return {printable(key): printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list | tuple) else value
