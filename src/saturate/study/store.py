@@ -46,8 +46,9 @@ _ENVIRONMENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READON
 #: Bytes that SQLite takes for the path of a file (MAX_PATHNAME in its os_unix.c), less what it appends for its journals.
 _LONGEST_PATH = 512 - 10
 
-#: A write-ahead log needs memory that all processes of all machines share; these file systems have none.
-_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
+#: A write-ahead log needs memory that all processes of all machines share; these file systems have none, and those in user space
+#: (`fuse.sshfs`, `fuse.glusterfs`) as a rule.
+_REMOTE = ("fuse", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "glusterfs", "virtiofs")
 
 
 #: The name of a run folder, see `new_run`. A folder that was given with --dir may have others in it.
@@ -95,13 +96,16 @@ class Store:
         self.path = folder / NAME
         folder.mkdir(parents=True, exist_ok=True)
         with self._in_our_words():
-            self._db = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+            self._db = self._connect()
         try:
             with self._in_our_words():
-                self._open(_file_system(folder) in _REMOTE)
+                self._open(_file_system(folder).partition(".")[0] in _REMOTE)
         except SaturateError:
             self._db.close()
             raise
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, isolation_level=None, timeout=30)
 
     def _open(self, remote: bool) -> None:
         damage = [row[0] for row in self._execute("pragma quick_check(1)")]
@@ -111,11 +115,28 @@ class Store:
         if tables and (found := self._version()) != str(VERSION):
             raise StudyDamaged(f"{self.path} was written by another version of saturate (format {found})",
                                remedy="use --dir FOLDER for a new study, or that version of saturate")
-        if remote or self._execute("pragma journal_mode=wal") != [("wal",)]:
-            self._execute("pragma journal_mode=delete")
+        if remote or not self._takes_log():
+            self._without_log()
         self._execute("pragma synchronous=normal")
         if not tables:
             self._db.executescript(_TABLES.format(version=VERSION, digest=_digest("version", str(VERSION))))
+
+    def _takes_log(self) -> bool:
+        """Whether it has a write-ahead log now. Where memory cannot be shared, that shows at the first lock."""
+        try:
+            found = self._db.execute("pragma journal_mode=wal").fetchall()
+            self._db.executescript("begin immediate; rollback")
+        except sqlite3.OperationalError:        # of another cause, it comes again
+            return False
+        return found == [("wal",)]
+
+    def _without_log(self) -> None:
+        """Take a rollback journal. A file that has a log already is left by it without shared memory only by a new connection that
+        has the file to itself (https://www.sqlite.org/wal.html#use_of_wal_without_shared_memory)."""
+        self._db.close()
+        self._db = self._connect()
+        for pragma in ("locking_mode=exclusive", "journal_mode=delete", "locking_mode=normal"):
+            self._execute(f"pragma {pragma}")
 
     def _version(self) -> str | None:
         """Of the file, whatever else another version has in its rows."""
