@@ -208,7 +208,11 @@ class CheckUnusable(WorkloadFailed):
 
 
 class VerificationFailed(SaturateError):
-    """Techniques were faster, but no final set of them trains like the baseline. The recipe is left empty."""
+    """The final set of techniques does not train like the baseline.
+
+    `tune` keeps a set only once it has verified, so nothing that it finds today ends so: what does not verify is
+    `rejected_numerics`, and the exit code is 0. `saturate run --on-divergence stop` ends with the same code.
+    """
 
     code = "E500"
     exit_code = 5

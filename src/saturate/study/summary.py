@@ -368,7 +368,7 @@ def _convert(kind: type, value: Any) -> Any:
 
 
 def verdict_error(record: StudyRecord) -> SaturateError | None:
-    """The error of a study whose final set does not verify, or which noise left undecided; None of any other."""
+    """The error of a study whose final set does not verify (the search keeps none such), or which noise left undecided; None of any other."""
     if record.result.verified is False:
         return VerificationFailed("the final set does not train like the baseline", cause=record.result.verified_reason,
                                   remedy="saturate run works with the empty recipe; see the report for what deviated")
