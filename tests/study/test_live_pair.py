@@ -243,7 +243,17 @@ def test_a_failed_verification_run_ends_the_one_beside_it(bench: Bench, tmp_path
     for runs in ((crashing, Run()), (Run(repetition=1), crashing)):
         with pytest.raises(TrialEnded) as ended:
             Verifier(bench, at_once=2)._prepare(*runs)
-        assert ended.value.outcome.kind == "killed_by_signal" and not bench.living
+        assert ended.value.outcome.kind == "killed_by_signal" and ended.value.side == "b" and not bench.living
+
+
+def test_a_verification_run_of_the_baseline_that_fails_is_told_from_the_candidates(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(trial: Trial, hello: Any) -> None:
+        raise trial.end(Outcome("crashed", "for a test"))
+
+    monkeypatch.setattr(bench, "check_applied", fails)
+    with pytest.raises(TrialEnded) as ended:
+        Verifier(bench).series(Run(perturb=1e-3))
+    assert ended.value.side == "a" and not bench.living
 
 
 def test_the_losses_of_a_process_that_races_share_are_known_while_it_lives(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from saturate.measure import race
 from saturate.measure.race import Limits
 from saturate.study import racing
 from saturate.study import store as stores
-from saturate.study.fates import FATES
+from saturate.study.fates import FATES, Fate
 from saturate.study.race_blocks import block_size
 from saturate.study.race_pair import MOST_ROUNDS, KernelWork
 from saturate.study.racing import Racer
@@ -169,7 +169,7 @@ def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():
     assert ended.value.side in "ab" and FATES[ended.value.outcome.kind] == "inconclusive"
     candidate = SimpleNamespace(id="t", label=lambda: "t")
     search = Search({}, None, Racer(bench, 0.02), None, time.monotonic() + 60.0, lambda text: None)
-    search.fates["t"] = SimpleNamespace(gain=None, gain_ci=None)
+    search.fates["t"] = Fate("not_tried", "")
     assert search.race("screen t", (), (), Limits(max_pairs=1), candidate, share_base=True) is None
     assert search.fates["t"].fate == "inconclusive" and "ended after 3000" in search.fates["t"].reason
 

@@ -434,7 +434,7 @@ def test_the_end_of_the_kept_set_is_no_fault_of_what_is_raced_against_it(kind: s
     walk = walked(Ending(TWO, None, ends={"screen slow with fast": ("a", kind)}), FAST, SLOW)
     fate = walk.fates["slow"]
     assert [c.id for c in walk.kept] == ["fast"] and fate.fate == "inconclusive"
-    assert fate.reason == f"fast, which it was raced against, ended: {kind.replace('_', ' ')}: for a test"
+    assert fate.reason == f"fast, which it was compared with, ended: {kind.replace('_', ' ')}: for a test"
 
 
 def test_the_end_of_the_baseline_ends_the_search() -> None:
@@ -455,3 +455,19 @@ def test_a_race_that_does_not_tell_drops_nothing_and_is_told_of() -> None:
     walk = walked(Ending(TWO, None, reads={"without fast": (0.01, -0.05, 0.08, "inconclusive")}), FAST, SLOW)
     assert [c.id for c in walk.kept] == ["fast", "slow"] and walk.fates["fast"].fate == "kept"
     assert walk.fates["fast"].reason == "+1.0% [-5.0%, +8.0%]: could be more or less than counts, in the final set"
+
+
+@pytest.mark.parametrize(("side", "fate", "reason"), [
+    ("a", "inconclusive", "in verification: baseline, which it was compared with, ended: crashed: for a test"),
+    ("b", "failed", "in verification: crashed: for a test"),
+])
+def test_a_run_of_the_baseline_that_fails_in_verification_is_no_fault_of_the_candidate(side: str, fate: str, reason: str) -> None:
+    def fails(techniques: Any) -> Verified:
+        ended = TrialEnded(Outcome("crashed", "for a test"))
+        ended.side = side
+        raise ended
+
+    world: Any = World({"fast": (0.6, 0.0)}, None)
+    world.verify, world.reference, world.may_be_crowded = fails, (), lambda ended: False
+    walk = walked(world, FAST)
+    assert walk.kept == () and (walk.fates["fast"].fate, walk.fates["fast"].reason) == (fate, reason)

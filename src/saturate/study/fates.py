@@ -59,10 +59,10 @@ def how(ended: TrialEnded) -> str:
 
 
 def of_end(ended: TrialEnded, against: Set) -> tuple[str, str]:
-    """Fate and reason of a candidate whose race, against a set without it, a process did not live through. The end of the one that
+    """Fate and reason of a candidate whose comparison with a set without it a process did not live through. The end of the one that
     is without the candidate says nothing of it."""
     if ended.side == "a":
-        return "inconclusive", f"{names(against)}, which it was raced against, ended: {how(ended)}"
+        return "inconclusive", f"{names(against)}, which it was compared with, ended: {how(ended)}"
     return FATES.get(ended.outcome.kind, "failed"), how(ended)
 
 

@@ -402,7 +402,8 @@ class Search:
             return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
             if candidate is not None:
-                self.settle(candidate, "failed", f"in verification: {how(ended)}")
+                fate, reason = of_end(ended, self.verifier.reference) if ended.side == "a" else ("failed", how(ended))
+                self.settle(candidate, fate, f"in verification: {reason}")
             return None
 
     def settle(self, candidate: Candidate, fate: str, reason: str) -> None:

@@ -11,14 +11,15 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from saturate.records.result import NumericsCurve
-from saturate.study.bench import Bench, timed_losses
+from saturate.study.bench import Bench, on_side, timed_losses
 from saturate.study.candidates import Set, key, ordered, weakest
-from saturate.trial.process import TrialEnded
+from saturate.trial.process import Trial, TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
@@ -102,7 +103,7 @@ class Verifier:
         self.note: str | None = None            # what the user should know of how it was verified
 
     def verify(self, techniques: Set) -> Verified:
-        """Raises TrialEnded when the candidate cannot run."""
+        """Raises TrialEnded when the candidate cannot run, or (its `side` is "a" then) what it is compared with."""
         question = f"verify {key(techniques)}"
         stored = self.bench.store.answer(question)
         if stored is not None:
@@ -299,13 +300,17 @@ class Verifier:
                 started.append(self.bench.start(_purpose(run), run.techniques, self._capture(run)))
                 otherwise.callback(self.bench.abandon, started[-1], run.techniques)
             for run, begun in zip(runs, started):
-                trial, hello = self.bench.ready(_purpose(run), run.techniques, self._capture(run), begun)
-                try:
-                    self.bench.check_applied(trial, hello)
-                finally:
-                    self.bench.finish(trial, run.techniques)
+                trial = on_side("a" if run.techniques == self.reference else "b", partial(self._finished, run, begun))
                 self._series[_name(run)] = read(trial.spec.folder)
                 self.bench.store.set_answer(f"series {_name(run)}", trial.spec.folder.name)
+
+    def _finished(self, run: Run, begun: Trial) -> Trial:
+        trial, hello = self.bench.ready(_purpose(run), run.techniques, self._capture(run), begun)
+        try:
+            self.bench.check_applied(trial, hello)
+        finally:
+            self.bench.finish(trial, run.techniques)
+        return trial
 
 
 def _name(run: Run) -> str:
