@@ -20,6 +20,7 @@ from tune_kit import TRAINING, Folder, no_traceback_of_ours, recipe_is_empty, un
 
 from saturate.study.store import StudyLock
 from saturate.study.verification import too_slow
+from saturate.trial import process
 from saturate.trial.process import TrialEnded
 
 FOREVER = "\nwhile True: step()\n"
@@ -157,6 +158,43 @@ def test_a_hang_between_two_blocks_is_noticed(script, start):
             trial.run_block(0, 10)
     assert ended.value.outcome.kind == "hung"
     assert "--timeout" in ended.value.outcome.remedy
+
+
+def test_a_block_of_long_steps_is_no_hang(script, start):
+    """It says nothing until its end: 48 steps of 24 s, as many as eight loader workers get ahead, were hung after 300 s."""
+    trial = start(str(script("import time\n" + TRAINING + "while True: step(); time.sleep(0.1)")))
+    trial.wait_ready()
+    trial.run_block(0, 2)
+    trial.workload = replace(trial.workload, timeout_s=0.5)
+    assert len(trial.run_block(0, 15).timed_ns) == 15
+
+
+#: It prints while it starts, which may take long beside other load, and trains without a word; it hangs after as many steps as it is told.
+SILENT = """
+import sys, threading, time
+starting = True
+def printer():
+    while starting: print(".", flush=True); time.sleep(0.1)
+threading.Thread(target=printer, daemon=True).start()
+""" + TRAINING + """
+for _ in range(int(sys.argv[1])): step(); starting = False; time.sleep(0.5)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_verification_run_shows_life_by_each_update(hangs, script, start, monkeypatch):
+    """Fifty updates of 24 s, or of 6 s without a word, were hung: it comes to the gate after the last one only."""
+    monkeypatch.setattr(process, "PATIENCE", 30)
+    path = script(SILENT)
+    capture = {"folder": str(path.parent), "updates": 10, "seed": 20, "aligned": False, "perturb": None}
+    trial = start(str(path), "4" if hangs else "10", capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}, timeout_s=2.0)
+    if not hangs:
+        trial.wait_capture()
+        return
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_capture()
+    assert (ended.value.outcome.kind, ended.value.outcome.reason) == ("hung", "no sign of progress for 2 s")
 
 
 def test_a_budget_that_one_verification_run_exceeds() -> None:

@@ -175,7 +175,11 @@ def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Benc
         patch.setattr(Trial, "wait_ready", lambda trial, patience_s: (asked.append(patience_s), plain(trial, patience_s))[1])
         for live in bench.live_pair("a", (), "b", ()):
             bench.finish_live(live)
-    assert asked == [120.0, math.inf]
+        assert asked == [120.0, math.inf]
+        asked.clear()
+        bench._trains = False           # a study that is resumed
+        Verifier(bench).series(Run())
+    assert asked == [math.inf]
 
 
 RUNS = (Run(), Run(repetition=1), Run(perturb=1e-3))

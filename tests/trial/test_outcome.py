@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import threading
+import time
 import types
 
 import pytest
@@ -204,6 +206,20 @@ def test_what_came_while_this_process_was_stopped_has_come() -> None:
                 server.wait_gates(0.0, lambda: True)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("talks", "moves", "waits_s"), [(False, 0, 0.1), (True, 0, 0.4), (False, 8, 0.8), (True, 8, 1.2)])
+def test_who_talks_is_waited_for_and_who_gets_on_without_an_end(talks: bool, moves: int, waits_s: float) -> None:
+    """A silence of 0.1 s is a hang, 0.4 s of talk without progress, too."""
+    server = gate.GateServer(f"saturate-test-moves-{os.getpid()}", "token")
+    words, reached = itertools.count(), itertools.chain(range(1 + moves), itertools.repeat(moves))
+    began = time.monotonic()
+    try:
+        with pytest.raises(gate.GateTimeout):
+            server.wait_gates(0.1, lambda: True, lambda: next(words) if talks else None, 0.4, lambda: next(reached))
+    finally:
+        server.close()
+    assert waits_s <= time.monotonic() - began < waits_s + 5.0
 
 
 def test_who_always_has_another_message_does_not_postpone_the_timeout(monkeypatch) -> None:

@@ -181,8 +181,9 @@ class Bench:
         refused. Raises TrialEnded, and EnvironmentProblem where it ran, or failed with, other code than the baseline."""
         trial = started or self.start(purpose, techniques, capture)
         try:
-            with contextlib.nullcontext() if self._trains else self._said_that_it_waits():
-                hello = trial.wait_ready(math.inf if self._trains else max(LEAST_PATIENCE_S, self.budget_s))
+            trains = self._trains or capture is not None        # nothing is verified that has not trained before
+            with contextlib.nullcontext() if trains else self._said_that_it_waits():
+                hello = trial.wait_ready(math.inf if trains else max(LEAST_PATIENCE_S, self.budget_s))
             self._trains = True
             self._check_sources()
             return trial, hello

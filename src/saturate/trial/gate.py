@@ -91,23 +91,27 @@ class GateServer:
         """Rank 0's greeting, once it has arrived."""
         return next((r.hello for r in self.ranks if r.hello and r.hello["rank"] == 0), None)
 
-    def wait_gates(self, timeout_s: float, alive: Any, sign_of_life: Any = lambda: None, longest_s: float = 0.0) -> list[dict[str, Any]]:
+    def wait_gates(self, timeout_s: float, alive: Any, sign_of_life: Any = lambda: None, longest_s: float = 0.0,
+                   progress: Any = lambda: None) -> list[dict[str, Any]]:
         """The `gate` message of every rank, rank 0 first, once all stand at the gate.
 
         `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised. GateTimeout is
-        raised after `timeout_s` in which `sign_of_life()` did not change, or after `longest_s` whatever it says.
+        raised after `timeout_s` in which neither `sign_of_life()` nor `progress()` changed, or after `longest_s` in which the
+        latter did not: who talks may do nothing else.
         """
         waiting: dict[int, dict[str, Any]] = {}
         began = time.monotonic()
-        deadline, sign = Deadline(began + timeout_s, _LATE_S), sign_of_life()
+        deadline, sign, reached = Deadline(began + timeout_s, _LATE_S), sign_of_life(), progress()
         while True:
             try:
                 received = self._receive(deadline, alive)
             except GateTimeout:
-                before, sign = sign, sign_of_life()
-                if sign == before or time.monotonic() - began >= longest_s:
+                now, before, sign = time.monotonic(), sign, sign_of_life()
+                if (seen := progress()) != reached:
+                    began, reached = now, seen
+                elif sign == before or now - began >= longest_s:
                     raise
-                deadline = Deadline(time.monotonic() + timeout_s, _LATE_S)
+                deadline = Deadline(now + timeout_s, _LATE_S)
                 continue
             for rank, message in received:
                 if message["at"] == "gate":

@@ -28,6 +28,9 @@ from saturate.trial.outcome import LastWords, Outcome, classify, stalled, unseen
 #: times the silence that would be a hang.
 PATIENCE = 4
 
+#: A step under a profiler, or of a larger batch, may last this many times what the latest did.
+SLOWER = 2
+
 #: How long a command may take to end by itself once the process that trained is gone.
 GRACE_S = 20.0
 
@@ -125,6 +128,7 @@ class Trial:
         self._looked_at = False
         self.gates: list[dict[str, Any]] = []   # the latest message of every rank, rank 0 first
         self._lags: list[tuple[int, int]] = []
+        self._step_s = 0.0                      # of the latest block
         self.frozen = False
         self.ended: Outcome | None = None
         self.compile_s: float | None = None
@@ -184,7 +188,7 @@ class Trial:
         placed = {"cpus": list(cpus)} if len(cpus) == len(self.gates) else {}
         self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch, **placed, **orders}))
         counts, sample = self.counts, self.sample
-        gates = self._wait_gate()
+        gates = self._wait_gate(expected_s=(skip + steps) * self._step_s)
         ended = time.perf_counter_ns()
         self.steps += skip + steps
         self.server.notices.clear()
@@ -199,6 +203,7 @@ class Trial:
         if problem is not None:
             raise self.end(Outcome("clock_disagrees", problem))
         durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
+        self._step_s = sum(durations) / len(durations) / 1e9
         return Block(
             durations, slowest["parts"], {token: count - counts.get(token, 0) for token, count in self.counts.items()}, skip + steps,
             self.sample, self.sample != sample, frozenset(index - skip for index in slowest["evaluations"]),
@@ -224,13 +229,15 @@ class Trial:
         """Wait until a verification run has recorded its last update."""
         self.wait_ready()
 
-    def _wait_gate(self, patience_s: float = math.inf) -> list[dict[str, Any]]:
-        silence, began = min(self.workload.timeout_s, patience_s), time.monotonic()
-        longest = min(PATIENCE * self.workload.timeout_s, patience_s)
+    def _wait_gate(self, patience_s: float = math.inf, expected_s: float = 0.0) -> list[dict[str, Any]]:
+        """`expected_s`: what the steps until then take as far as is known; only what comes on top of it is a silence that tells."""
+        began, steps_s = time.monotonic(), SLOWER * expected_s
+        silence = min(steps_s + self.workload.timeout_s, patience_s)
+        longest = min(steps_s + PATIENCE * self.workload.timeout_s, patience_s)
 
         def wait() -> list[dict[str, Any]]:
             try:
-                return self.server.wait_gates(silence, self._alive, self._printed, longest)
+                return self.server.wait_gates(silence, self._alive, self._printed, longest, self._recorded)
             except GateTimeout:
                 if time.monotonic() - began < patience_s:
                     raise
@@ -238,7 +245,7 @@ class Trial:
                                        "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
                                        "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")) from None
 
-        gates = self._guarded(wait)
+        gates = self._guarded(wait, silence)
         self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
@@ -259,11 +266,12 @@ class Trial:
         if limit is not None and found > limit:
             raise self.end(Outcome("over_limit", f"needs {sizes.show(found)}, the limit is {sizes.show(limit)}"))
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def _guarded(self, action: Callable[[], Any], silence_s: float | None = None) -> Any:
         try:
             return action()
         except GateTimeout:
-            raise self.end(stalled(self.workload.timeout_s, self.server.hello() is not None, self._printed()[0] > 0,
+            trained = self.server.hello() is not None or self._recorded()[0] > 0
+            raise self.end(stalled(silence_s or self.workload.timeout_s, trained, self._printed()[0] > 0,
                                    launch.defeated_by(self.workload.argv))) from None
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
@@ -275,12 +283,12 @@ class Trial:
             raise self._collect() from None
 
     def _printed(self) -> tuple[int, int]:
-        """The size of the log, and when something came: what exceeds a log shows in the time alone."""
-        try:
-            seen = os.stat(self.log)
-        except FileNotFoundError:
-            return 0, 0             # nothing was started yet
-        return seen.st_size, seen.st_mtime_ns
+        return _grown(self.log)
+
+    def _recorded(self) -> tuple[int, int]:
+        """A verification run comes to the gate after its last update only, and need not print until then: each update that it
+        has recorded shows that it goes on."""
+        return _grown(Path(self.spec.capture["folder"]) / "capture.jsonl") if self.spec.capture else (0, 0)
 
     def _alive(self) -> bool:
         return self.supervisor.poll() is None
@@ -392,6 +400,15 @@ class Trial:
 
     def __exit__(self, *exception: Any) -> None:
         self.stop()
+
+
+def _grown(path: Path) -> tuple[int, int]:
+    """The size of a file, and when something came: what exceeds a log shows in the time alone."""
+    try:
+        seen = os.stat(path)
+    except FileNotFoundError:
+        return 0, 0             # nothing was started yet
+    return seen.st_size, seen.st_mtime_ns
 
 
 def _word(path: Path) -> LastWords | None:
