@@ -19,18 +19,28 @@ FAKES = {
     "mlflow": "def set_tracking_uri(uri): print('mlflow', uri)\n",
     "neptune": "def init_run(mode='async', **k): print('neptune', mode)\n",
     "comet_ml": "class Experiment:\n    def __init__(self, **k): print('CONTACT')\n"
-                "class OfflineExperiment:\n    def __init__(self, offline_directory, **k): print('comet', offline_directory)\n",
+                "class OfflineExperiment:\n    def __init__(self, project_name=None, offline_directory=None, **k): print('comet', offline_directory, project_name, k)\n"
+                "def start(api_key=None, workspace=None, project=None, project_name=None, experiment_key=None, mode=None, online=None, source=None,\n"
+                "          experiment_config=None): print('comet', 'CONTACT' if online in (None, True) else 'alone', project, source, experiment_config)\n",
     "clearml": "class Task:\n    off = False\n    @classmethod\n    def set_offline(cls, offline_mode=False): cls.off = offline_mode\n"
                "    @classmethod\n    def init(cls): print('clearml', cls.off)\n",
     "swanlab": "def init(mode='cloud', logdir=None): print('swanlab', mode, logdir)\n",
+    "trackio": "import os\ndef init(project, name=None, space_id=None, server_url=None, resume='never', webhook_url=None):\n"
+               "    print('trackio', project, space_id or os.environ.get('TRACKIO_SPACE_ID'), server_url, resume, webhook_url)\n"
+               "def sync(project, space_id=None, sdk='gradio'): print('SPACE'); return 'me/space'\n"
+               "def freeze(space_id, project, new_space_id=None): print('SPACE'); return 'me/frozen'\n",
 }
 SCRIPT = """
     import wandb; wandb.login(key="k"); wandb.init("p", mode="online", dir="/elsewhere"); wandb.init(mode="disabled")
     import mlflow; mlflow.set_tracking_uri("https://example.org")
     import neptune; neptune.init_run(mode="async")
-    import comet_ml; comet_ml.Experiment(api_key="k")
+    import comet_ml; comet_ml.Experiment(api_key="k", project_name="p", previous_experiment="e")
+    comet_ml.start("k", project="p", source="s", experiment_config="c"); comet_ml.start(online=True)
     import clearml; clearml.Task.set_offline(False); clearml.Task.init()
     import swanlab; swanlab.init(mode="cloud", logdir="/elsewhere")
+    import trackio; trackio.init("p", None, "me/space", resume="allow", webhook_url="https://example.org")
+    trackio.init(project="p", server_url="https://example.org")
+    print(trackio.sync(project="p", sdk="static", space_id="me/static"), trackio.freeze(space_id=None, project="p", new_space_id="me/frozen"))
 """
 
 
@@ -43,7 +53,7 @@ def fakes(tmp_path: Path) -> Path:
 
 def _run(fakes: Path, prelude: str) -> list[str]:
     code = script(fakes, "t.py", prelude + SCRIPT)
-    environ = environment_offline(fakes / "run", {}) | {"PYTHONPATH": f"{fakes}:{SOURCE}"}
+    environ = environment_offline(fakes / "run", {}) | {"PYTHONPATH": f"{fakes}:{SOURCE}", "TRACKIO_SPACE_ID": "me/other"}
     done = subprocess.run([sys.executable, str(code)], env=environ, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout.splitlines()
 
@@ -60,7 +70,8 @@ def test_arguments_do_not_reach_the_network(fakes):
     folder = fakes / "run" / "trackers"
     assert _run(fakes, WATCH) == [
         f"wandb offline {folder}", f"wandb disabled {folder}", f"mlflow file://{folder}/mlruns", "neptune offline",
-        f"comet {folder}", "clearml True", f"swanlab local {folder}",
+        f"comet {folder} p {{}}", "comet alone p s c", "comet alone None None None", "clearml True", f"swanlab local {folder}",
+        "trackio p None None allow None", "trackio p None None never None", "me/static me/frozen",
     ]
 
 
@@ -70,7 +81,8 @@ def test_what_the_agent_wraps_is_watched_in_every_process_of_a_trial():
 
 
 def test_the_fakes_would_show_a_contact(fakes):
-    assert {"LOGIN", "CONTACT", "wandb online /elsewhere", "neptune async"} <= set(_run(fakes, ""))
+    assert {"LOGIN", "CONTACT", "wandb online /elsewhere", "neptune async", "comet CONTACT p s c", "SPACE",
+            "trackio p me/space None allow https://example.org"} <= set(_run(fakes, ""))
 
 
 def test_mlflow_is_kept_from_other_machines_only(tmp_path):

@@ -12,7 +12,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from saturate.agent import hubs
 from saturate.records.addresses import remote_store
+
+#: Where trackio sends what it logs, and who is told of it.
+_TRACKIO = ("space_id", "server_url", "bucket_id", "dataset_id", "webhook_url")
 
 
 def folder() -> str:
@@ -23,8 +27,9 @@ def folder() -> str:
 def callbacks() -> dict[str, Callable[[Any], None]]:
     """Name of a module -> what to call with it right after it was imported."""
     return {"wandb": _wandb, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml, "swanlab": _swanlab,
-            "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow, "mlflow.tracking._model_registry.utils": _mlflow,
-            "mlflow.store.artifact.artifact_repository_registry": _mlflow_artifacts}
+            "trackio": _trackio, "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow,
+            "mlflow.tracking._model_registry.utils": _mlflow,
+            "mlflow.store.artifact.artifact_repository_registry": _mlflow_artifacts, **hubs.callbacks()}
 
 
 def _wrap(owner: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> None:
@@ -38,6 +43,12 @@ def _wrap(owner: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, An
         return original(*change(arguments, keywords), **keywords)
 
     setattr(owner, name, wrapped)
+
+
+def _parameters(function: Any) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(function).parameters)
 
 
 def _nothing(owner: Any, name: str) -> None:
@@ -100,19 +111,26 @@ def _mlflow_artifacts(module: Any) -> None:
 
 
 def _comet(module: Any) -> None:
-    """`Experiment` and `start` become their offline counterparts."""
+    """`Experiment` becomes its offline counterpart, which knows fewer keywords, and `start` makes that itself."""
     offline = getattr(module, "OfflineExperiment", None)
     if offline is None:
         return
+    known = set(_parameters(offline)) - {"api_key", "experiment_key", "offline_directory"}
 
     def experiment(*_: Any, **keywords: Any) -> Any:
-        for name in ("api_key", "experiment_key", "online", "mode", "offline_directory"):
-            keywords.pop(name, None)
-        return offline(offline_directory=folder(), **keywords)
+        return offline(offline_directory=folder(), **{name: value for name, value in keywords.items() if name in known})
 
-    for name in ("Experiment", "ExistingExperiment", "start"):
+    def alone(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords.update(zip(names, arguments))
+        keywords["online"] = False
+        return ()
+
+    for name in ("Experiment", "ExistingExperiment"):
         if hasattr(module, name):
             setattr(module, name, experiment)
+    if hasattr(module, "start"):
+        names = _parameters(module.start)
+        _wrap(module, "start", alone)
     for name in ("login", "init"):
         _nothing(module, name)
 
@@ -144,3 +162,24 @@ def _swanlab(module: Any) -> None:
 
     _wrap(module, "init", local)
     _nothing(module, "login")
+
+
+def _trackio(module: Any) -> None:
+    """What it logs stays in files: no Space is created, or written to."""
+    for name in _TRACKIO:
+        os.environ.pop(f"TRACKIO_{name.upper()}", None)     # an empty one would be taken for an address
+
+    def local(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords.update(zip(names, arguments))
+        keywords.update((name, None) for name in _TRACKIO if name in names)
+        return ()
+
+    def sent(*_: Any, **keywords: Any) -> Any:
+        return keywords.get("new_space_id") or keywords.get("space_id") or ""
+
+    if hasattr(module, "init"):
+        names = _parameters(module.init)
+        _wrap(module, "init", local)
+    for name in ("sync", "freeze"):
+        if hasattr(module, name):
+            setattr(module, name, sent)

@@ -35,8 +35,9 @@ class Chosen:
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 
 #: Modules that may go online, see `agent.trackers`.
-_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "mlflow", "mlflow.tracking._tracking_service.utils",
-             "mlflow.tracking._model_registry.utils", "mlflow.store.artifact.artifact_repository_registry")
+_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "trackio", "mlflow", "mlflow.tracking._tracking_service.utils",
+             "mlflow.tracking._model_registry.utils", "mlflow.store.artifact.artifact_repository_registry", "huggingface_hub.hf_api",
+             "transformers.utils.hub", "datasets.arrow_dataset", "datasets.dataset_dict", "datasets.iterable_dataset")
 
 
 def plan_text(mode: str, techniques: list[Chosen], **more: Any) -> str:

@@ -10,7 +10,7 @@ from saturate.records.addresses import remote_store
 
 def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Set for every trial. What a tracker still writes goes to `run_dir/trackers`. Values that a script passes as
-    arguments are dealt with by `agent/trackers.py`.
+    arguments are dealt with by `agent/trackers.py`, and what would change the Hugging Face Hub by `agent/hubs.py`.
 
     A tracker that the user switched off in `environ` stays off, and one that keeps its runs on this machine goes on there: the
     isolation covers that, and a script may look for what it wrote before. Hugging Face downloads stay possible: a first trial may have to fetch what the user's own run would fetch.
@@ -29,6 +29,7 @@ def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, 
         "SWANLAB_MODE": "local",
         "SWANLAB_LOG_DIR": str(folder),
         "AIM_REPO": str(folder),
+        "TRACKIO_DIR": str(folder / "trackio"),
         "DVCLIVE_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "ORT_DISABLE_TELEMETRY": "1",
