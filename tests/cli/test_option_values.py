@@ -22,3 +22,19 @@ def test_a_value_that_means_nothing_is_refused(options, capsys):
 def test_what_is_no_confidence_is_called_that(text, capsys):
     assert main.main(["optimize", "m:build", "--inputs", "m:loader", "--check", "m:score", "--max-drop", "1%", f"--confidence={text}"]) == 2
     assert f"'{text}' is not a confidence between 50% and 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["tune", "profile", "fit", "drill", "run"])
+@pytest.mark.parametrize(("command", "remedy"), [
+    (["CUDA_VISIBLE_DEVICES=0", "python3", "train.py", "a b"], "put env in front: env CUDA_VISIBLE_DEVICES=0 python3 train.py 'a b'"),
+    (["python3 train.py"], "drop the quotes: python3 train.py"),
+    (["python3 train.py", "--lr", "1"], "drop the quotes: python3 train.py --lr 1"),
+    (["A=1 python3 train.py"], "drop the quotes, and put env in front: env A=1 python3 train.py"),
+    (["A=1"], "check its spelling, or give its path"), ([""], "check its spelling, or give its path"),
+    (["no-such-program train.py"], "check its spelling, or give its path"),
+], ids=["variable", "quoted", "half quoted", "quoted variable", "variable alone", "empty", "unknown"])
+def test_a_command_as_a_shell_would_have_it_is_told_how_to_write_it(verb, command, remedy, capsys, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("schema = 1\n")
+    assert main.main([verb, *([str(recipe)] if verb == "run" else []), "--", *command]) == 2
+    assert capsys.readouterr().err.splitlines()[1:2] == [f"help: {remedy}"]

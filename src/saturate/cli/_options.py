@@ -28,7 +28,23 @@ def must_exist(command: list[str]) -> None:
     if shutil.which(command[0]) is None:
         if os.sep in command[0] and os.path.isfile(command[0]):
             raise UsageError(f"{command[0]!r} is not executable", remedy=f"chmod +x {shlex.quote(command[0])}, or name the program that runs it")
-        raise UsageError(f"there is no command {command[0]!r}", remedy="check its spelling, or give its path")
+        raise UsageError(f"there is no command {command[0]!r}", remedy=_instead_of(command))
+
+
+def _instead_of(command: list[str]) -> str:
+    """What was meant, where there is no such command: to a shell, a variable may stand in front of one.
+
+    >>> _instead_of(["A=1", "python3", "train.py"]), _instead_of(["python3 train.py --lr 1"])
+    ('put env in front: env A=1 python3 train.py', 'drop the quotes: python3 train.py --lr 1')
+    """
+    variable = re.match(r"[A-Za-z_]\w*=", command[0], re.ASCII)
+    if variable and len(command) > 1:
+        return f"put env in front: env {shlex.join(command)}"
+    words = command[0].split()
+    if len(words) > 1 and (variable or shutil.which(words[0])):
+        meant = " ".join(["env"] * bool(variable) + words + [shlex.join(command[1:])]).rstrip()
+        return f"drop the quotes{', and put env in front' if variable else ''}: {meant}"
+    return "check its spelling, or give its path"
 
 
 def duration(text: str) -> float:
