@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from test_inference_search import (
 )
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import api, confirm, result
+from saturate.inference import api, confirm, plan, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.search import Search, Tried
@@ -285,6 +286,20 @@ def test_where_no_lossless_candidate_beats_the_model_it_is_the_model(speedups: d
         world.deploy = refusing         # type: ignore[method-assign]
     found, said = api._best_lossless(search, world)     # type: ignore[arg-type]
     assert (found and found.found.candidate.label()) == who and said.startswith(why) and bool(said) is bool(why)
+
+
+def test_the_model_is_the_best_lossless_one_only_where_no_other_can_be() -> None:
+    search = walk(World({"int8": 0.2, "run": 1.3}, {"int8": 0.001}), INT8, RUN)
+    assert api._undecided_lossless(search) == ""
+    run = next(candidate for candidate in search.tried if candidate.label() == "run")
+    search.tried[run] = replace(search.tried[run], fate="inconclusive", speedup=1.8)
+    assert "not decided" in api._undecided_lossless(search)
+    del search.tried[run]
+    assert "had no turn" in api._undecided_lossless(search)
+    alone = walk(World({"int8": 0.2}, {"int8": 0.001}), INT8)
+    assert api._undecided_lossless(alone) == ""
+    alone.pool.refused["run"] = plan.LEFT_OUT
+    assert "left out" in api._undecided_lossless(alone)
 
 
 def refusing(found: Any) -> Any:

@@ -334,6 +334,17 @@ def test_a_lossless_text_is_held_to_its_promise_whatever_its_length(numerics):
     assert problem([[text.clone()]], numerics, [[text]]) is None
 
 
+def test_a_tie_at_the_end_of_a_text_is_a_tie():
+    """One row that goes on for a token: the others are padded, by what they end with."""
+    ended = torch.randint(1, 50_000, (8, 20), generator=seeded())
+    longer = torch.cat([ended, ended[:, -1:]], 1)
+    longer[0, -1] = 0
+    assert problem([[longer]], "reordering", [[ended]], spare=1) is None and problem([[ended]], "reordering", [[longer]], spare=1) is None
+    longer[1, -1] = 0
+    assert "2 of 168 whole numbers" in (problem([[longer]], "reordering", [[ended]]) or "")
+    assert "20 of 20 whole numbers" in (problem([[ended[:1]]], "reordering", [[ended[:1, :0]]], spare=1) or "")
+
+
 def test_what_stands_beside_a_text_of_another_length_is_looked_at():
     text, score = torch.arange(1, 81).reshape(4, 20), torch.ones(4)
     assert "not finite" in (problem([[text[:, :19], score / 0]], baseline=[[text, score]]) or "")

@@ -143,6 +143,22 @@ def test_the_memory_of_the_model_is_that_of_before_the_check(tmp_path: Path, mon
     assert lab.baseline_bytes(3) == least and other.closed
 
 
+def test_a_process_of_the_model_that_is_ended_from_outside_is_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(SimpleNamespace(), tmp_path, 1, time.monotonic(), own_bytes=100)         # type: ignore[arg-type]
+    ends = [WorkerFailed("killed", "signal 9", outside=True), Growing(90), Growing(95), WorkerFailed("failed", "no room")]
+
+    def baseline(self: Lab) -> Any:
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(Lab, "baseline", baseline)
+    assert lab.baseline_bytes(3) == 90
+    with pytest.raises(WorkerFailed, match="no room"):
+        lab.baseline_bytes(3)
+
+
 def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.artifact, "store", lambda folder, *given, **more: folder)
     monkeypatch.setattr(module.artifact, "read", lambda folder: SimpleNamespace(files=[SimpleNamespace(size_bytes=5), SimpleNamespace(size_bytes=7)]))

@@ -637,3 +637,14 @@ def test_candidates_know_their_conflicts_and_order() -> None:
 def test_one_technique_alone_is_not_named_twice() -> None:
     search = walk(World({"run": 1.0}, fails={"run": "run: no such kernel"}), RUN)
     assert [found.reason for found in search.tried.values()] == ["failed: no such kernel"]
+
+
+def test_the_model_is_weighed_once_where_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def baseline_bytes(world: World, processes: int) -> int:
+        if processes > 1:
+            raise WorkerFailed("failed", "no room for two")
+        return int(2e9)
+
+    monkeypatch.setattr(World, "baseline_bytes", baseline_bytes)
+    search = walk(World({"int8": 0.5}, {"int8": 0.001}), INT8, objective="memory")
+    assert search.baseline is not None and search.baseline.peak_memory_bytes == 2e9 and fates(search)["int8"] == "dominated"

@@ -90,7 +90,7 @@ def observe(torch: Any, model: Any, inputs: list[tuple[Any, ...]], device: str, 
         cpu_flags=cpu_flags(), capability=torch.cuda.get_device_capability() if device == "cuda" else None,
         cores=max(1, int(machine.cpu_count())), threads=threads, calibration_samples=calibration_samples,
         trainable=trainable,
-        student=student, generates=_text(torch, model, inputs[0], answers, asked=generates),
+        student=student, generates=_text(torch, model, calls, answers, asked=generates),
     )
 
 
@@ -141,12 +141,12 @@ def _attention_modules(torch: Any, modules: list[Any]) -> int:
                                                                                     None)) for module in modules)
 
 
-def _text(torch: Any, model: Any, batch: tuple[Any, ...], answers: list[Any], *, asked: bool) -> bool:
-    """Whether the answer is generated text, numbers of tokens (samples, length): of a method `generate` (`asked`), or of a model around
-    one of transformers that can generate, where no input is as long. Classes of tokens are as many as these."""
-    lengths = set() if asked else {tensor.shape[-1] for tensor in trees.tensors(torch, batch) if tensor.dim()}
-    able = asked or any(getattr(part, "generation_config", None) is not None for part in model.modules())
-    return able and any(one.dtype in (torch.int64, torch.int32) and one.dim() == 2 and one.shape[1] not in lengths for one in answers)
+def _text(torch: Any, model: Any, calls: Counter[str], answers: list[Any], *, asked: bool) -> bool:
+    """Whether the answer is generated text, numbers of tokens (samples, length): of a method `generate` (`asked`), or of a model that
+    calls one of transformers that can generate again and again. Called once, it has said which tokens are likely."""
+    generating = asked or any(count > 1 and getattr(model.get_submodule(name), "generation_config", None) is not None
+                              for name, count in calls.items())
+    return generating and any(one.dtype in (torch.int64, torch.int32) and one.dim() == 2 for one in answers)
 
 
 def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counter[str], int, bool, list[Any]]:

@@ -256,9 +256,10 @@ def _comparable(torch: Any, baseline: Batches, other: Batches | None) -> list[_L
 def _add(torch: Any, level: _Level, wanted: Any, got: Any) -> None:
     level.count += max(wanted.numel(), got.numel())
     if level.whole:
-        if wanted.shape != got.shape:           # texts: what only one of them has differs, and is no tie
-            unmatched, length = abs(wanted.numel() - got.numel()), min(wanted.shape[1], got.shape[1])
-            level.changed, level.far = level.changed + unmatched, level.far + unmatched
+        if wanted.shape != got.shape:           # texts: what only one of them has differs
+            length = min(wanted.shape[1], got.shape[1])
+            longer = wanted if wanted.shape[1] > length else got
+            level.changed += _tokens(longer[:, max(0, length - 1):]) - min(1, length) * len(wanted)     # what repeats their last one is padding
             wanted, got = wanted[:, :length], got[:, :length]
         other = wanted != got
         level.changed += int(other.sum())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
-from saturate.inference import accuracy, artifact, batches, checking, guards, samples, session
+from saturate.inference import accuracy, artifact, batches, checking, confirm, guards, samples, session
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
@@ -133,8 +133,8 @@ class Lab:
 
     def baseline_bytes(self, processes: int) -> int | None:
         """The least that so many processes of the model itself take to serve; None: not known. The first is the one that was observed,
-        as it was before probes and the check made it larger."""
-        found = [self.own_bytes, *(_serving_bytes(self.baseline()) for _ in range(processes - 1))]
+        as it was before probes and the check made it larger. Raises WorkerFailed."""
+        found = [self.own_bytes, *(confirm.once_more(lambda: _serving_bytes(self.baseline()), WorkerFailed) for _ in range(processes - 1))]
         return None if None in found else min(found)        # type: ignore[type-var]
 
     def artifact_bytes(self, folder: Path) -> int | None:

@@ -20,6 +20,9 @@ from saturate.records.inference import ModelFacts
 #: A switch that gains less alone is not worth combining; screening sees no less either.
 HELPS = 1.02
 
+#: Why a technique is in no candidate that the user does not want there.
+LEFT_OUT = "left out by --only or --skip"
+
 #: Runtimes that a number format is tried with, the fastest lossless ones first.
 RUNTIMES = 2
 
@@ -37,6 +40,10 @@ class Pool:
     noted: dict[str, list[str]] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)   # of the model
 
+    def lossless(self) -> set[str]:
+        """Ids of those that compute the same."""
+        return {part.id for part in (*self.switches, *self.runtimes)}
+
     def notes(self) -> list[str]:
         """`noted`, as sentences for the user."""
         return [f"{', '.join(sorted(ids))}: {what}" for what, ids in self.noted.items()]
@@ -49,7 +56,7 @@ def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, 
     for id, module in sorted(registry.items(), key=lambda entry: -(_bound(entry[1], facts))):
         technique = module.TECHNIQUE
         if (only and id not in only) or id in skip:
-            found.refused[id] = "left out by --only or --skip"
+            found.refused[id] = LEFT_OUT
             continue
         answer: Eligible | Ineligible = module.eligible(facts)
         if not answer:

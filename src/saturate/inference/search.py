@@ -117,7 +117,7 @@ class Search:
         except self.failed:
             self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
-                              peak_memory_bytes=self.lab.baseline_bytes(WEIGHED if self.objective == "memory" else 1))
+                              peak_memory_bytes=self._own_bytes())
         self._walk(lambda: plan.alone(self.pool, self.tried))
         self._walk(lambda: plan.lossless_together(self.pool, self.speeds()))
         bases = [found.candidate for found in self.ranked()]
@@ -342,9 +342,18 @@ class Search:
                 return              # keeping more would be slower still
             verdict = "pass" if found.working else "fail"
 
+    def _own_bytes(self) -> int | None:
+        """The memory of the model itself, of several processes where it decides and there is room for them."""
+        if self.objective == "memory":
+            try:
+                return self.lab.baseline_bytes(WEIGHED)
+            except self.failed as error:
+                self.progress(f"the model's memory is that of one process, for another one failed: {error}")
+        return self.lab.baseline_bytes(1)
+
     def _worth_repairing(self, broken: Tried) -> bool:
         best = self.best()
-        return best is None or self.value(broken) >= WORTH_REPAIRING * self.value(best)
+        return self.value(broken) >= WORTH_REPAIRING * max(self.least if self.objective == "memory" else 0.0, self.value(best) if best else 0.0)
 
     def mend(self, found: Tried) -> None:
         """Repair what did not keep the budget on the samples of the confirmation, after the walk: as far as there is time left

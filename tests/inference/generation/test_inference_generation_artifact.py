@@ -187,7 +187,18 @@ def test_a_model_of_transformers_says_the_same_without_saturate(tmp_path):
         wanted = saturate.load(folder)(PROMPTS[0])
         assert [row.tolist() for row in names["answers"]] == [row.tolist() for row in wanted] and len(wanted[0]) == (1 if eos else 12)
         assert next(names["network"].parameters()).dtype == torch.bfloat16
+        assert all(map(torch.equal, names["network"].buffers(), model.buffers())), "those that are not stored were cast as well"
         assert ("assistant_model" in (folder / "reproduce.py").read_text()) == (recipe.draft == MODEL)
+
+
+def test_lines_without_saturate_say_that_they_do_not_quantize(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                                                                   num_attention_heads=4)).eval()
+    for weights in (None, "torchao-int8-weights"):
+        folder = tmp_path / str(weights)
+        artifact.store(torch, folder, Given(model, None), Recipe(weights=weights), Request(12, GREEDY, frozenset()), 1, ROW, [])
+        assert ("in fewer bits" in lines.of_artifact(folder, stored_artifact.read(folder))) is (weights is not None)
 
 
 def test_of_another_model_there_are_the_weights_for_the_users_own_loop(tmp_path):

@@ -30,7 +30,9 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
                           *(f"{name}.load_state_dict(safetensors.torch.load_file({place(file)}), strict=False)"
                             for name, file in zip(models, entry.files))])
     built = [_built(name, known, file, settings.get("device", "cpu"), place) for (name, known), file in zip(models.items(), entry.files)]
-    return "\n".join(["import json, safetensors.torch, transformers", f"torch.set_num_threads({threads}); torch.manual_seed({settings['sampling']['seed']})",
+    fewer = settings["recipe"]["weights"]
+    note = [f"# The program holds its weights by {fewer}, in fewer bits; these lines run them as they are stored."] if fewer else []
+    return "\n".join([*note, "import json, safetensors.torch, transformers", f"torch.set_num_threads({threads}); torch.manual_seed({settings['sampling']['seed']})",
                       *built, f"answers = list(network.generate(inputs[0], {_asked(settings)})[:, inputs[0].shape[1]:])"])
 
 
@@ -38,9 +40,14 @@ def _built(name: str, known: dict[str, Any], file: str, device: str, place: Call
     """Lines that make a model of its configuration, which stands in the manifest, and its weights. Tied ones lie there once."""
     network = _NAMES[name]
     said = f'json.load(open({place("manifest.json")}))["settings"]["architectures"]["{name}"]["configuration"]'
-    return (f"{network} = transformers.{known['class']}(transformers.{known['configuration_class']}.from_dict({said}))\n"
-            f"{network}.load_state_dict(safetensors.torch.load_file({place(file)}), strict=False, assign=True)\n"
-            f"{network}.tie_weights(); {network}.eval().to({device!r})")
+    built = (f"{network} = transformers.{known['class']}(transformers.{known['configuration_class']}.from_dict({said}))\n"
+             f"{network}.load_state_dict(safetensors.torch.load_file({place(file)}), strict=False, assign=True)\n")
+    beside = {name: format for name, format in known.get("beside", {}).items() if format != "float32"}
+    if beside:          # buffers that were cast with the weights, and are not stored with them
+        built += (f"for name, format in {beside!r}.items():\n"
+                  f"    owner, _, leaf = name.rpartition('.')\n"
+                  f"    {network}.get_submodule(owner)._buffers[leaf] = {network}.get_buffer(name).to(getattr(torch, format))\n")
+    return built + f"{network}.tie_weights(); {network}.eval().to({device!r})"
 
 
 def _asked(settings: dict[str, Any]) -> str:

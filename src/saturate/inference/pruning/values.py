@@ -39,8 +39,9 @@ def seeded(torch: Any, seed: int) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
     # GPUs that this process does not use stay so: asking one for its state takes memory there.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
-        torch.manual_seed(seed)
+    used = torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count() if used else 0)):
+        (torch if used else torch.default_generator).manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed)
