@@ -89,9 +89,7 @@ class Passes:
         if getattr(iterator, "_in_order", True):
             iterator._sampler_iter = asked = Asked(iterator._sampler_iter)
             self._asked[iterator] = asked, weakref.ref(loader)
-            if iterator._worker_pids_set:
-                self._signals._remove_worker_pids(id(iterator))
-                iterator._worker_pids_set = False
+            self._look_away(iterator)
 
     @contextlib.contextmanager
     def waits(self, iterator: Any) -> Iterator[None]:
@@ -100,11 +98,17 @@ class Passes:
             yield
             return
         self._signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+        iterator._worker_pids_set = True        # at the end of the pass torch looks away itself, before it ends them
         try:
             self._signals._error_if_any_worker_fails()
             yield
         finally:
+            self._look_away(iterator)
+
+    def _look_away(self, iterator: Any) -> None:
+        if iterator._worker_pids_set:
             self._signals._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
 
     def came(self, iterator: Any) -> None:
         if iterator in self._asked:
