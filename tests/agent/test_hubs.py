@@ -111,6 +111,26 @@ def test_every_method_of_the_hub_that_changes_something_is_known() -> None:
     assert not {name for name in methods if name.startswith(asks) and name.startswith(hubs.CHANGES)}
 
 
+EVERY = """
+    import inspect
+    from huggingface_hub import HfApi
+    from saturate.agent import hubs
+    api = HfApi()
+    for name in sorted(name for name in dir(HfApi) if name.startswith(hubs.CHANGES)):
+        needed = [one for one in inspect.signature(getattr(HfApi, name)).parameters.values() if one.default is one.empty and one.name != "self"
+                  and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        found = getattr(api, name)(**{one.name: "me/x" for one in needed})
+        wanted = inspect.signature(getattr(HfApi, name)).return_annotation
+        assert (found is None) == (wanted in (None, "None", inspect.Signature.empty)), (name, wanted, found)
+    print(api.create_pull_request("me/x", title="t").num, repr(str(api.upload_attachment("me/x", "a")) if hasattr(api, "upload_attachment") else ""))
+"""
+
+
+def test_whatever_is_answered_has_what_a_script_would_look_at(tmp_path, hub) -> None:
+    address, asked = hub
+    assert run(tmp_path, address, EVERY) == ["1 ''"] and not asked
+
+
 TRAINER = """
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments

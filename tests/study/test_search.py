@@ -370,12 +370,13 @@ def test_what_the_final_set_does_not_need_is_dropped() -> None:
     assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith(", in the final set")
 
 
-def test_what_was_not_verified_without_a_member_keeps_it() -> None:
+@pytest.mark.parametrize(("passed", "word"), [(False, "did not verify"), (None, "could not be verified")])
+def test_what_was_not_verified_without_a_member_keeps_it(passed: bool | None, word: str) -> None:
     world = Together({"small": (0.8, 0.0), "warm": (0.75, 0.0)}, None, factor=1 / 0.8)
-    world.verify = lambda techniques: Verified([c.id for c in techniques] != ["warm"], "")     # type: ignore[method-assign]
+    world.verify = lambda techniques: Verified(True if [c.id for c in techniques] != ["warm"] else passed, "")     # type: ignore[method-assign]
     walk = walked(world, SMALL, WARM)
     assert sorted(c.id for c in walk.kept) == ["small", "warm"]
-    assert walk.fates["small"].fate == "kept" and walk.fates["small"].reason.endswith("in the final set, which did not verify without it")
+    assert walk.fates["small"].fate == "kept" and walk.fates["small"].reason.endswith(f"in the final set, which {word} without it")
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

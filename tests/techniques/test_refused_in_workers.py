@@ -138,6 +138,42 @@ def test_a_worker_that_is_killed_ends_no_training_that_had_none(signal_number, o
     assert "Rows has lost a worker (DataLoader worker (pid" in capfd.readouterr().err
 
 
+class Thoughtful(OutOfOrder):
+    """Takes its time to draw: whoever is lost is lost meanwhile."""
+
+    def __iter__(self):
+        for index in super().__iter__():
+            time.sleep(0.05)
+            yield index
+
+
+def test_a_worker_that_is_lost_while_a_sampler_draws_ends_no_sampler(capfd):
+    plain, _, draws = epochs(Moving(6), Thoughtful(), technique=False)
+    found, here, drawn = epochs(Killing(plain[3][0], signal.SIGKILL), Thoughtful())
+    assert (found, drawn) == (plain, draws) and here[-1]
+    assert "has lost a worker" in capfd.readouterr().err
+
+
+def test_a_worker_that_the_script_had_itself_is_nobody_else_s():
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Rows()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        ours = DataLoader(dataset, batch_size=2, **changes)
+        theirs = DataLoader(list(range(12)), batch_size=2, num_workers=1)
+        batches, others = iter(ours), iter(theirs)
+        next(batches), next(others)
+        os.kill(others._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="is killed by signal"):
+            for _ in range(5):
+                time.sleep(0.1)
+                next(batches)
+        assert ours.num_workers == 2
+    finally:
+        context.undo()
+
+
 def test_every_other_failure_is_the_script_s():
     with pytest.raises(RuntimeError, match="something else"):
         epochs(Moving(message="something else"))

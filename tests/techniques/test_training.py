@@ -785,6 +785,7 @@ def test_other_numbers_of_workers_than_the_scripts_are_tried():
     assert tried(2, machine=little) == [(2, False, 2)]
     chosen = {"persistent_workers": True, "prefetch_factor": 6}
     assert tried(1) == [(3, True, 2), (8, True, 2)]
+    assert tried(1, machine=dataclasses.replace(little, shm_bytes=30 << 20)) == [(2, True, 2)], "each of them works six batches ahead"
     assert tried(8) == [] and not loader_workers.eligible(loading(loaders=(LoaderFacts(num_workers=8, **chosen),)))
 
 

@@ -50,7 +50,10 @@ def _hub(module: Any) -> None:
 def _answered(module: Any, original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     import inspect
 
-    _, *names = inspect.signature(original).parameters
+    signature = inspect.signature(original)
+    _, *names = signature.parameters
+    if answer is _nothing and signature.return_annotation not in (None, "None", inspect.Signature.empty):
+        answer = _made
 
     @functools.wraps(original)
     def instead(api: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -70,6 +73,24 @@ def _finished(result: Any) -> Any:
 
 def _nothing(module: Any, api: Any, **asked: Any) -> None:
     """What most of them return."""
+
+
+class Made:
+    """What was not made: its number is 1, and whatever else is asked of it an empty text."""
+
+    num = 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ""
+
+    def __str__(self) -> str:
+        return ""
+
+
+def _made(module: Any, api: Any, **asked: Any) -> Made:
+    return Made()
 
 
 def _address(api: Any, repo_id: Any, repo_type: Any = None) -> str:
@@ -95,7 +116,9 @@ def _commit(module: Any, api: Any, repo_id: Any = None, repo_type: Any = None, *
 
 
 def _bucket(module: Any, api: Any, bucket_id: Any = None, **asked: Any) -> Any:
-    return module.BucketUrl(_address(api, bucket_id, "bucket"), endpoint=api.endpoint)
+    from huggingface_hub._buckets import BucketUrl
+
+    return BucketUrl(_address(api, bucket_id, "bucket"), endpoint=api.endpoint)
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ and torch pickles as it always does. Saves into file objects stay what they are:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import os
 import sys
@@ -167,7 +167,7 @@ def _imported(name: str) -> Any:
     """A module of the user's environment; None where it cannot be imported: then the script cannot save with it either."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except Exception:  # noqa: BLE001 - a broken installation, or a stand-in, raises anything
         return None
 
 
@@ -187,7 +187,7 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
     if _hands_over_storages(torch, original):
         replace(torch.UntypedStorage, "cpu", saves.storage_cpu(torch.UntypedStorage.cpu))
     replace(torch.serialization, "_open_zipfile_writer", saves.zip_writer(original))
-    module = _imported("safetensors.torch") if importlib.util.find_spec("safetensors") else None
+    module = _imported("safetensors.torch")
     if module is not None and hasattr(module, "serialize_file") and hasattr(module, "serialize"):
         replace(module, "serialize_file", saves.safetensors_file(module))
         opens = sys.modules["safetensors"].safe_open

@@ -270,6 +270,8 @@ class Search:
         if both.gain < LARGE:
             return False
         alone = self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
+        if alone is None:
+            self.fates[promised.id] = known.with_word(f"with {partner.id}: {self.fates[promised.id].reason}")
         if alone is None or alone.decision.verdict != "faster" or alone.gain < LARGE:
             return False
         self.fates[promised.id].gain, self.fates[promised.id].gain_ci = alone.gain, alone.gain_ci
@@ -362,21 +364,18 @@ class Search:
                 continue
             fate, reason = in_words(result)
             self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
-            superfluous = fate in ("no_difference", "slower")
-            if superfluous and self._still_verifies(rest):
+            verified = self.verify(rest, None) if fate in ("no_difference", "slower") else None
+            if verified is not None and verified.passed:
                 self.kept = rest
                 self.settle(candidate, fate, f"{reason}, in the final set")
                 self.tell_kept()
             else:
-                self.settle(candidate, "kept", f"{reason}, in the final set" + (", which did not verify without it" if superfluous else ""))
+                why = "" if verified is None else ", which did not verify without it" if verified.passed is False else ", which could not be verified without it"
+                self.settle(candidate, "kept", f"{reason}, in the final set{why}")
 
     def tell_kept(self) -> None:
         if self.on_kept is not None:
             self.on_kept(self)
-
-    def _still_verifies(self, techniques: Set) -> bool:
-        verified = self.verify(techniques, None)
-        return verified is not None and verified.passed is True
 
     # -- asking ----------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 #: From torch.cuda, raised in the worker and again in the training process, with the worker's traceback.
@@ -21,8 +22,11 @@ REFUSAL = "Cannot re-initialize CUDA in forked subprocess"
 #: From `refusing_models`, in the same way.
 TRAINED = "a worker process has no model that is being trained, but a copy"
 
-#: From torch, of a worker that has ended before its work.
-LOST = "DataLoader worker (pid"
+#: From torch, of workers that have ended before their work: which.
+LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+
+#: How long a process that was killed may take to go.
+_PATIENCE_S = 5.0
 
 #: What is said of a dataset whose batches no worker can make.
 _REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
@@ -52,18 +56,21 @@ def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
 
 
 class Asked:
-    """Stands for the iterator over a sampler's batches of indices, and keeps those whose batches have not come yet, in order."""
+    """Stands for the iterator over a sampler's batches of indices, and keeps those whose batches have not come yet, in order. `undisturbed`:
+    what the sampler draws in: raised into, it would be over."""
 
-    def __init__(self, batches: Iterator[Any]):
+    def __init__(self, batches: Iterator[Any], undisturbed: Callable[[], contextlib.AbstractContextManager[None]]):
         self._batches = batches
+        self._undisturbed = undisturbed
         self._waiting: collections.deque[Any] = collections.deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        index = next(self._batches)
-        self._waiting.append(index)
+        with self._undisturbed():
+            index = next(self._batches)
+            self._waiting.append(index)
         return index
 
     def came(self) -> None:
@@ -87,7 +94,7 @@ class Passes:
         """Workers have not been asked for anything yet."""
         self._asked.pop(iterator, None)
         if getattr(iterator, "_in_order", True):
-            iterator._sampler_iter = asked = Asked(iterator._sampler_iter)
+            iterator._sampler_iter = asked = Asked(iterator._sampler_iter, functools.partial(self._undisturbed, weakref.ref(iterator)))
             self._asked[iterator] = asked, weakref.ref(loader)
             self._look_away(iterator)
 
@@ -97,13 +104,29 @@ class Passes:
         if iterator not in self._asked or iterator._shutdown:
             yield
             return
-        self._signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
-        iterator._worker_pids_set = True        # at the end of the pass torch looks away itself, before it ends them
         try:
-            self._signals._error_if_any_worker_fails()
+            self._look(iterator)
             yield
         finally:
             self._look_away(iterator)
+
+    @contextlib.contextmanager
+    def _undisturbed(self, held: Callable[[], Any]) -> Iterator[None]:
+        """Whoever is lost meanwhile raises behind it."""
+        iterator = held()
+        looking = iterator is not None and iterator._worker_pids_set
+        if looking:
+            self._look_away(iterator)
+        try:
+            yield
+        finally:
+            if looking:
+                self._look(iterator)
+
+    def _look(self, iterator: Any) -> None:
+        self._signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+        iterator._worker_pids_set = True        # at the end of the pass torch looks away itself, before it ends them
+        self._signals._error_if_any_worker_fails()
 
     def _look_away(self, iterator: Any) -> None:
         if iterator._worker_pids_set:
@@ -119,23 +142,47 @@ class Passes:
         if iterator not in self._asked:
             return ""
         dataset = type(iterator._dataset).__name__
-        if str(error).startswith(LOST):
+        if lost(iterator, error):
             return f"{dataset} has lost a worker ({error}): its batches are made in the training process from here on"
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))
         return next((f"{dataset} or its collate_fn {said}: there are none" for said in found), "")
 
-    def go_on_here(self, iterator: Any) -> Any:
+    def go_on_here(self, iterator: Any, error: BaseException) -> Any:
         """The batch that has failed. Those after it, of later passes too, come without workers."""
         asked, held = self._asked.pop(iterator)
         loader = held()
         if loader is not None:
             vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None)
-        iterator._shutdown_workers()
+        if lost(iterator, error):
+            _end(iterator)
+        else:
+            iterator._shutdown_workers()
         iterator._tasks_outstanding = 0
         iterator._task_info.clear()
         # On the instance: what wraps the class may be taken back before the pass is over.
         iterator._next_data = functools.partial(_batch, self._torch, iterator, _fetcher(self._torch, iterator), asked)
         return iterator._next_data()
+
+
+def lost(iterator: Any, error: BaseException) -> bool:
+    """Whether it is a worker of this iterator that has ended; torch looks at those of all."""
+    found = LOST.match(str(error))
+    return found is not None and not {worker.pid for worker in iterator._workers}.isdisjoint(map(int, found[1].split(",")))
+
+
+def _end(iterator: Any) -> None:
+    """End the other workers. One that was killed may hold a lock, or have sent half of a message that the thread which pins memory
+    waits for: nothing is asked of anybody, as torch would."""
+    iterator._shutdown = True
+    iterator._worker_result_queue.cancel_join_thread()
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()        # of this process alone
+    for worker in iterator._workers:
+        worker.kill()
+        worker.join(timeout=_PATIENCE_S)
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def _fetcher(torch: Any, iterator: Any) -> Any:

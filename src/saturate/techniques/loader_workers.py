@@ -38,7 +38,7 @@ the script chose as well. Left alone are: iterable datasets
 so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
 function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
-memory, the training process makes the batches from there on. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
+memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
 nor where the dataset itself catches what that raises.
 Counts respect the CPU quota, memory and /dev/shm.
 
@@ -141,6 +141,7 @@ def _beside_the_scripts(facts: Facts, most: int) -> list[Options]:
     """For loaders that all have workers: other numbers of them, and what the script left at its default."""
     loaders = [loader for loader in facts.loaders if not _refusal(loader)]
     count = max((loader.num_workers for loader in loaders), default=1)
+    most = min(most, _most_workers(facts, max((loader.prefetch_factor or PREFETCH for loader in loaders), default=PREFETCH)))
     # They make a batch in each step together: one of them takes as many steps as there are.
     needed = _needed(facts, most, count * facts.step_ms)
     others = [Options(workers=number, override=True) for number in dict.fromkeys([needed, most]) if number != count]
@@ -253,7 +254,7 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
             over.add(self)
             raise
         except Exception as error:      # a dataset may have made another one of it
-            reason = passes.must_go_on_here(self, error)
+            reason, failure = passes.must_go_on_here(self, error), error
             if not reason:
                 raise
         else:
@@ -262,7 +263,7 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
         if self in orders:
             orders.pop(self).settle()
         _say_once(reason)
-        return passes.go_on_here(self)
+        return passes.go_on_here(self, failure)
 
     def undo() -> None:
         for started in list(waiting):
