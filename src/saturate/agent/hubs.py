@@ -7,6 +7,7 @@ of `HfApi`, so these are replaced, right after their module was imported and bef
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -116,9 +117,8 @@ def _commit(module: Any, api: Any, repo_id: Any = None, repo_type: Any = None, *
 
 
 def _bucket(module: Any, api: Any, bucket_id: Any = None, **asked: Any) -> Any:
-    from huggingface_hub._buckets import BucketUrl
-
-    return BucketUrl(_address(api, bucket_id, "bucket"), endpoint=api.endpoint)
+    buckets = importlib.import_module("._buckets", module.__package__)      # hf_api knows the class to type checkers only
+    return buckets.BucketUrl(_address(api, bucket_id, "bucket"), endpoint=api.endpoint)
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
