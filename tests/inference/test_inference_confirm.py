@@ -290,16 +290,16 @@ def test_where_no_lossless_candidate_beats_the_model_it_is_the_model(speedups: d
 
 def test_the_model_is_the_best_lossless_one_only_where_no_other_can_be() -> None:
     search = walk(World({"int8": 0.2, "run": 1.3}, {"int8": 0.001}), INT8, RUN)
-    assert api._undecided_lossless(search) == ""
+    assert result.undecided_lossless(search) == ""
     run = next(candidate for candidate in search.tried if candidate.label() == "run")
     search.tried[run] = replace(search.tried[run], fate="inconclusive", speedup=1.8)
-    assert "not decided" in api._undecided_lossless(search)
+    assert "not decided" in result.undecided_lossless(search)
     del search.tried[run]
-    assert "had no turn" in api._undecided_lossless(search)
+    assert "had no turn" in result.undecided_lossless(search)
     alone = walk(World({"int8": 0.2}, {"int8": 0.001}), INT8)
-    assert api._undecided_lossless(alone) == ""
+    assert result.undecided_lossless(alone) == ""
     alone.pool.refused["run"] = plan.LEFT_OUT
-    assert "left out" in api._undecided_lossless(alone)
+    assert "left out" in result.undecided_lossless(alone)
 
 
 def refusing(found: Any) -> Any:

@@ -33,7 +33,7 @@ from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab, of_the_machine
 from saturate.inference.process import WorkerFailed, clear_away
 from saturate.inference.racing import Race
-from saturate.inference.result import Result, open_ones, seconds_of
+from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
 from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
@@ -385,17 +385,7 @@ def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, 
         survived = confirm.survive(found, lab, WorkerFailed, CheckFailed, search.progress)
         if survived is not None:
             return survived, ""
-    return None, _undecided_lossless(search)
-
-
-def _undecided_lossless(search: Search) -> str:
-    """Why a lossless candidate that nobody knows may be faster than the model; or ""."""
-    if any(one.candidate.lossless for one in open_ones(search)):
-        return "of some lossless candidates it was not decided whether they are faster"
-    if not search.pool.lossless() <= {part.id for candidate in search.tried for part in candidate.parts}:
-        return "some lossless candidates had no turn"
-    left_out = any(reason == plan.LEFT_OUT for reason in search.pool.refused.values())
-    return "the lossless candidates were left out" if left_out and not search.pool.lossless() else ""
+    return None, undecided_lossless(search)
 
 
 def _to_stderr(text: str) -> None:

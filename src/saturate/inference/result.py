@@ -17,7 +17,7 @@ from saturate.inference import artifact, confirm, lines
 from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
-from saturate.inference.plan import HELPS
+from saturate.inference.plan import HELPS, LEFT_OUT
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
@@ -213,6 +213,21 @@ def open_ones(search: Search) -> list[Tried]:
             or (one.fate == "undecided" and search.value(one) >= max(HELPS, search.least))]
 
 
+def undecided_lossless(search: Search) -> str:
+    """Why a lossless candidate that nobody knows may be faster than the model; or ""."""
+    lossless = search.pool.lossless()
+    if any(one.candidate.lossless for one in open_ones(search)):
+        return "of some lossless candidates it was not decided whether they are faster"
+    if not lossless <= _reached(search):
+        return "some lossless candidates had no turn"
+    return "the lossless candidates were left out" if not lossless and LEFT_OUT in search.pool.refused.values() else ""
+
+
+def _reached(search: Search) -> set[str]:
+    """Ids of the techniques that were tried, alone or with others."""
+    return {part.id for candidate in search.tried for part in candidate.parts}
+
+
 def cut_short(found: Tried) -> bool:
     """Whether it was ended for the time that it took, or by what was not its doing: with more time, or on a machine with room,
     it may be the answer."""
@@ -246,8 +261,7 @@ def rowed(found: Tried, lab: Lab) -> CandidateRecord:
 
 def untried(search: Search, threads: int, reason: str) -> list[CandidateRecord]:
     """Techniques that the search did not reach: nothing vanishes."""
-    seen = {part.id for candidate in search.tried for part in candidate.parts}
-    pool = search.pool
+    seen, pool = _reached(search), search.pool
     waiting = {part.id: part for part in (*pool.switches, *pool.runtimes, *pool.numbers, *pool.trained) if part.id not in seen}
     return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], numerics=part.module.TECHNIQUE.numerics, fate="not_tried",
                             reason=reason, code=code(Candidate.of([part]), threads)) for id, part in waiting.items()]

@@ -264,15 +264,13 @@ class Search:
         before, together = ordered((*self.kept, partner)), ordered((*self.kept, partner, promised))
         pair, known = f"{promised.id} and {partner.label()}", self.fates[promised.id]
         both = self.race(f"screen {pair} with {self._kept_names()}", self.kept, together, SCREEN, promised, share_base=True)
-        if both is None:        # that says nothing of what it gives without the other
+        if both is not None and both.gain < LARGE:
+            return False
+        alone = both and self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
+        if alone is None:       # a process ended: that says nothing of what it gives without the other
             self.fates[promised.id] = known.with_word(f"with {partner.id}: {self.fates[promised.id].reason}")
             return False
-        if both.gain < LARGE:
-            return False
-        alone = self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
-        if alone is None:
-            self.fates[promised.id] = known.with_word(f"with {partner.id}: {self.fates[promised.id].reason}")
-        if alone is None or alone.decision.verdict != "faster" or alone.gain < LARGE:
+        if alone.decision.verdict != "faster" or alone.gain < LARGE:
             return False
         self.fates[promised.id].gain, self.fates[promised.id].gain_ci = alone.gain, alone.gain_ci
         if not self._keep(promised, together, alone, f"{alone.gain:+.1%} with {partner.id}"):

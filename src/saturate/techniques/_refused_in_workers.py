@@ -5,7 +5,11 @@ What workers refuse: the use of CUDA, and a call of the model that is being trai
 
 Forked from a process that uses CUDA, or has only counted its devices, workers must not use it, and a collate function that moves its
 batch to a device raises there. And a dataset that calls the model (to choose hard examples, say) would call a copy of it, as it was
-when the worker began: `refusing_models` makes that raise."""
+when the worker began: `refusing_models` makes that raise.
+
+How they are lost: the kernel ends a process where memory runs short, and the script alone would have none that it ends. torch looks for
+lost workers whenever a child process ends, and raises wherever the training is then. Here it looks only while the training waits for a
+batch, where there is somebody who can go on, and not while the sampler draws, which would be over."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ to spare, and smaller ones in every dimension, run as the script wrote them; whe
 the parameters that have their gradient keep it, and the others get theirs from chunks. Not then, with the reason on stderr:
 where the forward draws random numbers, one backward goes through several forwards, the input is differentiated as well, the
 loss reaches parameters past the model's output that have no gradient yet, a hook acts on gradients once they are there, the
-model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`. Neither the optimizer's own memory nor that of a loss computed outside of the model is covered (a model that returns its loss,
-as Hugging Face's do given labels, is), nor is a backward on a CPU that runs out
-after a forward with dropout: whole-batch random numbers cannot be drawn again by parts (on a GPU, its activations then
-wait in host memory).
+model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`. Neither
+the optimizer's own memory nor that of a loss computed outside of the model is covered (a model that returns its loss, as
+Hugging Face's do given labels, is), nor is a backward on a CPU that runs out after a forward with dropout: whole-batch random
+numbers cannot be drawn again by parts (on a GPU, its activations then wait in host memory).
 
 Numerics
 --------

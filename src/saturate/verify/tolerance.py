@@ -243,8 +243,7 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
 def _starts_otherwise(baseline: Series, repetition: Series) -> bool:
     """Whether the first updates differ by more than rounding explains, before anything could amplify it.
 
-    The losses of two random batches come near each other by chance (64 samples of a small regression: in one pair of ten), so
-    all numbers of both updates are looked at. A search within a step (LBFGS) amplifies already in the first.
+    The losses of two random batches come near each other by chance, so all numbers of both updates are looked at. A search within a step (LBFGS) amplifies already in the first.
     """
     found = deviation(baseline, repetition)
     updates = range(1 if baseline.searches else FIRST_ACTING)
