@@ -443,12 +443,14 @@ def test_the_end_of_the_baseline_ends_the_search() -> None:
         walked(Ending(TWO, None, ends={"screen fast": ("a", "crashed")}), FAST, SLOW)
 
 
-def test_a_pair_that_fails_leaves_what_is_known_of_each() -> None:
-    world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, ends={"screen small and warm with baseline": ("b", "crashed")})
+@pytest.mark.parametrize("ended", ["screen small and warm with baseline", "add small to warm"])
+def test_a_pair_that_fails_leaves_what_is_known_of_each(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, ends={ended: ("b", "crashed")})
+    monkeypatch.setattr("saturate.study.search.LARGE", -1.0)        # whatever the pair gains, the second race is asked for
     walk = search(world, SMALL, WARM)
     walk.findings = (promise(1.8),)
     walk._screen(walk.eligible())
-    walk._pair_up()
+    walk._try_pair(walk.fates["small"].candidate, walk.fates["warm"].candidate)
     assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith("; with warm: crashed: for a test")
 
 
