@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
+from typing import Any
 
 #: Checkpoints smaller than this say nothing about the ways to write.
 LEAST_BYTES = 1 << 20
@@ -127,6 +128,11 @@ class Costs:
         if not self.per_byte.get(way) or not self.checkpoints:
             return None
         return median(self.per_byte[way]) * self.bytes / self.checkpoints
+
+    def summary(self) -> dict[str, Any]:
+        """What was saved, and by way: how often that was measured, and seconds of training that one typical checkpoint costs."""
+        return {"checkpoints": self.checkpoints, "files": self.files, "bytes": self.bytes,
+                "ways": {way: {"measured": len(self.per_byte[way]), "lost_s": self.lost_s(way)} for way in self.ways}}
 
     def describe(self, memory_bytes: int) -> str:
         """One line: what was saved and what it cost. `memory_bytes`: of the buffers that are held for it."""

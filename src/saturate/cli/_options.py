@@ -81,6 +81,13 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from error
+
+
 def ids(text: str) -> frozenset[str]:
     found = frozenset(word.strip() for word in text.split(",") if word.strip())
     if not found:       # "$IDS" that is empty would search nothing, or skip nothing, unasked

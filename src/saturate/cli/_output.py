@@ -143,3 +143,24 @@ def _from_here(path: str) -> str:
     if not inside.startswith(os.pardir):
         path = inside if os.sep in inside else os.path.join(os.curdir, inside)
     return shlex.quote(path)
+
+
+def span(value_s: float) -> str:
+    """Seconds for a person.
+
+    >>> span(5400)
+    '1.5 h'
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if value_s >= length:
+            return f"{value_s / length:.3g} {unit}"
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1000:.3g} ms"
+
+
+def amount(count: float) -> str:
+    """Bytes for a person, in powers of 1,000."""
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -7,16 +7,14 @@ verbs look after both; verify also reads plain files of torch.save, of safetenso
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
-from saturate.cli._output import paint, show_json, table
+from saturate.cli import _advice
+from saturate.cli._output import amount, paint, show_json, table
 from saturate.errors import CheckpointDamaged, SaturateError, UsageError
 
 STORE = Path(".saturate/checkpoints")
-_UNITS_S = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,16 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                          help="a folder where files may name checkpoints, searched to its bottom; repeatable (those they were saved "
                               "to are searched too)")
     collect.add_argument("--delete", action="store_true", help="do it")
-    advise = actions.add_parser("advise", help="how often to save, and whether incremental saving would help", description=(
-        "The interval between saves that loses the least time (Young 1974, Daly 2006), from what a save costs and how often the\n"
-        "job fails; and what incremental saving would write, forecast from two successive checkpoints."),
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    advise.add_argument("--save-cost", type=seconds, metavar="TIME", help="training time that a save costs (default: measured, from the store)")
-    advise.add_argument("--restart-cost", type=seconds, metavar="TIME", help="from a failure until training goes on")
-    advise.add_argument("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of one node, such as 30d")
-    advise.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes that the job runs on (default: 1)")
-    advise.add_argument("--step-time", type=seconds, metavar="TIME", help="of one step: shows the interval in steps too")
-    advise.add_argument("--forecast", nargs=2, type=Path, metavar=("OLD", "NEW"), help="two successive plain checkpoints")
+    advise = actions.add_parser("advise", help="how often to save, and whether saving otherwise would help", description=_advice.DESCRIPTION,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    _advice.configure(advise)
     for action in (verify, export, collect, advise):
         action.add_argument("--store", type=Path, default=None if action in (export,) else STORE, metavar="DIR",
                             help="the store (default: the one that the file names)" if action is export else f"the store (default: {STORE})")
@@ -54,31 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    return {"verify": _verify, "export": _export, "gc": _gc, "advise": _advise}[arguments.action](arguments)
-
-
-def seconds(text: str) -> float:
-    """Seconds in "0.5", "90s", "10m", "1.5h", "30d", "200ms".
-
-    >>> seconds("30d")
-    2592000.0
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(ms|s|m|min|h|d|)", text.strip())
-    value = float(match[1]) * {**_UNITS_S, "ms": 1e-3}[match[2]] if match else 0.0
-    if not 1e-9 <= value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 0.5s, 10m, 2h or 30d")
-    return value
+    return {"verify": _verify, "export": _export, "gc": _gc, "advise": _advice.execute}[arguments.action](arguments)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of checkpoints")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes")
     return int(text)
 
 
@@ -200,127 +172,6 @@ def _gc(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- advise ----------------------------------------------------------------------------------------------------------
-
-
-def _advise(arguments: argparse.Namespace) -> int:
-    from saturate.records.checkpoint import Advice
-
-    if arguments.mtbf is None and arguments.forecast is None:
-        raise UsageError("saturate checkpoint advise needs the mean time between failures of a node, or two checkpoints to compare",
-                         remedy="saturate checkpoint advise --mtbf 30d --nodes 8 --save-cost 20s, or --forecast OLD.pt NEW.pt")
-    advice = Advice(interval=_interval(arguments) if arguments.mtbf is not None else None,
-                    forecast=_forecast(*arguments.forecast) if arguments.forecast is not None else None)
-    if arguments.json:
-        show_json(advice)
-        return 0
-    parts = [_interval_text(advice.interval)] if advice.interval else []
-    parts += [_forecast_text(advice.forecast)] if advice.forecast else []
-    print("\n\n".join(parts))
-    return 0
-
-
-def _interval(arguments: argparse.Namespace):
-    from saturate.checkpoints import advice
-    from saturate.records.checkpoint import Interval, IntervalLoss
-
-    cost, source = (arguments.save_cost, "given") if arguments.save_cost is not None else _measured(arguments.store)
-    job, step = arguments.mtbf / arguments.nodes, arguments.step_time
-    best = advice.daly_s(cost, job)
-
-    def steps(interval_s: float) -> int | None:
-        return max(1, round(interval_s / step)) if step else None
-
-    def lost(interval_s: float) -> float:
-        return advice.lost_share(interval_s, cost, arguments.restart_cost or 0.0, job)
-
-    return Interval(
-        interval_s=best, interval_steps=steps(best), young_interval_s=advice.young_s(cost, job), save_cost_s=cost,
-        save_cost_from=source, restart_cost_s=arguments.restart_cost, mtbf_s=arguments.mtbf, nodes=arguments.nodes,
-        job_mtbf_s=job, step_time_s=step, lost_share=lost(best),
-        around=[IntervalLoss(interval_s=t, interval_steps=steps(t), lost_share=lost(t)) for t in (best / 2, best * 2)])
-
-
-def _measured(folder: Path) -> tuple[float, str]:
-    """The median time that a save into the store held the training."""
-    from saturate.checkpoints import manifests
-    from saturate.checkpoints.chunks import Store
-
-    try:
-        with Store.open(folder) as store:
-            took = [manifest.save_s for manifest in manifests.all_of(store)[0]]
-    except SaturateError as error:
-        raise UsageError("what a save costs is not known", cause=error.message, remedy="give it with --save-cost") from error
-    if not took or median(took) <= 0:
-        raise UsageError("what a save costs is not known", cause=f"{folder} holds no save", remedy="give it with --save-cost")
-    return median(took), f"the median of {len(took)} saves in {folder}"
-
-
-def _interval_text(found) -> str:
-    def every(interval_s: float, steps: int | None) -> str:
-        return f"{span(interval_s)}" + (f" ({steps} steps)" if steps else "")
-
-    rows = [(every(one.interval_s, one.interval_steps), f"{one.lost_share:.2%} of the time is lost") for one in (
-        found.around[0], found, found.around[1])]
-    beside = "" if found.restart_cost_s is not None else " Without --restart-cost the time of restarts is left out."
-    return (paint(f"save every {every(found.interval_s, found.interval_steps)} of training", "bold") + "\n" + table(rows, "  ") + "\n"
-            f"A save costs {span(found.save_cost_s)} ({found.save_cost_from}), a failure comes every {span(found.job_mtbf_s)} "
-            f"({span(found.mtbf_s)} a node, {found.nodes} node{'s' * (found.nodes > 1)}).\n"
-            "Daly 2006; assumes failures that come independently at a constant rate (Poisson)." + beside)
-
-
-def _forecast(old: Path, new: Path):
-    from saturate.checkpoints import forecast
-    from saturate.records.checkpoint import Forecast
-
-    samples = []
-    for path in (old, new):
-        try:
-            samples.append(forecast.sample(path, most_chunks=4096, most_bytes=1 << 28))
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read", cause=str(error)) from error
-        except ValueError as error:
-            raise UsageError(f"{path} cannot be compared", cause=str(error),
-                             remedy="name plain files of torch.save or safetensors; saturate checkpoint export makes them") from error
-    found = forecast.compare(*samples)
-    return Forecast(
-        old=str(old), new=str(new), file_bytes=found.file_bytes, whole_tensor_share=found.whole_share, block_share=found.blocks_share,
-        delta_share=found.deltas_share, compressed_share=found.compressed_share, sampled_share=found.sampled_share,
-        coding_s=found.coding_s, helps=found.helps, reason=found.reason)
-
-
-def _forecast_text(found) -> str:
-    rows = [("tensors that changed", found.whole_tensor_share), ("blocks that changed", found.block_share),
-            ("blocks as deltas", found.delta_share), ("all, compressed", found.compressed_share)]
-    lines = [paint(found.reason, "bold"),
-             table([(name, f"{share:7.1%}", f"{amount(share * found.file_bytes)}") for name, share in rows], "  "),
-             f"of {amount(found.file_bytes)}; {found.sampled_share:.0%} of it was compared, coding would take {span(found.coding_s)} a save"]
-    if found.helps:
-        lines += ["To use it, put this into the recipe:", "", "[[technique]]", 'id = "incremental-checkpoint"']
-    return "\n".join(lines)
-
-
 def shown(text: str) -> str:
     """Text from a file as one printable line: a manifest must not drive the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
-
-
-def span(value_s: float) -> str:
-    """Seconds for a person.
-
-    >>> span(5400)
-    '1.5 h'
-    """
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if value_s >= length:
-            return f"{value_s / length:.3g} {unit}"
-    return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1000:.3g} ms"
-
-
-def amount(count: float) -> str:
-    """Bytes for a person, in powers of 1,000."""
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

@@ -105,9 +105,37 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class SaveWay(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of `async-checkpoint` to write a checkpoint. All of them wait for the disk (fsync) before a file takes its place."""
+
+    way: Literal["sync", "thread", "process"]
+    lost_s: float | None            # of training, by one checkpoint: blocked time and slowdown of steps; None: not measured
+    measured: int                   # checkpoints that it was measured in
+
+
+class SaveCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint costs a training, and how soon it trains again after a kill."""
+
+    command: list[str]
+    checkpoint_bytes: int           # of one checkpoint, as async-checkpoint wrote them
+    checkpoint_files: float
+    before_s: float | None          # training time that the script's own save takes, which does not wait for the disk
+    after_s: float | None           # that the cheapest way takes
+    best_way: Literal["sync", "thread", "process"] | None
+    ways: list[SaveWay]
+    step_s: float                   # median, as the script is
+    recovery_s: float | None        # from a kill to the end of the first update of the process started after it
+    resume_command: list[str]
+    resumed: bool | None            # whether that process read what the killed one had saved; None: it was not started
+    unknown: dict[str, str] = {}    # field that is null -> why
+    run: str                        # short id of its folder
+
+
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """`advise --json`: either part may have been asked for."""
+    """`advise --json`: each part may have been asked for."""
 
     schema: int = SCHEMA
     interval: Interval | None = None
+    interval_async: Interval | None = None      # with the cheapest way of async-checkpoint; None: nothing was measured, or it does not help
+    costs: SaveCosts | None = None
     forecast: Forecast | None = None

@@ -33,7 +33,7 @@ from saturate.study import baseline, drilling
 from saturate.study.drill_remedies import remedy_of
 from saturate.study.drilling import Chain, Ran
 from saturate.study.ending import OURS, failure, in_our_words
-from saturate.study.resume_option import resume_words, source_of
+from saturate.study.resume_option import resume_words, short, source_of
 from saturate.study.store import StudyLock, new_run
 from saturate.trial.process import Workload
 from saturate.verify import resume, resume_log
@@ -236,7 +236,7 @@ class _Work:
         if verdict == "resumes_exactly":
             following = ["saturate", "tune", *request.common_options(), "--", *request.argv]
         else:
-            files = [[_short(path, request.cwd) for path in save.paths] for save in saves]
+            files = [[short(path, request.cwd) for path in save.paths] for save in saves]
             words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
             following = ["saturate", "drill", *request.options(words), "--", *request.argv]
         remedy = remedy_of(verdict, reason, unfinished, reference is None or reference.loads, request.resume_args)
@@ -248,12 +248,6 @@ class _Work:
             first_save_at_update=saves[0].update if saves else None, repeatable=self.repeatable, isolation=self.isolation,
             notes=self.notes, record=str(self.folder / "drill.json"), next_command=joined(following),
         )
-
-
-def _short(path: str, cwd: Path) -> str:
-    """Below the working directory, where a resumed process stands as well, from there."""
-    inside = Path(path)
-    return str(inside.relative_to(cwd)) if inside.is_relative_to(cwd) else path
 
 
 def _names(saves: list[Save], most: int = 3) -> str:

@@ -101,6 +101,12 @@ def _is_flag(call: ast.Call) -> bool:
         (isinstance(flag, ast.Constant) and bool(flag.value))
 
 
+def short(path: str, cwd: Path) -> str:
+    """Below the working directory, where a resumed process stands as well, from there."""
+    inside = Path(path)
+    return str(inside.relative_to(cwd)) if inside.is_relative_to(cwd) else path
+
+
 def source_of(script: Path | None, limit_bytes: int = 4 << 20) -> str:
     """The text of a script, "" where there is none to be read."""
     try:
@@ -109,4 +115,3 @@ def source_of(script: Path | None, limit_bytes: int = 4 << 20) -> str:
         return script.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-

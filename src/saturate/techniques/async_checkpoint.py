@@ -43,6 +43,7 @@ Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ TECHNIQUE = Technique(
     stage="import",
     touches=(Touch("checkpoint-writer"),),
 )
+
+#: The note with `checkpoints.costs.Costs.summary` as JSON, as of the latest save.
+COSTS_NOTE = f"{TECHNIQUE.id}:costs"
 
 #: What a rank may tell others by: they may open its files afterwards.
 _BARRIERS = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list",
@@ -101,7 +105,12 @@ def apply(context: Any, options: Options) -> str:
         raise NotApplied("files cannot be replaced atomically here")
     ways = [way for way in ("sync", "thread", "process") if way != "process" or hasattr(os, "memfd_create")]
     costs = Costs(ways, None if options.mode == "auto" else options.mode)
-    writer = Writer(context.torch, costs, lambda text: context.note(TECHNIQUE.id, text))
+
+    def note(text: str) -> None:
+        context.note(TECHNIQUE.id, text)
+        context.note(COSTS_NOTE, json.dumps(costs.summary()))
+
+    writer = Writer(context.torch, costs, note)
     guards = Guards(writer)
     context.on_undo(guards.undo)
     guards.install()

@@ -1,0 +1,227 @@
+"""`saturate checkpoint advise -- COMMAND`: what a checkpoint costs this training, and how soon it trains again after a kill.
+
+    as it is     the command, until it has saved: how long it stands in its saves
+    async        the command with async-checkpoint, until each way to write had its turns: blocked time and slower steps
+    recovery     the command, killed behind its first save, and started again where it left its files
+
+Each runs in a process and a cage of its own. Seconds are compared per byte, because checkpoints of one training differ in size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import saturate
+from saturate.checkpoints.costs import TRIED
+from saturate.errors import UsageError
+from saturate.machine.fingerprint import script_of
+from saturate.records.checkpoint import SaveCosts, SaveWay
+from saturate.records.facts import Facts
+from saturate.study import baseline, ending
+from saturate.study.bench import Bench
+from saturate.study.candidates import Candidate, Set
+from saturate.study.drilling import ENDED_WELL, Chain, Ran
+from saturate.study.ending import in_our_words
+from saturate.study.resume_option import PATH, resume_words, short, source_of
+from saturate.study.store import Store, StudyLock, new_run
+from saturate.techniques import _registry, async_checkpoint
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import Trial, TrialEnded, Workload
+from saturate.verify import resume_log
+
+#: Of the budget: when the watching of the command as it is ends, and when that of async-checkpoint does.
+AS_IT_IS, ASYNC = 0.3, 0.75
+
+#: Calls of torch.save that are enough to know what one takes.
+ENOUGH_SAVES = 4
+
+#: Between two questions to the training. At the gate it stands still, and so rarely comes there.
+_BLOCK_S, _MOST_STEPS = 2.0, 1000
+
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `resume_args` None: what the script's source suggests."""
+
+    argv: list[str]
+    cwd: Path
+    environment: dict[str, str]
+    directory: Path
+    resume_args: list[str] | None = None
+    budget_s: float = 300.0
+    timeout_s: float = 300.0
+    step: str | None = None
+
+
+@dataclass
+class Watched:
+    """What a watched process last told, and the seconds of its steps."""
+
+    told: dict[str, Any]
+    steps_s: list[float]
+
+
+def measure(request: Request, say: Callable[[str], None]) -> SaveCosts:
+    """Run the command three times. Raises UsageError where it saves nothing in time, and SaturateError where it fails."""
+    lock = StudyLock(request.directory)
+    try:
+        with in_our_words(request.directory):
+            asked = json.dumps(["save costs", request.argv, str(request.cwd), saturate.__version__])
+            folder = new_run(request.directory, hashlib.sha256(asked.encode()).hexdigest())
+            store = Store(folder)
+            try:
+                store.set_meta("finished", True)        # it is not resumed, but made again
+                return _Work(request, folder, store, say).done()
+            finally:
+                store.close()
+    finally:
+        lock.release()
+
+
+class _Work:
+    def __init__(self, request: Request, folder: Path, store: Store, say: Callable[[str], None]):
+        self.request, self.folder, self.say = request, folder, say
+        self.began = time.monotonic()
+        self.workload = Workload(request.argv, request.cwd, request.environment, request.timeout_s)
+        self.bench = Bench(self.workload, folder, request.directory, store, request.budget_s, say)
+        self.bench.step = baseline.step_override(request.step)
+        self.unknown: dict[str, str] = {}
+
+    def done(self) -> SaveCosts:
+        try:
+            self.say("as the script saves: running it until it has saved a few times")
+            plain = self._watch((), "facts", AS_IT_IS, lambda told: told["saves"] >= ENOUGH_SAVES)
+            facts = msgspec.convert(plain.told, Facts)
+            self.say("with async-checkpoint: running it until each way to save was measured")
+            technique = Candidate(_registry.load()[async_checkpoint.TECHNIQUE.id], async_checkpoint.Options())
+            tried = self._watch((technique,), "evidence", ASYNC, lambda told: _each_measured(costs_of(told)))
+        finally:
+            self.bench.close()
+        costs = costs_of(tried.told)
+        if not costs["checkpoints"]:
+            raise self._no_save(facts, len(plain.steps_s) + len(tried.steps_s))
+        ran, words, read = self._recovery()
+        return self._result(facts, plain, costs, ran, words, read)
+
+    def _deadline(self, share: float) -> float:
+        return self.began + share * self.request.budget_s
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, techniques: Set, question: str, share: float, enough: Callable[[dict[str, Any]], bool]) -> Watched:
+        """Ask a training again and again, until that is `enough` or its share of the budget has passed."""
+        deadline = self._deadline(share)
+        seen = Watched({}, [])
+        trial: Trial | None = None
+        try:
+            trial = self.bench.cold("saves", techniques).trial
+            steps = 1
+            while not seen.told or not (enough(seen.told) or time.monotonic() > deadline):
+                block = trial.run_block(0, steps)
+                seen.steps_s += [t / 1e9 for t in block.step_ns]
+                seen.told = trial.ask(question)
+                steps = max(1, min(_MOST_STEPS, int(_BLOCK_S * 1e9 / block.mean_ns)))
+        except TrialEnded as ended:
+            if ended.outcome.kind not in ENDED_WELL or not seen.told:
+                raise self._failed(ended, techniques) from ended
+        finally:
+            if trial is not None:
+                self.bench.abandon(trial, techniques)
+        return seen
+
+    def _failed(self, ended: TrialEnded, techniques: Set) -> Exception:
+        outcome = ended.outcome
+        if outcome.kind in (*ENDED_WELL, "no_step", "several_trainings", "not_in_time"):
+            return UsageError("what a save costs is not known", cause=outcome.reason, remedy=outcome.remedy or "give it with --save-cost")
+        problem = "the command fails with async-checkpoint" if techniques else "the command fails by itself; nothing was measured"
+        return ending.failure(outcome, problem, "make the command work without saturate first", str(ended.log or ""))
+
+    def _no_save(self, facts: Facts, steps: int) -> UsageError:
+        opened = (f"; {facts.saves_into_files} save(s) went into files that the script opened itself, which async-checkpoint leaves alone"
+                  if facts.saves_into_files else "")
+        return UsageError("what a save costs is not known", cause=f"no checkpoint was saved in {steps} steps{opened}",
+                          remedy="let the command save sooner, give it a longer --budget, or say what a save costs with --save-cost")
+
+    # -- recovery ------------------------------------------------------------------------------------------------------
+
+    def _recovery(self) -> tuple[float | None, list[str], bool | None]:
+        """Seconds from a kill to the first update of the next process, what that one was started with, and whether it read what
+        was saved."""
+        self.say("recovery: killing it behind a save, and starting it again")
+        request, deadline = self.request, self._deadline(1.0)
+        with Chain(self.workload, self.folder / "recovery", request.directory, self.bench.step) as chain:
+            killed = chain.run(request.argv, _SEED, None, _saved, None, deadline)
+            words = request.resume_args if request.resume_args is not None else self._words(killed)
+            if killed.step is None or killed.ended is not None or killed.late:
+                self.unknown["recovery_s"] = _why(killed, "it was not seen to save once more")
+                return None, words, None
+            again = chain.run([*request.argv, *words], _SEED + 1, None, lambda log: log.updates(log.step or killed.step) >= 1, killed.step, deadline)
+        updates = again.updates(killed.step)
+        if not updates or killed.killed_s is None:
+            self.unknown["recovery_s"] = _why(again, "it made no update")
+            return None, words, None
+        return updates[0].t_ns / 1e9 - killed.killed_s, words, again.read
+
+    def _words(self, killed: Ran) -> list[str]:
+        """What to resume with, by the script's source; a file that is named anew at each save is the newest one."""
+        if killed.step is None:
+            return []
+        saves = [[short(path, self.request.cwd) for path in save.paths] for save in killed.saves(killed.step)]
+        words = resume_words(source_of(script_of(self.request.argv, self.request.cwd)), saves)
+        newest = saves[-1][0] if saves and len(saves[-1]) == 1 else None
+        if PATH in words and newest is None:
+            return []
+        return [newest if word == PATH and newest else word for word in words]
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _result(self, facts: Facts, plain: Watched, costs: dict[str, Any], recovery_s: float | None, words: list[str],
+                read: bool | None) -> SaveCosts:
+        size = costs["bytes"] / costs["checkpoints"]
+        before_s = facts.save_s / facts.save_bytes * size if facts.save_bytes else None
+        if before_s is None:
+            self.unknown["before_s"] = ("torch.save was not called in the steps watched" if not facts.saves else "the files saved were not found")
+        lost = {way: one["lost_s"] for way, one in costs["ways"].items() if one["lost_s"] is not None}
+        best = min(lost, key=lambda way: lost[way], default=None)
+        if best is None:
+            self.unknown["after_s"] = self.unknown["best_way"] = "no checkpoint was large enough to be measured (1 MiB), or its cost was not known in time"
+        return SaveCosts(
+            command=self.request.argv, checkpoint_bytes=round(size), checkpoint_files=costs["files"] / costs["checkpoints"],
+            before_s=before_s, after_s=lost[best] if best else None, best_way=best,
+            ways=[SaveWay(way=way, lost_s=one["lost_s"], measured=one["measured"]) for way, one in costs["ways"].items()],
+            step_s=statistics.median(plain.steps_s), recovery_s=recovery_s, resume_command=[*self.request.argv, *words], resumed=read,
+            unknown=self.unknown, run=self.folder.name,
+        )
+
+
+def costs_of(evidence: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoints.costs.Costs.summary`, as the technique noted it."""
+    text = evidence["notes"].get(async_checkpoint.COSTS_NOTE)
+    return json.loads(text) if text else {"checkpoints": 0, "files": 0, "bytes": 0, "ways": {}}
+
+
+def _each_measured(costs: dict[str, Any]) -> bool:
+    return bool(costs["ways"]) and all(way["measured"] >= TRIED for way in costs["ways"].values())
+
+
+def _saved(log: resume_log.Log) -> bool:
+    """Whether a checkpoint is complete: an update came after it."""
+    return bool(log.saves) and log.updates(log.step) > log.saves[0]
+
+
+def _why(ran: Ran, otherwise: str) -> str:
+    ended: Outcome | None = ran.ended
+    if ended is None:
+        return f"{otherwise} before the budget was used up"
+    return ended.reason if ended.kind not in ENDED_WELL else f"{otherwise}: it ended by itself"
