@@ -112,6 +112,55 @@ def test_scattering_rounds_are_repeated_while_they_cost_less_than_a_start():
     assert run(Bench(start_s=0.2, scatter=0.001)).record.rounds == 4    # nothing scatters: no more are needed
 
 
+class Killed(Process):
+    """The study is killed in the seventh block of this process."""
+
+    def run_block(self, skip, steps, cpus=()):
+        if self.left == 10_000 - 6:
+            raise KeyboardInterrupt
+        return super().run_block(skip, steps, cpus)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_kill_costs_the_running_round_only(tmp_path, certain, monkeypatch):
+    """The rounds until then count, on top of the pairs that there may be; unless they could have been no measurement."""
+    monkeypatch.setattr(racing, "have_workers", lambda first, second: not certain)
+    monkeypatch.setattr(racing, "falls_behind", lambda first, second: False)
+    bench = Bench(process=Killed)
+    bench.store = stores.Store(tmp_path)
+    technique = (SimpleNamespace(id="t", options_dict=dict, label=lambda: "t"),)
+    limits = Limits(max_pairs=1, min_rounds=8, max_rounds=8)
+
+    def raced():
+        return in_whole_blocks(bench).run("q", (), technique, limits, time.monotonic() + 60)
+
+    with pytest.raises(KeyboardInterrupt):
+        raced()
+    question = next(question for question, in bench.store._execute("select distinct question from rounds"))
+    known = bench.store.rounds(question)
+    assert [len(pair) for pair in known] == [6]
+    bench.process = Process
+    found = raced()
+    assert [len(pair) for pair in found.pairs] == ([6, 8] if certain else [8])
+    if certain:
+        assert found.pairs[0] == [ratio for _, _, ratio in known[0]] and len(found.work) == 2
+    assert raced().pairs == found.pairs, "an answered question is not asked again"
+
+
+def test_rounds_of_a_pair_that_failed_are_dropped(tmp_path):
+    class Fails(Process):
+        def run_block(self, skip, steps, cpus=()):
+            if self.left == 10_000 - 6:
+                raise TrialEnded(Outcome("crashed", "it ended"))
+            return super().run_block(skip, steps, cpus)
+
+    bench = Bench(process=Fails)
+    bench.store = stores.Store(tmp_path)
+    with pytest.raises(TrialEnded):
+        run(bench, Limits(max_pairs=1, min_rounds=8, max_rounds=8))
+    assert bench.store._execute("select * from rounds") == []
+
+
 @pytest.mark.parametrize("mode", ["concurrent", "alternate"])
 def test_what_is_no_longer_in_effect_at_the_end_was_not_applied(mode):
     """Seen: a model that was built anew after the warm-up was raced without its technique, and called undecided."""
@@ -178,7 +227,7 @@ def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), TrialEnded(Outcome("crashed", "a file is gone"))])
 def test_a_pair_that_was_not_counted_to_its_end_is_measured_again(tmp_path, whole, rounds, end):
     """Seen: a kill after one round of screening, which has one pair, and the technique stayed undecided for good. And what had
-    crashed in a race counted with the rounds it had until then."""
+    crashed in a race counted with the rounds it had until then. Rounds before a kill count beside those of the whole pairs."""
     class Cut(Process):
         def run_block(self, skip, steps, cpus=()):
             if self.left == 0:
@@ -191,9 +240,11 @@ def test_a_pair_that_was_not_counted_to_its_end_is_measured_again(tmp_path, whol
     with pytest.raises(type(end)):
         run(cut, limits, min_pairs=2)
     before = again.store.rounds(question)
-    assert [len(pair) for pair in before] == [6] * whole + [rounds]
+    killed = isinstance(end, KeyboardInterrupt)
+    assert [len(pair) for pair in before] == [6] * whole + [rounds] * killed
+    stays = [rounds] if killed and rounds > 1 else []
     for _ in range(2):          # what is finished is not measured again
-        assert [len(pair) for pair in run(again, limits, min_pairs=2).pairs] == [6, 6]
+        assert [len(pair) for pair in run(again, limits, min_pairs=2).pairs] == [*stays, 6, 6]
         assert len(again.started) == 2 * (2 - whole)
     assert again.store.rounds(question)[:whole] == before[:whole], "a whole pair stays"
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment loses at most the running pair of processes; the same command goes on."""
+"""kill -9 at any moment loses at most the running round; the same command goes on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -31,8 +32,8 @@ FOREVER = "\nwhile True: step()\n"
 
 
 def contents(study: Path) -> dict[str, dict[tuple, tuple]]:
-    """Every row of the study file by its key, without its digest, but for the highest memory seen so far, which grows, and the rounds of a pair that
-    was not counted to its end, which are measured again."""
+    """Every row of the study file by its key, without its digest, but for the highest memory seen so far, which grows, and a single
+    round of a pair, which says nothing."""
     keys = {"meta": 1, "answers": 1, "rounds": 3, "trials": 1}
     found: dict[str, dict[tuple, tuple]] = {}
     with closing(sqlite3.connect(study / NAME)) as db:
@@ -40,7 +41,8 @@ def contents(study: Path) -> dict[str, dict[tuple, tuple]]:
         for table, width in keys.items():
             rows = db.execute(f"select * from {table}") if table in tables else ()
             found[table] = {row[:width]: row[width:-1] for row in rows if not str(row[0]).startswith("peak ")}
-    found["rounds"] = {key: row for key, row in found["rounds"].items() if (f"{key[0]} | end of pair {key[1]}",) in found["answers"]}
+    many = Counter(key[:2] for key in found["rounds"])
+    found["rounds"] = {key: row for key, row in found["rounds"].items() if many[key[:2]] > 1}
     return found
 
 

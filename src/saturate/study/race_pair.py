@@ -41,8 +41,10 @@ class Pair:
         self.asked = time.monotonic()
         self.running = math.inf             # since when both processes run
 
-    def began(self) -> None:
+    def began(self, certain: bool = True) -> None:
+        """Both processes run. `certain`: what comes to light later cannot make the rounds until then no measurement."""
         self.running = time.monotonic()
+        self.store.set_answer(open_question(self.question, self.number), certain)
 
     def keep(self, a_ms: float, b_ms: float) -> None:
         self.ratios.append(math.log(a_ms / b_ms))
@@ -78,6 +80,11 @@ def work_question(question: str, pair: int) -> str:
     return f"{question} | kernel work of pair {pair}"
 
 
+def open_question(question: str, pair: int) -> str:
+    """Answered where the rounds of this pair count as they come, so that a kill costs the running one only."""
+    return f"{question} | rounds of pair {pair} count"
+
+
 def end_question(question: str, pair: int) -> str:
     return f"{question} | end of pair {pair}"
 
@@ -85,3 +92,20 @@ def end_question(question: str, pair: int) -> str:
 def work_so_far(live: Live) -> tuple[int, int, float]:
     """Steps, page faults and seconds in the kernel of a process since its start."""
     return live.trial.steps, *meter.kernel_work(live.hello["pid"])
+
+
+def stored_pairs(store: Store, question: str) -> list[list[tuple[float, float, float]]]:
+    """The stored rounds by pair (see `Store.rounds`). Those of the last one are dropped where a kill ended it so early that they say
+    nothing, or before it was certain that they are a measurement."""
+    rounds = store.rounds(question)
+    last = len(rounds) - 1
+    if rounds and store.answer(end_question(question, last)) is None and (
+            len(rounds[last]) < LEAST_ROUNDS or not store.answer(open_question(question, last))):
+        store.drop_rounds(question, last)
+        rounds.pop()
+    return rounds
+
+
+def whole_pairs(store: Store, question: str, pairs: int) -> int:
+    """How many of the first so many pairs were counted to their end."""
+    return sum(store.answer(end_question(question, number)) is not None for number in range(pairs))

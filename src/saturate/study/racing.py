@@ -22,7 +22,16 @@ from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.study.race_blocks import believe, block_size, falls_behind, have_workers, run_block
-from saturate.study.race_pair import LEAST_ROUNDS, KernelWork, Pair, end_question, work_question, work_so_far
+from saturate.study.race_pair import (
+    LEAST_ROUNDS,
+    KernelWork,
+    Pair,
+    end_question,
+    stored_pairs,
+    whole_pairs,
+    work_question,
+    work_so_far,
+)
 from saturate.trial.outcome import Outcome, ran_out_of_memory
 from saturate.trial.process import Block, TrialEnded, joined
 
@@ -118,17 +127,19 @@ class Racer:
         when A cannot; the exception's `side` attribute tells which.
         """
         full_question = f"{question} | {key(a)} | {key(b)}"
-        rounds = self._ended_pairs(full_question)
+        rounds = stored_pairs(self.bench.store, full_question)
+        whole = whole_pairs(self.bench.store, full_question, len(rounds))       # those that a kill cut short come on top of the most that may be
         pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
         times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
         finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
         between_sd = self.steady_sd if self._steady(a) and self._steady(b) else self.between_sd
         decision = self._decide(pairs, limits, between_sd)
-        while (self.bench.store.answer(finished) is None and len(pairs) < limits.max_pairs
-               and (decision.action != "stop" or len(pairs) < min_pairs)
-               and (not pairs or time.monotonic() < deadline)):
+        while (self.bench.store.answer(finished) is None and whole < limits.max_pairs
+               and (decision.action != "stop" or whole < max(1, min_pairs))        # the first whole one proves that both run as they should
+               and (not whole or time.monotonic() < deadline)):
             # Pairs of processes that are gone get no more rounds: a resumed race goes on with a fresh pair.
-            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not pairs, between_sd)
+            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not whole, between_sd)
+            whole += 1
             decision = self._decide(pairs, limits, between_sd)
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":
@@ -137,17 +148,6 @@ class Racer:
         if self._steady(b) and not self._steady(a):
             decision = self._by_state(pairs, work, limits) or decision
         return self._result(question, a, b, decision, pairs, times, work)
-
-    def _ended_pairs(self, question: str) -> list[list[tuple[float, float, float]]]:
-        """The stored rounds of the pairs that were counted to their end. The rounds of one that was not (a kill, a failure) are
-        dropped: it would take the place of a whole one."""
-        store = self.bench.store
-        rounds = store.rounds(question)
-        last = len(rounds) - 1          # only of the last one can that be
-        if rounds and store.answer(end_question(question, last)) is None:
-            store.drop_rounds(question, last)
-            rounds.pop()
-        return rounds
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
@@ -176,7 +176,11 @@ class Racer:
                      lambda patient: self._decide(pairs, patient, between_sd).action == "more_rounds")
         pairs.append(pair.ratios)
         fresh = self.mode == "alternate" or not share_base or self.base(a) is None
-        self._rounds(a, b, share_base, pair)
+        try:
+            self._rounds(a, b, share_base, pair)
+        except TrialEnded:
+            pair.forget()           # what ended so may have been no measurement before
+            raise
         self.bench.store.set_answer(end_question(question, pair.number), True)
         if fresh:
             self.pair_s = max(self.pair_s, time.monotonic() - pair.asked)
@@ -220,7 +224,7 @@ class Racer:
                 skip, steps = block_size(first, second, loader_bound)
                 lives = {"a": first, "b": second}
                 before = {side: work_so_far(live) for side, live in lives.items()}
-                pair.began()
+                pair.began(certain=loader_bound or not hides)
                 while turn == 0 or pair.more():
                     cut = self._turns(first, second, skip, steps, loader_bound)
                     for side, parts in _alternately(first, second, turn, *cut, draw).items():

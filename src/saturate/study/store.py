@@ -1,4 +1,4 @@
-"""The study file: one SQLite database per study, so that a kill at any moment loses at most the running pair of processes.
+"""The study file: one SQLite database per study, so that a kill at any moment loses at most the running round.
 
 What is kept are answers: facts, finished races and verifications by question, and the rounds of unfinished races. The
 loop asks its questions in an order that follows from the answers alone, so the same command walks through the same
