@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from planted import FakeNvml, h100
@@ -28,6 +29,16 @@ def test_a_window_is_sampled():
     assert during == sampler.seen() == {"throttle": (), "clock_share": 1.0, "temperature_c": 45.0, "power_share": 0.5}
     assert MachineSeen(**sampler.seen()).throttle == ()
     assert fake.initialized == 0 and not [thread for thread in threading.enumerate() if thread.name == "telemetry"]
+
+
+def test_how_busy_the_least_busy_device_is():
+    rates = [h100(UtilizationRates=SimpleNamespace(gpu=percent, memory=5)) for percent in (93, 71)]
+    with Sampler({}, interval_s=0.005, module=FakeNvml(*rates)) as sampler:
+        time.sleep(0.05)
+    assert sampler.busy_share() == 0.71
+    with Sampler({}, interval_s=60, module=FakeNvml(h100())) as sampler:
+        pass
+    assert sampler.busy_share() is None
 
 
 def test_a_short_window_still_has_one_sample():

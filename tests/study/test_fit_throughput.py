@@ -106,6 +106,31 @@ def test_the_time_of_a_round_on_a_device_is_foreseen(monkeypatch):
     assert found.note == fit_throughput.TOO_SHORT
 
 
+def test_devices_are_watched_at_the_knee_and_not_before_their_period_is_over():
+    class Sampled:
+        entered = 0
+
+        def __enter__(self):
+            self.entered = len(process.calls)
+
+        def __exit__(self, *exception):
+            self.left = len(process.calls)
+
+        def busy_share(self):
+            return 0.83
+
+    process, sampler = Simulated(SIZES[-1]), Sampled()
+    found = measured(process)
+    before = len(process.calls)
+    found.watch_devices(process, sampler)  # type: ignore[arg-type]
+    assert found.device_share == 0.83 and sampler.left == sampler.entered + 1 and sampler.entered > before
+    step_s = SAMPLE_S * found.knee
+    assert [(size, round(steps * step_s)) for size, steps, _ in process.calls[-2:]] == [(found.knee, 1), (found.knee, 2)]
+    on_cpu = measured(Simulated(1 << 30, on_device=False))
+    on_cpu.watch_devices(Simulated(1 << 30, on_device=False), sampler)  # type: ignore[arg-type]
+    assert on_cpu.device_share is None
+
+
 def search(device: str) -> Search:
     meter = SimpleNamespace(exceeded_bytes=None, late=False)
     made = Search(bench=SimpleNamespace(meter=meter), memory_bytes=None, target="memory", asked_most=None, accelerated=True, budget_s=1.0,     # type: ignore[arg-type]

@@ -40,10 +40,12 @@ class Sample:
     temperature_c: int | None
     power_mw: int | None
     power_limit_mw: int | None
+    busy_percent: int | None = None     # of its time with a kernel running, over a period of at most a second before
 
 
 def sample(nvml: Nvml, handle: Any, device: int = 0) -> Sample:
     """What one device says now."""
+    rates = nvml.ask("DeviceGetUtilizationRates", handle)
     return Sample(
         device=device,
         reasons=nvml.reasons(handle),
@@ -52,6 +54,7 @@ def sample(nvml: Nvml, handle: Any, device: int = 0) -> Sample:
         temperature_c=nvml.temperature_c(handle),
         power_mw=nvml.ask("DeviceGetPowerUsage", handle),
         power_limit_mw=nvml.ask("DeviceGetEnforcedPowerLimit", handle),
+        busy_percent=rates.gpu if rates is not None else None,
     )
 
 
@@ -166,6 +169,15 @@ class Sampler:
         with self._lock:
             samples = tuple(self._samples)
         return summary(samples)
+
+    def busy_share(self) -> float | None:
+        """The share of its time in which the least busy device ran kernels (NVML's utilisation, a median); None: none tells."""
+        devices: dict[int, list[int]] = {}
+        with self._lock:
+            for one in self._samples:
+                if one.busy_percent is not None:
+                    devices.setdefault(one.device, []).append(one.busy_percent)
+        return min((statistics.median(seen) / 100 for seen in devices.values()), default=None)
 
     def _run(self, nvml: Nvml, handles: Mapping[int, Any]) -> None:
         while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from saturate.machine.telemetry import Sampler
 from saturate.measure import memory_growth, memory_model
 from saturate.measure.memory_model import Point
 from saturate.study.fit_process import SAME_SKIP, Process, Window, verdict_of
@@ -334,6 +335,7 @@ class Search(State):
         assert self.best is not None
         self.throughput.measure(process, sizes_up_to(self.best, self.own),
                                 min(THROUGHPUT_SHARE * self.budget_s, 0.8 * self.left_s()), self.say)
+        self.throughput.watch_devices(process, Sampler(self.bench.workload.environment))
         knee = self.throughput.knee
         if self.target == "throughput" and knee is not None and knee != self.best:
             self.say(f"from {knee} on, larger batches are no faster")

@@ -231,8 +231,11 @@ class State:
     def utilisation(self) -> tuple[float | None, str]:
         """At the knee, and of what."""
         knee = self.throughput.knee
-        if knee is None or self.facts.get("device") != "cpu":
+        if knee is None:
             return None, ""
+        if self.facts.get("device") != "cpu":
+            share = self.throughput.device_share
+            return share, "the device's time" if share is not None else ""
         quota = machine_facts.cpu_count()
         return min(1.0, self.throughput.busy_cores(knee) / quota), f"{quota:g} cores"
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from saturate.machine.telemetry import Sampler
 from saturate.measure import knee as knees
 from saturate.records.fit import SizeThroughput
 from saturate.study.fit_process import Process, Window
 
 #: Sizes, rounds, and the time and the steps of one block.
 MOST_SIZES, ROUNDS, LEAST_ROUNDS, BLOCK_S, LEAST_STEPS, MOST_STEPS = 5, 6, 4, 0.3, 2, 50
+
+#: How long devices are watched at the knee, behind as long as the period is over which NVML averages.
+WATCHED_S, PERIOD_S = 2.0, 1.0
 
 TOO_SHORT = "the budget was too short to measure throughput"
 CROWDED = "throughput was not measured: the device's allocator had to free memory while batches were timed"
@@ -24,6 +29,7 @@ class Throughput:
 
     rates: dict[int, list[float]] = field(default_factory=dict)
     shares: dict[int, list[float]] = field(default_factory=dict)
+    device_share: float | None = None       # of its time a device ran kernels at the knee; None: on a CPU, or it does not tell
     note: str = ""
     running: int | None = None      # the size that is being measured
 
@@ -54,6 +60,17 @@ class Throughput:
                 self._forget_since(before)      # for all sizes, which are compared within rounds
         if crowded and not self.settled():
             self.note = CROWDED
+
+    def watch_devices(self, process: Process, sampler: Sampler) -> None:
+        """How busy the devices are at the knee. Raises TrialEnded."""
+        knee = self.running = self.knee
+        if knee is None or not process.on_device:
+            return
+        step_s = knee / median(self.rates[knee]) * process.world_size
+        process.turn(knee, max(LEAST_STEPS, math.ceil(PERIOD_S / step_s)))
+        with sampler:
+            process.run(knee, max(LEAST_STEPS, math.ceil(WATCHED_S / step_s)), fresh=False, settle=True)
+        self.device_share = sampler.busy_share()
 
     def add(self, size: int, window: Window, samples: int | None = None) -> None:
         samples = window.samples if samples is None else samples
