@@ -40,7 +40,7 @@ MAY_USE = {
     "agent": {"torch", "safetensors"},
     "techniques": {"torch", "torchao"},
     "checkpoints": {"torch"},
-    "data": {"torch", "numpy", "pyarrow", "PIL"},
+    "data": {"torch", "numpy", "pyarrow", "PIL", "nvidia"},
     "inference": {"torch", "torchao", "numpy", "cloudpickle", "msgspec", "onnx", "onnxruntime", "onnxscript", "tensorrt",
                   "torch_tensorrt", "transformers"},
     "measure": set(),

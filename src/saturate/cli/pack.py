@@ -37,7 +37,7 @@ def size(text: str) -> int:
 def execute(arguments: argparse.Namespace) -> int:
     if find_spec("pyarrow") is None:
         raise EnvironmentProblem("packing needs pyarrow", remedy="pip install 'saturate[pack]'")
-    from saturate.data import pack
+    from saturate.data import dali, pack
     from saturate.data.pack_sources import open_source
     from saturate.records.pack import Packed
     from saturate.report import words
@@ -55,8 +55,9 @@ def execute(arguments: argparse.Namespace) -> int:
         raise
     seconds = time.monotonic() - began
     loader = [line.format(path=str(arguments.destination)) for line in pack.LOADER]
+    on_gpu = [line.format(path=str(arguments.destination)) for line in pack.DALI_LOADER] if source.kind == "images" and dali.installed() else []
     record = Packed(source=str(arguments.source), destination=str(arguments.destination), kind=source.kind, rows=done.rows,
-                    bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader)
+                    bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader, dali_loader=on_gpu)
     if arguments.json:
         show_json(record)
     else:
@@ -64,6 +65,8 @@ def execute(arguments: argparse.Namespace) -> int:
         rows, files = words.count(done.rows, "row"), words.count(len(done.shards), "file")
         print(f"{rows} of {source.kind} in {files}, {done.bytes / 1e6:,.1f} MB, {seconds:.1f} s{again}\n")
         print("to read them:\n" + "\n".join(f"    {line}" for line in loader))
+        if on_gpu:
+            print("or, decoded by DALI on the GPU:\n" + "\n".join(f"    {line}" for line in on_gpu))
     return 0
 
 

@@ -32,6 +32,9 @@ SHARD_BYTES = 256 * 2**20
 
 LOADER = ("from datasets import load_from_disk", 'data = load_from_disk({path!r}).with_format("torch")')
 
+#: Of images, where DALI is installed: see `data.dali`.
+DALI_LOADER = ("from saturate.data.dali import loader", "data = loader({path!r}, batch_size=64, size=224)")
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -18,3 +18,4 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     resumed_rows: int
     seconds: float
     loader: list[str]
+    dali_loader: list[str] = []     # decodes images on a GPU; empty for what is no image, or without DALI
