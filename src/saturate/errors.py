@@ -210,8 +210,8 @@ class CheckUnusable(WorkloadFailed):
 class VerificationFailed(SaturateError):
     """The final set of techniques does not train like the baseline.
 
-    `tune` keeps a set only once it has verified, so nothing that it finds today ends so: what does not verify is
-    `rejected_numerics`, and the exit code is 0. `saturate run --on-divergence stop` ends with the same code.
+    `tune` keeps a set only once it has verified: what does not is `rejected_numerics`, and the exit code is 0. Only a set that
+    verified and then trained otherwise in its last race ends so. `saturate run --on-divergence stop` ends with the same code.
     """
 
     code = "E500"

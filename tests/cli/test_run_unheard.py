@@ -52,3 +52,16 @@ def test_a_standard_output_that_takes_nothing_does_not_hide_the_exit_code(tmp_pa
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, cwd=tmp_path, env=clean_environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 5 and "the loss became nan at step 41" in done.stderr
+
+
+@pytest.mark.parametrize(("line", "told"), [
+    ('exec "$PYTHON_HERE" -I train.py  # python', ""), ("python3 -I -c 'print(1)'", "line 3 of train.sh starts `python -I`"),
+    ("# python3 -I train.py", ""), ("python3 -c 'print(1)'", ""),
+])
+def test_a_shell_script_whose_python_cannot_be_reached(line, told, tmp_path, clean_environment):
+    (tmp_path / "train.sh").write_text(f"set -e\n\n{line}\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text("print(1)", encoding="utf-8")
+    recipes.write(tmp_path / "recipe.toml", Recipe(techniques=[Entry(id="zero-grad-none")]))
+    words = [sys.executable, "-m", "saturate", "run", "recipe.toml", "--", "bash", "train.sh"]
+    done = subprocess.run(words, cwd=tmp_path, env={**clean_environment, "PYTHON_HERE": sys.executable}, capture_output=True, text=True, timeout=60)
+    assert (told in done.stderr if told else "ignores PYTHONPATH" not in done.stderr), done.stderr

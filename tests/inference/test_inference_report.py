@@ -177,6 +177,12 @@ def test_sizes_are_said_and_what_techniques_did():
     assert "45.0 MiB" in text and "1.5 MiB compressed" in text and "20.0% of 9 weights are zero &lt;b&gt;." in text
 
 
+def test_what_comes_before_the_steady_state_is_said():
+    text = page.render(optimizations.win(candidates=[optimizations.candidate("onnx", "dominated", 2.0, 0.0),
+                                                     optimizations.candidate("compile", "dominated", 2.0, 0.0, first_call_s=75.0)]))
+    assert "Prepared in 3.2 s, first call in 41 ms." in text and "Prepared in 3.2 s, first call in 1 min 15 s." in text
+
+
 def test_what_misses_samples_is_named_where_there_is_no_answer():
     near = optimizations.candidate("near", "undecided", 3.0, 0.008, reason="3.00x; 60 samples cannot tell; about 900 samples would do")
     far = optimizations.candidate("far", "rejected_behaviour", 9.0, None, reason="NaN")

@@ -13,6 +13,8 @@ import pytest
 from saturate.report import words
 from saturate.study import summary, tune
 from saturate.study.ending import Interrupted
+from saturate.trial.outcome import Outcome
+from saturate.trial.process import TrialEnded
 
 
 @pytest.fixture
@@ -108,3 +110,25 @@ def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         summary.write(study, SimpleNamespace(result=None))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "fate", "verified"), [
+    ("trains_otherwise", "rejected_numerics", False), ("motif_differs", "rejected_numerics", False),
+    ("crashed", "failed", True), ("not_active", "not_applied", True),
+])
+def test_a_set_that_trains_otherwise_in_its_last_race_has_not_verified(kind, fate, verified, monkeypatch):
+    """It was called failed, and the exit code was 0, as if nothing had been wrong."""
+    def race(racer, before, kept, end, say):
+        ended = TrialEnded(Outcome(kind, "as it was not before"))
+        ended.side = "b"
+        raise ended
+
+    settled = {}
+    kept = (SimpleNamespace(id="one", label=lambda: "one"),)
+    search = SimpleNamespace(kept=kept, base=(), stairs=[], settle=lambda candidate, fate, reason: settled.update({candidate.id: fate}))
+    study = SimpleNamespace(search=search, starved="", say=lambda line: None, notes=[], deviated="", refusal=None, error=None, store=None)
+    monkeypatch.setattr(tune, "_final_race", race)
+    tune._confirm(study, None, math.inf)
+    assert settled == {"one": fate} and search.kept == ()
+    assert summary._verified(study)[0] is verified
+    assert study.notes and "last race" in study.notes[0]

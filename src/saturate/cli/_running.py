@@ -5,28 +5,90 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from saturate.cli._output import tell
 from saturate.errors import SaturateError
 
 
 class Progress:
-    """One line per thing that was found out, on standard error, with the time since the start."""
+    """One line per thing that was found out, on standard error, with the time since the start. On a terminal, within `with`, a bar
+    below them: how much of the budget is used up. What still follows at its end (a last pair, a report) may take a little longer."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO, budget_s: float | None = None):
         self.stream = stream
+        self.budget_s = budget_s
         self.began = time.monotonic()
         self.gone = False
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self.budget_s is not None and drawable(self.stream):
+            self._bar = _bar(self.stream, self.budget_s)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._unless_gone(bar.stop)
 
     def __call__(self, line: str) -> None:
         seconds = int(time.monotonic() - self.began)
+        text = f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}"
+        if self._bar is not None:
+            self._unless_gone(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
+        else:
+            self._unless_gone(lambda: print(text, file=self.stream, flush=True))
+
+    def _unless_gone(self, write: Callable[[], None]) -> None:
+        """The terminal may be closed: nobody reads then, but the study goes on."""
         if self.gone:
             return
         try:
-            print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}", file=self.stream, flush=True)
+            write()
         except OSError:
-            self.gone = True        # the terminal was closed: nobody reads, but the study goes on
+            self.gone = True
+
+
+def drawable(stream: TextIO) -> bool:
+    """Whether a line may be drawn again and again: a terminal that can go back in it."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _bar(stream: TextIO, budget_s: float) -> Any:
+    """Drawn once a second, so that it takes nothing from what is measured meanwhile."""
+    from rich.console import Console
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    class Used(BarColumn):
+        def render(self, task: Task) -> ProgressBar:
+            task.completed = min(task.elapsed or 0.0, budget_s)
+            return super().render(task)
+
+    class Clock(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{clock(task.elapsed or 0.0)} of {clock(budget_s)}")
+
+    bar = Bar(TextColumn("budget"), Used(bar_width=30), Clock(), console=Console(file=stream, highlight=False), transient=True,
+              refresh_per_second=1, redirect_stdout=False, redirect_stderr=False)
+    bar.add_task("", total=budget_s)
+    return bar
+
+
+def clock(value_s: float) -> str:
+    """Minutes and seconds, with hours where there are some.
+
+    >>> clock(75), clock(3675)
+    ('1:15', '1:01:15')
+    """
+    seconds = int(value_s)
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
 
 
 class one_signal_interrupts:

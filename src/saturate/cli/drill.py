@@ -7,12 +7,11 @@ started again finds what the killed one left. It ends with 0 whatever it found; 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from saturate.cli._options import add_study_options, duration, must_exist
+from saturate.cli._options import add_study_options, duration, must_exist, words
 from saturate.cli._output import coloured, present, show_json, width, with_program
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
@@ -55,8 +54,8 @@ def execute(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout, step=arguments.step, seed=arguments.seed,
     )
     try:
-        with one_signal_interrupts():
-            result = drill(request, Progress(sys.stderr))
+        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+            result = drill(request, say)
     except UsageError:
         raise
     except SaturateError as problem:
@@ -80,13 +79,6 @@ def nothing(request: Request, reason: str) -> DrillResult:
     again = ["saturate", "drill", *request.options(request.resume_args), "--", *request.argv]
     return DrillResult(run="", command=request.argv, resume_command=request.argv, verdict="inconclusive", reason=reason,
                        next_command=joined(again))
-
-
-def words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from error
 
 
 def kills(text: str) -> int:

@@ -53,8 +53,8 @@ def execute(arguments: argparse.Namespace) -> int:
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
     asked = Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most)
     try:
-        with one_signal_interrupts():
-            found = fit(asked, Progress(sys.stderr))
+        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+            found = fit(asked, say)
     except UsageError:
         raise
     except SaturateError as problem:

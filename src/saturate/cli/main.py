@@ -5,7 +5,7 @@ so that `saturate --help` costs no more than argparse. With `TAKES_COMMAND = Tru
 workload's command and arrives as `arguments.command`, untouched.
 
 Exit codes: 0 done, 2 usage, 3 environment, also a bug of our own, 4 the workload itself failed, 5 no final set verifies (tune
-keeps none that does not: see `errors.VerificationFailed`), 6 too noisy, 130 interrupted.
+keeps none that does not, so that is rare: see `errors.VerificationFailed`), 6 too noisy, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseException | None]:
     """Exit code, what to print, and what to raise after it. Only what the parser of the options refuses has no record."""
     try:
-        with one_signal_interrupts():
-            return 0, _search(arguments), None
+        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+            return 0, _search(arguments, say), None
     except SaturateError as problem:
         found = getattr(problem, "record", None)  # the machine gave out in the middle of it
         if found is not None:
@@ -151,7 +151,7 @@ def _interrupted(record: OptimizeRecord) -> OptimizeRecord:
     )
 
 
-def _search(arguments: argparse.Namespace) -> OptimizeRecord:
+def _search(arguments: argparse.Namespace, say: Progress) -> OptimizeRecord:
     from saturate.cli._callables import call, resolve
 
     if (arguments.check is None) != (arguments.max_drop is None):
@@ -205,7 +205,7 @@ def _search(arguments: argparse.Namespace) -> OptimizeRecord:
         threads=arguments.threads,
         only=arguments.only,
         skip=arguments.skip,
-        progress=Progress(sys.stderr),
+        progress=say,
     )
     return result.record
 

@@ -1,8 +1,9 @@
 """Run a training command with a recipe.
 
 saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With
-an empty recipe nothing else happens at all. Nobody of ours is left then to notice that the recipe never took effect: where
-a script that the command starts runs `python -I`, or clears the environment, nothing is said, also with --strict.
+an empty recipe nothing else happens at all. Nobody of ours is left then to notice that the recipe never took effect: a
+`python -I` in a shell script is told beforehand where it can be read there; where one is started in some other way, or the
+environment is cleared, nothing is said, also with --strict.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from saturate.records.recipe import MadeFor, Recipe
 from saturate.trial import launch
 
 TAKES_COMMAND = True
+
+#: Characters of a shell script that are looked at.
+_LONGEST_SCRIPT = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +52,28 @@ def execute(arguments: argparse.Namespace) -> int:
             raise problem
         notices.tell(problem.card() + "\n")
         _replace(command, _environment())
+    _say_what_is_not_reached(command)
     plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence, strict=arguments.strict, doubts=doubts)
     environment = launch.injected(_environment(), plan, chosen)
     _replace(launch.carried(command, environment, chosen), environment)
     return 0
+
+
+def _say_what_is_not_reached(command: list[str]) -> None:
+    """Where the command is a shell script: it may start several programs, so this is no reason to refuse."""
+    from saturate.machine import fingerprint
+
+    script = fingerprint.script_of(command)
+    if script is None or script.suffix == ".py":
+        return
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            found = launch.defeated_in(file.read(_LONGEST_SCRIPT))
+    except OSError:
+        return                  # the shell will say so
+    if found is not None:
+        line, option = found
+        notices.tell(f"saturate: line {line} of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")
 
 
 def _environment() -> dict[str, str]:

@@ -63,8 +63,8 @@ def execute(arguments: argparse.Namespace) -> int:
             allow_convergence=arguments.allow == "convergence", race_mode=arguments.race, step=arguments.step,
             timeout_s=arguments.timeout, limit_bytes=arguments.fit,
         )
-        with one_signal_interrupts():
-            record, error = tune(request, Progress(sys.stderr))
+        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+            record, error = tune(request, say)
     except UsageError:
         raise
     except SaturateError as problem:

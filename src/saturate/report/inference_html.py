@@ -236,7 +236,7 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
 def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
     times = one.latency_ms
     latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
-    prepared = f" Prepared in {words.seconds(one.prepare_s)}." if one.prepare_s is not None else ""
+    prepared = _prepared(one)
     done = "".join(f" {_capital(said.rstrip('.'))}." for said in one.done if said)
     layers = (
         f" {words.count(len(one.kept_layers), 'layer')} kept in the original precision." if one.kept_layers else ""
@@ -257,6 +257,18 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
         _bytes(one.peak_memory_bytes),
         say.stored_words(one),
     ]
+
+
+def _prepared(one: CandidateRecord) -> str:
+    """What comes before the steady state: quantizing, compiling and the like, and the first call, which may compile as well."""
+    if one.prepare_s is None:
+        return ""
+    first = "" if one.first_call_s is None else f", first call in {_brief(one.first_call_s)}"
+    return f" Prepared in {words.seconds(one.prepare_s)}{first}."
+
+
+def _brief(value_s: float) -> str:
+    return words.seconds(value_s) if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
 
 
 def _with_interval(text: str) -> Markup:

@@ -145,6 +145,8 @@ def _verified(study: Study) -> tuple[bool | None, str]:
         return None, study.refusal.removeprefix("cannot verify: ")      # None says it already
     if study.search is None:
         return None, "the study ended before anything could be verified"
+    if study.deviated:
+        return False, study.deviated
     if not study.search.kept:
         return True, "nothing was changed"
     if study.starved and study.search.kept == study.search.base:

@@ -35,6 +35,7 @@ from saturate.study import baseline, deadline, fitting, profile, sources, summar
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import OURS, Interrupted, failed_again, in_our_words
+from saturate.study.fates import of_end
 from saturate.study.racing import Racer, Result
 from saturate.study.search import CannotVerify, Search
 from saturate.study.state import Request, Study
@@ -367,9 +368,12 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
             return
         if ended.side == "a":
             raise failed_again(ended) from ended
-        study.notes.append(f"the final set failed in its last race: {ended.outcome.reason}")
+        fate, reason = of_end(ended, before)
+        otherwise = fate == "rejected_numerics"
+        study.deviated = reason if otherwise else ""
+        study.notes.append(f"the final set {'trained otherwise' if otherwise else 'failed'} in its last race: {ended.outcome.reason}")
         study.say(f"  {study.notes[-1]}")
-        _drop(study, kept, "failed", ended.outcome.reason)
+        _drop(study, kept, fate, ended.outcome.reason)
         return
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")

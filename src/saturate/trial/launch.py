@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -140,6 +141,22 @@ def end(supervisor: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(BrokenPipeError):      # it is gone already
             os.write(pipe.fileno(), b".")
         pipe.close()
+
+
+def defeated_in(script: str) -> tuple[int, str] | None:
+    """The first line of a shell script that starts Python such that `sitecustomize` does not run: its number and the option.
+
+    >>> defeated_in("cd data\\nOMP_NUM_THREADS=1 python -I train.py")
+    (2, '-I')
+    >>> defeated_in("# python -I train.py") is None
+    True
+    """
+    for number, line in enumerate(script.splitlines(), 1):
+        with contextlib.suppress(ValueError):       # a quotation that ends on a later line
+            option = defeated_by(shlex.split(line, comments=True))
+            if option is not None:
+                return number, option
+    return None
 
 
 def defeated_by(argv: list[str]) -> str | None:
