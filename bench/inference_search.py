@@ -45,6 +45,9 @@ class Exhaustive(Search):
     def _walk(self, supply: Callable[[], Iterable[Candidate]]) -> None:
         super()._walk(lambda: everything(self.pool))
 
+    def _outrun(self, candidate: Candidate) -> None:
+        """Nothing is left out for what others have shown."""
+
 
 def everything(pool: plan.Pool) -> Iterator[Candidate]:
     """Every set with at most one variant of each technique whose parts go together, small ones first."""

@@ -55,13 +55,23 @@ def test_a_standard_output_that_takes_nothing_does_not_hide_the_exit_code(tmp_pa
 
 
 @pytest.mark.parametrize(("line", "told"), [
-    ('exec "$PYTHON_HERE" -I train.py  # python', ""), ("python3 -I -c 'print(1)'", "line 3 of train.sh starts `python -I`"),
-    ("# python3 -I train.py", ""), ("python3 -c 'print(1)'", ""),
+    ("python3 -I -c 'print(1)'", True), ("true && X=1 python3 -I -c 1; true", True), ("python3 -c 1 | python3 -E -c 1", True),
+    ("# python3 -I train.py", False), ("echo python3 -I x", False), ("python3 -c 'print(1)' -I", False), ("echo 'a\nb'", False),
 ])
-def test_a_shell_script_whose_python_cannot_be_reached(line, told, tmp_path, clean_environment):
-    (tmp_path / "train.sh").write_text(f"set -e\n\n{line}\n", encoding="utf-8")
-    (tmp_path / "train.py").write_text("print(1)", encoding="utf-8")
+@pytest.mark.parametrize("command", [("bash", "train.sh"), ("./train.sh",)])
+def test_a_shell_script_whose_python_cannot_be_reached(line, told, command, tmp_path, clean_environment):
+    (tmp_path / "train.sh").write_text(f"#!/usr/bin/env bash\n\n{line}\n", encoding="utf-8")
+    (tmp_path / "train.sh").chmod(0o755)
     recipes.write(tmp_path / "recipe.toml", Recipe(techniques=[Entry(id="zero-grad-none")]))
-    words = [sys.executable, "-m", "saturate", "run", "recipe.toml", "--", "bash", "train.sh"]
-    done = subprocess.run(words, cwd=tmp_path, env={**clean_environment, "PYTHON_HERE": sys.executable}, capture_output=True, text=True, timeout=60)
-    assert (told in done.stderr if told else "ignores PYTHONPATH" not in done.stderr), done.stderr
+    words = [sys.executable, "-m", "saturate", "run", "recipe.toml", "--", *command]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and ("line 3 of " in done.stderr and "train.sh starts `python -" in done.stderr) == told, done.stderr
+
+
+def test_a_program_in_python_is_not_read_as_a_shell_script(tmp_path, clean_environment):
+    (tmp_path / "train").write_text(f'#!{sys.executable}\nprint("python -I")\n"""\npython -I x\n"""\n', encoding="utf-8")
+    (tmp_path / "train").chmod(0o755)
+    recipes.write(tmp_path / "recipe.toml", Recipe(techniques=[Entry(id="zero-grad-none")]))
+    words = [sys.executable, "-m", "saturate", "run", "recipe.toml", "--", "./train"]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "python -I\n") and "ignores PYTHONPATH" not in done.stderr

@@ -63,6 +63,24 @@ def test_without_dali_it_says_what_to_install(packed: Path, monkeypatch: pytest.
     assert "saturate[dali]" in problem.value.remedy
 
 
+def test_ranks_share_an_epoch_evenly(packed: Path) -> None:
+    def shares(epoch: int, shuffle: bool = True) -> list[list[int]]:
+        return [dali.Share(4, shuffle, 7, False, rank, 3).order(len(LABELS), epoch).tolist() for rank in range(3)]
+
+    first = shares(0)
+    assert [len(share) for share in first] == [3, 3, 3] and len({row for share in first for row in share}) == 9
+    assert shares(0) == first != shares(1) and shares(0, shuffle=False) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert {row for epoch in range(20) for share in shares(epoch) for row in share} == set(range(len(LABELS))), "nothing is left out for good"
+    assert dali.Share(2, True, 7, False, 0, 3).batches(11) == 2 and dali.Share(2, True, 7, True, 0, 3).batches(11) == 1
+
+
+def test_too_few_images_are_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dali, "installed", lambda: True)
+    for asked in ({"batch_size": 12, "drop_last": True}, {"batch_size": 1, "world_size": 12}, {"batch_size": 0}, {"batch_size": 1, "rank": 1}):
+        with pytest.raises(UsageError):
+            dali.loader(packed, **asked)
+
+
 @needs_dali
 def test_batches_hold_the_images_in_order(packed: Path) -> None:
     batches = dali.loader(packed, 4, 32, shuffle=False, device="cpu")

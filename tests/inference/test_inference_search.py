@@ -297,6 +297,35 @@ def test_other_options_of_what_took_too_long_are_not_tried() -> None:
     assert world.started == ["run", "other"] and fates(search)["run number=2"] == "not_tried"
 
 
+def test_a_number_format_that_is_far_from_the_best_is_not_tried_on_one_more_runtime() -> None:
+    """What it gave on another runtime, and what the two give without it, must promise half of more than the best."""
+    runs = {"run": 0.5, "other": 0.45, "int8": 0.2, "bf16": 0.9}
+    search = walk(World(runs), RUN, OTHER, BF16, INT8)
+    assert fates(search)["bf16 + other"] == "slower" and fates(search)["bf16 + run"] == "not_tried"
+    assert "far from the best" in next(one.reason for one in search.tried.values() if one.candidate.label() == "bf16 + run")
+    near = walk(World({**runs, "bf16": 0.5}), RUN, OTHER, BF16, INT8)       # 4.4x of 5x: another runtime may well do better
+    assert "not_tried" not in fates(near).values()
+    memory = walk(World(runs), RUN, OTHER, BF16, INT8, objective="memory")
+    assert "not_tried" not in fates(memory).values()
+
+
+@pytest.mark.parametrize(("format", "runtimes", "best", "left_out"), [
+    (2.0, (1.5, 1.5), 5.0, True),           # 3.0 hoped for
+    (2.0, (1.5, 1.5), 2.9, False),
+    (2.0, (1.0, 2.0), 5.0, False),          # a runtime twice as fast by itself may make it 4, and 6 are hoped for
+    (2.0, (2.0, None), 5.0, False),         # what the other gives alone is not known
+    (None, (1.5, 1.5), 5.0, False),         # the format was not measured
+])
+def test_what_lets_a_format_be_left_out(format: float | None, runtimes: tuple[float, float | None], best: float, left_out: bool) -> None:
+    first, second, number = (Part(Hashable(**vars(module)), module.Options()) for module in (RUN, OTHER, BF16))
+    tried = {Candidate.of([part]): SimpleNamespace(speedup=speed, seconds=1.0) for part, speed in zip((first, second), runtimes)}
+    seen = Candidate.of([first, number])
+    tried[seen] = SimpleNamespace(speedup=format, seconds=1.0)
+    found = order.outrun(Candidate.of([second, number]), tried, best)
+    assert found == (seen if left_out else None)
+    assert order.outrun(Candidate.of([second]), tried, 100.0) is None, "lossless ones are wanted for their own sake"
+
+
 def test_what_promises_most_for_its_time_comes_first() -> None:
     """A short search must not spend itself on compilers before the number formats that take seconds."""
     slow, quick = technique("compile", bound=2.0, prepare_s=30.0), technique("run", bound=2.2, prepare_s=5.0)

@@ -31,11 +31,12 @@ def test_a_window_is_sampled():
     assert fake.initialized == 0 and not [thread for thread in threading.enumerate() if thread.name == "telemetry"]
 
 
-def test_how_busy_the_least_busy_device_is():
-    rates = [h100(UtilizationRates=SimpleNamespace(gpu=percent, memory=5)) for percent in (93, 71)]
+def test_how_busy_the_least_busy_device_in_use_is():
+    """Others are visible as well, and idle."""
+    rates = [h100(UtilizationRates=SimpleNamespace(gpu=percent, memory=5)) for percent in (0, 93, 71, 0)]
     with Sampler({}, interval_s=0.005, module=FakeNvml(*rates)) as sampler:
         time.sleep(0.05)
-    assert sampler.busy_share() == 0.71
+    assert (sampler.busy_share(), sampler.busy_share(2), sampler.busy_share(3)) == (0.93, 0.71, 0.0)
     with Sampler({}, interval_s=60, module=FakeNvml(h100())) as sampler:
         pass
     assert sampler.busy_share() is None

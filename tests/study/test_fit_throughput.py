@@ -108,26 +108,26 @@ def test_the_time_of_a_round_on_a_device_is_foreseen(monkeypatch):
 
 def test_devices_are_watched_at_the_knee_and_not_before_their_period_is_over():
     class Sampled:
-        entered = 0
-
         def __enter__(self):
             self.entered = len(process.calls)
 
         def __exit__(self, *exception):
             self.left = len(process.calls)
 
-        def busy_share(self):
+        def busy_share(self, used):
+            assert used == process.world_size
             return 0.83
 
     process, sampler = Simulated(SIZES[-1]), Sampled()
     found = measured(process)
-    before = len(process.calls)
-    found.watch_devices(process, sampler)  # type: ignore[arg-type]
-    assert found.device_share == 0.83 and sampler.left == sampler.entered + 1 and sampler.entered > before
+    found.watch_devices(process, sampler, 5.0)  # type: ignore[arg-type]
+    assert found.device_share is None, "that would take most of the time that is left"
+    found.watch_devices(process, sampler, 60.0)  # type: ignore[arg-type]
+    assert found.device_share == 0.83 and sampler.left == sampler.entered + 1
     step_s = SAMPLE_S * found.knee
     assert [(size, round(steps * step_s)) for size, steps, _ in process.calls[-2:]] == [(found.knee, 1), (found.knee, 2)]
     on_cpu = measured(Simulated(1 << 30, on_device=False))
-    on_cpu.watch_devices(Simulated(1 << 30, on_device=False), sampler)  # type: ignore[arg-type]
+    on_cpu.watch_devices(Simulated(1 << 30, on_device=False), sampler, 60.0)  # type: ignore[arg-type]
     assert on_cpu.device_share is None
 
 

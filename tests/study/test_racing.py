@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ def test_a_kill_costs_the_running_round_only(tmp_path, certain, monkeypatch):
     bench = Bench(process=Killed)
     bench.store = stores.Store(tmp_path)
     technique = (SimpleNamespace(id="t", options_dict=dict, label=lambda: "t"),)
-    limits = Limits(max_pairs=1, min_rounds=8, max_rounds=8)
+    limits = Limits(max_pairs=2, min_rounds=8, max_rounds=8)
 
     def raced():
         return in_whole_blocks(bench).run("q", (), technique, limits, time.monotonic() + 60)
@@ -141,10 +142,20 @@ def test_a_kill_costs_the_running_round_only(tmp_path, certain, monkeypatch):
     assert [len(pair) for pair in known] == [6]
     bench.process = Process
     found = raced()
-    assert [len(pair) for pair in found.pairs] == ([6, 8] if certain else [8])
+    assert found.decision.verdict == "inconclusive" and [len(pair) for pair in found.pairs] == ([6, 8, 8] if certain else [8, 8])
     if certain:
-        assert found.pairs[0] == [ratio for _, _, ratio in known[0]] and len(found.work) == 2
+        assert found.pairs[0] == [ratio for _, _, ratio in known[0]] and len(found.work) == 3
     assert raced().pairs == found.pairs, "an answered question is not asked again"
+
+
+def test_what_the_kernel_did_for_a_pair_that_was_cut_short_is_not_known_to_be_alike():
+    slow, fast, unknown = KernelWork(1000.0, 1.0), KernelWork(0.0, 0.0), KernelWork(math.nan, math.nan)
+    pairs = [[0.2, 0.21], [0.2, 0.22], [0.01, 0.02]]
+    racer = Racer(Bench(), 0.02)
+    assert racer._by_state(pairs, [(slow, fast), (slow, fast), (fast, fast)], ONE_PAIR) is not None
+    assert racer._by_state(pairs, [(slow, fast), (slow, fast), (unknown, unknown)], ONE_PAIR) is None
+    racer.learn_noise(pairs, [(slow, fast), (unknown, unknown), (fast, fast)])
+    assert racer.even_pairs == pairs[2:] and racer.aa_pairs == pairs
 
 
 def test_rounds_of_a_pair_that_failed_are_dropped(tmp_path):

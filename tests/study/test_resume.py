@@ -1,4 +1,4 @@
-"""kill -9 at any moment loses at most the running round; the same command goes on."""
+"""kill -9 at any moment loses at most the running round (where processes do not live at once, the running pair); the same command goes on."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from drill_kit import changed
 from tune_kit import Folder, untouched
 
 from saturate.cli import _advice
-from saturate.errors import UsageError
 from saturate.records.checkpoint import SaveCosts, SaveWay
+from saturate.records.facts import Facts
+from saturate.study import save_costs
+from saturate.study.save_costs import Recovery, Watched, record_of
+from saturate.trial.outcome import Outcome
+from saturate.verify.resume_log import Save, Step
 
 #: Checkpoints of 4 MB, since smaller ones say nothing of the ways to save.
 LARGE = "parts['ballast'] = nn.Linear(1000, 1000)"
@@ -84,17 +89,71 @@ def costs(**other: Any) -> SaveCosts:
 def test_the_words() -> None:
     text = _advice._costs_text(costs())
     assert "costs 800 ms of training as the script saves, 100 ms as async-checkpoint by a process" in text
-    assert "412 MB in 1 file;" in text and "trains again within 12 s (it read what was saved)" in text and 'id = "async-checkpoint"' in text
+    assert "412 MB in 1 file;" in text and "trains again within 12 s; it read what was saved" in text and 'id = "async-checkpoint"' in text
     assert 'id = "async-checkpoint"' not in _advice._costs_text(costs(before_s=0.05))
-    unknown = _advice._costs_text(costs(recovery_s=None, resumed=None, before_s=None, unknown={"recovery_s": "why", "before_s": "because"}))
-    assert "not known: why" in unknown and "because" in unknown
-    assert "began anew" in _advice._costs_text(costs(resumed=False))
+    unknown = _advice._costs_text(costs(recovery_s=None, resumed=None, before_s=None, after_s=None, best_way=None, checkpoint_bytes=None,
+                                        checkpoint_files=None, unknown={"recovery_s": "why", "before_s": "because", "after_s": "too small"}))
+    assert all(word in unknown for word in ("not known: why", "because", "not known: too small"))
+    assert "from the beginning" in _advice._costs_text(costs(resumed=False))
 
 
-def test_without_any_cost_there_is_no_interval() -> None:
-    class Given:
-        save_cost = None
+class Given:
+    save_cost = restart_cost = step_time = None
+    mtbf, nodes = 86400.0, 1
 
-    with pytest.raises(UsageError, match="what a save costs is not known"):
-        _advice._save_cost(Given(), costs(before_s=None, after_s=None, best_way=None, unknown={"after_s": "too small"}))  # type: ignore[arg-type]
+
+def test_the_interval_uses_what_was_measured_where_it_means_what_it_says() -> None:
+    assert _advice._save_cost(Given(), costs()) == (0.8, "measured, as the script saves")  # type: ignore[arg-type]
     assert _advice._save_cost(Given(), costs(before_s=None))[0] == 0.1  # type: ignore[arg-type]
+    unknown = costs(before_s=None, after_s=None, best_way=None, unknown={"after_s": "too small"})
+    assert _advice._save_cost(Given(), unknown) == (None, "too small")  # type: ignore[arg-type]
+    assert _advice._interval(Given(), 0.8, "", costs()).restart_cost_s == 12.0  # type: ignore[arg-type]
+    assert _advice._interval(Given(), 0.8, "", costs(resumed=False)).restart_cost_s is None  # type: ignore[arg-type]
+
+
+SUMMARY = {"checkpoints": 4, "files": 8, "bytes": 8 << 20, "ways": {
+    "sync": {"measured": 2, "lost_s": 0.5}, "thread": {"measured": 2, "lost_s": 0.1}, "process": {"measured": 0, "lost_s": None}}}
+SEEN = Facts(saves=4, save_bytes=4 << 20, save_s=1.0)
+RECOVERED = Recovery(3.0, ["--resume"], True)
+
+
+def record(facts: Facts = SEEN, summary: dict[str, Any] = SUMMARY, recovery: Recovery = RECOVERED, ended: Outcome | None = None) -> SaveCosts:
+    return record_of(["python", "train.py"], facts, Watched({}, [0.1, 0.2, 0.3]), Watched({}, [], ended), summary, recovery, "a")
+
+
+def test_costs_are_those_of_a_whole_checkpoint() -> None:
+    found = record()
+    assert (found.checkpoint_bytes, found.checkpoint_files, found.step_s) == (2 << 20, 2.0, 0.2)
+    assert found.before_s == pytest.approx(0.5), "two files of 1 MiB, each a quarter of a second"
+    assert (found.after_s, found.best_way, found.unknown) == (0.1, "thread", {}) and found.resume_command[-1] == "--resume"
+
+
+NOTHING = {"checkpoints": 0, "files": 0, "bytes": 0, "ways": {}}
+
+
+@pytest.mark.parametrize(("given", "field", "why"), [
+    ({"facts": Facts(saves=4, save_bytes=4 << 20, save_s=1.0, saves_into_memory=4)}, "before_s", "into memory"),
+    ({"facts": Facts(saves_into_files=3)}, "before_s", "opened itself"),
+    ({"facts": Facts(saves=4, save_bytes=400, save_s=1.0)}, "before_s", "other ways"),
+    ({"summary": NOTHING}, "after_s", "1 MiB"),
+    ({"summary": NOTHING, "ended": Outcome("crashed", "it broke")}, "after_s", "it broke"),
+    ({"recovery": Recovery(None, [], None, "no time")}, "recovery_s", "no time"),
+])
+def test_what_is_not_known_has_a_reason(given: dict[str, Any], field: str, why: str) -> None:
+    found = record(**given)
+    assert getattr(found, field) is None and why in found.unknown[field]
+    assert {name for name in found.__struct_fields__ if getattr(found, name) is None} == set(found.unknown)
+
+
+def test_the_restart_takes_the_newest_file_that_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("parser.add_argument('--resume')", encoding="utf-8")
+    work = object.__new__(save_costs._Work)
+    work.request = save_costs.Request(["python", "train.py"], tmp_path, {}, tmp_path)
+    saves = [Save(2, (f"{tmp_path}/ckpt_2.pt",)), Save(4, (f"{tmp_path}/ckpt_4.pt",)), Save(5, (f"{tmp_path}/ckpt_5.pt",))]
+    killed = SimpleNamespace(step=Step("S0"), updates=lambda step: [None] * 5, saves=lambda step: saves)
+    assert work._words(killed) == ["--resume", "ckpt_4.pt"]  # type: ignore[arg-type]
+
+
+def test_a_training_that_ends_before_it_saves_is_told_so(tmp_path: Path) -> None:
+    said = advise(tmp_path, changed("LAST = 40\nright = save\ndef save(step): step < 40 or right(step)"), "--budget", "30s", code=2)
+    assert "it ended by itself, and what it saves at its end is not seen" in said["stderr"]

@@ -242,6 +242,7 @@ def facts(session: Any) -> dict[str, Any]:
         shapes=max(1, len(inspection.shapes)),
         saves=len(session.saves),
         saves_into_files=session.saves_into_files,
+        saves_into_memory=session.saves_into_memory,
         save_bytes=sum(size for size, _ in session.saves),
         save_s=sum(took for _, took in session.saves) / 1e9,
         modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),

@@ -86,6 +86,7 @@ class Session(Guest):
         self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()       # of loaders that batches were taken from since the first gate
         self.saves: list[tuple[int, int]] = []     # bytes and nanoseconds of each torch.save
         self.saves_into_files = 0                  # those into files that the script opened itself
+        self.saves_into_memory = 0                 # of `saves`
         self.losses: list[Any] = []
         self.recording = plan["mode"] == "trial" and step is not None
         self.early: list[list[Any]] = []        # losses of the first updates, by update, until they are reported
@@ -185,6 +186,7 @@ class Session(Guest):
         size = observe.saved_bytes(target)
         if size is not None:
             self.saves.append((size, took_ns))
+            self.saves_into_memory += not isinstance(target, (str, os.PathLike))
         elif not isinstance(target, (str, os.PathLike)):
             self.saves_into_files += 1
 

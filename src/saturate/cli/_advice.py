@@ -7,11 +7,15 @@ import re
 import sys
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from saturate.cli._options import duration, must_exist, step, words
 from saturate.cli._output import amount, paint, show_json, span, table
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
+
+if TYPE_CHECKING:
+    from saturate.records.checkpoint import Forecast, Interval, SaveCosts
 
 DESCRIPTION = """\
 The interval between saves that loses the least time (Young 1974, Daly 2006), from what a save costs and how often the
@@ -65,20 +69,21 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError("saturate checkpoint advise needs the mean time between failures of a node, two checkpoints to compare, or a command",
                          remedy="saturate checkpoint advise --mtbf 30d --nodes 8 --save-cost 20s, or --forecast OLD.pt NEW.pt, "
                                 "or --mtbf 30d -- python train.py")
+    forecast = _forecast(*arguments.forecast) if arguments.forecast is not None else None      # before anything runs for minutes
     costs = _costs(arguments) if arguments.command else None
-    now = later = None
+    now, later, source = None, None, ""
     if arguments.mtbf is not None:
-        now = _interval(arguments, *_save_cost(arguments, costs), costs)
-        if costs is not None and arguments.save_cost is None and costs.after_s and costs.after_s < now.save_cost_s:
-            later = _interval(arguments, costs.after_s, f"measured, {_way(costs.best_way)}", costs)
-    advice = Advice(interval=now, interval_async=later, costs=costs,
-                    forecast=_forecast(*arguments.forecast) if arguments.forecast is not None else None)
+        cost, source = _save_cost(arguments, costs)
+        if cost is not None:
+            now = _interval(arguments, cost, source, costs)
+            if costs is not None and arguments.save_cost is None and costs.after_s and costs.after_s < cost:
+                later = _interval(arguments, costs.after_s, f"measured, {_way(costs.best_way)}", costs)
     if arguments.json:
-        show_json(advice)
+        show_json(Advice(interval=now, interval_async=later, costs=costs, forecast=forecast))
         return 0
     parts = [_costs_text(costs)] if costs else []
-    parts += [_interval_text(advice.interval, later)] if advice.interval else []
-    parts += [_forecast_text(advice.forecast)] if advice.forecast else []
+    parts += [_interval_text(now, later)] if now else [f"How often to save is not known: {source}."] if arguments.mtbf is not None else []
+    parts += [_forecast_text(forecast)] if forecast else []
     print("\n\n".join(parts))
     return 0
 
@@ -86,7 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
 # -- what a checkpoint costs -----------------------------------------------------------------------------------------
 
 
-def _costs(arguments: argparse.Namespace):
+def _costs(arguments: argparse.Namespace) -> SaveCosts:
     from saturate.study import save_costs
     from saturate.study.tune import environment_of_user
 
@@ -106,21 +111,26 @@ def _way(way: str) -> str:
     return {"sync": "written at once, to the disk", "thread": "async-checkpoint by a thread", "process": "async-checkpoint by a process"}[way]
 
 
-def _costs_text(costs) -> str:
+def _costs_text(costs: SaveCosts) -> str:
     before = span(costs.before_s) if costs.before_s is not None else "unknown"
     after = f", {span(costs.after_s)} as {_way(costs.best_way)}" if costs.after_s is not None else ""
     rows = [("as the script saves", before, "does not wait for the disk" if costs.before_s is not None else costs.unknown["before_s"])]
     rows += [(_way(one.way), span(one.lost_s) if one.lost_s is not None else "unknown", f"{one.measured} measured, each on the disk")
              for one in costs.ways]
-    files = f"{costs.checkpoint_files:.3g} file{'s' * (costs.checkpoint_files != 1)}"
-    lines = [paint(f"a checkpoint costs {before} of training as the script saves{after}", "bold"), table(rows, "  "),
-             f"It is {amount(costs.checkpoint_bytes)} in {files}; a step takes {span(costs.step_s)}."]
+    lines = [paint(f"a checkpoint costs {before} of training as the script saves{after}", "bold"), table(rows, "  ")]
+    if costs.checkpoint_bytes is not None and costs.checkpoint_files is not None:
+        lines.append(f"It is {amount(costs.checkpoint_bytes)} in {costs.checkpoint_files:.3g} file{'s' * (costs.checkpoint_files != 1)}; "
+                     f"a step takes {span(costs.step_s)}.")
+    if costs.after_s is None:
+        lines.append(f"What async-checkpoint would give is not known: {costs.unknown['after_s']}.")
     if costs.recovery_s is None:
         lines.append(f"How soon it recovers is not known: {costs.unknown['recovery_s']}.")
+    elif costs.resumed:
+        lines.append(f"After a kill it trains again within {span(costs.recovery_s)}; it read what was saved.")
     else:
-        read = "it read what was saved" if costs.resumed else "it read nothing that was saved, and began anew: see --resume-args"
-        lines.append(f"After a kill it trains again within {span(costs.recovery_s)} ({read}).")
-    if costs.after_s is not None and costs.best_way != "sync" and (costs.before_s is None or costs.after_s < costs.before_s):
+        lines.append(f"After a kill it trains again within {span(costs.recovery_s)}, but from the beginning: it read nothing that was saved. "
+                     "If an argument makes it resume, name it: --resume-args ARGS.")
+    if costs.before_s is not None and costs.after_s is not None and costs.after_s < costs.before_s:
         lines += ["To save so, put this into the recipe:", "", "[[technique]]", 'id = "async-checkpoint"']
     return "\n".join(lines)
 
@@ -128,8 +138,8 @@ def _costs_text(costs) -> str:
 # -- how often -------------------------------------------------------------------------------------------------------
 
 
-def _save_cost(arguments: argparse.Namespace, costs) -> tuple[float, str]:
-    """Training time that a save costs now, and where that is known from."""
+def _save_cost(arguments: argparse.Namespace, costs: SaveCosts | None) -> tuple[float | None, str]:
+    """Training time that a save costs now, and where that is known from; None, and why it is not known."""
     if arguments.save_cost is not None:
         return arguments.save_cost, "given"
     if costs is None:
@@ -138,15 +148,15 @@ def _save_cost(arguments: argparse.Namespace, costs) -> tuple[float, str]:
         return costs.before_s, "measured, as the script saves"
     if costs.after_s is not None:
         return costs.after_s, f"measured, {_way(costs.best_way)}"
-    raise UsageError("what a save costs is not known", cause=costs.unknown["after_s"], remedy="give it with --save-cost")
+    return None, costs.unknown["after_s"]
 
 
-def _interval(arguments: argparse.Namespace, cost: float, source: str, costs):
+def _interval(arguments: argparse.Namespace, cost: float, source: str, costs: SaveCosts | None) -> Interval:
     from saturate.checkpoints import advice
     from saturate.records.checkpoint import Interval, IntervalLoss
 
     job, step = arguments.mtbf / arguments.nodes, arguments.step_time or (costs and costs.step_s)
-    restart = arguments.restart_cost if arguments.restart_cost is not None else costs and costs.recovery_s
+    restart = arguments.restart_cost if arguments.restart_cost is not None else costs.recovery_s if costs and costs.resumed else None
     best = advice.daly_s(cost, job)
 
     def steps(interval_s: float) -> int | None:
@@ -177,7 +187,7 @@ def _measured(folder: Path) -> tuple[float, str]:
     return median(took), f"the median of {len(took)} saves in {folder}"
 
 
-def _interval_text(found, later) -> str:
+def _interval_text(found: Interval, later: Interval | None) -> str:
     def every(interval_s: float, steps: int | None) -> str:
         return f"{span(interval_s)}" + (f" ({steps} steps)" if steps else "")
 
@@ -195,7 +205,7 @@ def _interval_text(found, later) -> str:
 # -- incremental saving ----------------------------------------------------------------------------------------------
 
 
-def _forecast(old: Path, new: Path):
+def _forecast(old: Path, new: Path) -> Forecast:
     from saturate.checkpoints import forecast
     from saturate.records.checkpoint import Forecast
 
@@ -215,7 +225,7 @@ def _forecast(old: Path, new: Path):
         coding_s=found.coding_s, helps=found.helps, reason=found.reason)
 
 
-def _forecast_text(found) -> str:
+def _forecast_text(found: Forecast) -> str:
     rows = [("tensors that changed", found.whole_tensor_share), ("blocks that changed", found.block_share),
             ("blocks as deltas", found.delta_share), ("all, compressed", found.compressed_share)]
     lines = [paint(found.reason, "bold"),

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from saturate.cli._output import tell
@@ -26,19 +27,25 @@ class Progress:
     def __enter__(self) -> Progress:
         if self.budget_s is not None and drawable(self.stream):
             self._bar = _bar(self.stream, self.budget_s)
-            self._bar.start()
+            self._unless_gone(self._bar.start)
         return self
 
     def __exit__(self, *exception: object) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
-            self._unless_gone(bar.stop)
+            with suppress(OSError):         # the terminal is closed; one that only stumbled has its cursor back
+                bar.stop()
+
+    def ends(self, at_s: float) -> None:
+        """The budget ends then (time.monotonic)."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], total=max(1.0, at_s - self.began))
 
     def __call__(self, line: str) -> None:
         seconds = int(time.monotonic() - self.began)
         text = f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}"
         if self._bar is not None:
-            self._unless_gone(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
+            self._unless_gone(lambda: self._bar.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True))
         else:
             self._unless_gone(lambda: print(text, file=self.stream, flush=True))
 
@@ -67,14 +74,14 @@ def _bar(stream: TextIO, budget_s: float) -> Any:
 
     class Used(BarColumn):
         def render(self, task: Task) -> ProgressBar:
-            task.completed = min(task.elapsed or 0.0, budget_s)
+            task.completed = min(task.elapsed or 0.0, task.total or 0.0)
             return super().render(task)
 
     class Clock(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{clock(task.elapsed or 0.0)} of {clock(budget_s)}")
+            return Text(f"{clock(task.elapsed or 0.0)} of {clock(task.total or 0.0)}")
 
-    bar = Bar(TextColumn("budget"), Used(bar_width=30), Clock(), console=Console(file=stream, highlight=False), transient=True,
+    bar = Bar(TextColumn("budget"), Used(bar_width=30), Clock(), console=Console(file=stream), transient=True,
               refresh_per_second=1, redirect_stdout=False, redirect_stderr=False)
     bar.add_task("", total=budget_s)
     return bar

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -64,13 +65,15 @@ def _say_what_is_not_reached(command: list[str]) -> None:
     from saturate.machine import fingerprint
 
     script = fingerprint.script_of(command)
-    if script is None or script.suffix == ".py":
+    if script is None:
         return
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
-            found = launch.defeated_in(file.read(_LONGEST_SCRIPT))
+            text = file.read(_LONGEST_SCRIPT)
     except OSError:
         return                  # the shell will say so
+    of_shell = any(os.path.basename(word) in fingerprint.SHELLS for word in command) or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text)
+    found = launch.defeated_in(text) if of_shell else None
     if found is not None:
         line, option = found
         notices.tell(f"saturate: line {line} of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")

@@ -64,7 +64,7 @@ def execute(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout, limit_bytes=arguments.fit,
         )
         with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
-            record, error = tune(request, say)
+            record, error = tune(request, say, on_end=say.ends)
     except UsageError:
         raise
     except SaturateError as problem:

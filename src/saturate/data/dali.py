@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -31,12 +32,15 @@ def installed() -> bool:
 
 
 def loader(folder: str | Path, batch_size: int, size: int = 224, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-           device: str | None = None, threads: int | None = None, transform: Transform | None = None) -> Loader:
+           rank: int = 0, world_size: int = 1, device: str | None = None, threads: int | None = None,
+           transform: Transform | None = None) -> Loader:
     """A loader of the images that `saturate pack` wrote to `folder`; each pass over it is an epoch.
 
     size: the shorter side is scaled to it, and the middle cut out. transform: takes the decoded images, as a DALI node of shape HWC,
     and returns nodes of one shape in their place: augmentations. shuffle: another order in each epoch, which follows from
-    `seed`. device: "cuda", "cuda:1", "cpu" (default: cuda if torch has it). threads: of the CPU's part.
+    `seed`. rank, world_size: of `world_size` loaders with one seed, each gives as many images of an epoch, none twice; what cannot be
+    shared out evenly is left to other epochs. device: "cuda", "cuda:1", "cpu" (default: torch's current CUDA device, if there is one).
+    threads: of the CPU's part.
 
     Raises UsageError for a folder that is no pack of images, and EnvironmentProblem without DALI or pyarrow.
     """
@@ -45,7 +49,14 @@ def loader(folder: str | Path, batch_size: int, size: int = 224, *, shuffle: boo
             raise EnvironmentProblem(f"decoding by DALI needs {package}", remedy=f"pip install 'saturate[{extra}]'")
     if batch_size < 1 or size < 1:
         raise UsageError(f"a batch of {batch_size} images of {size} pixels is none", remedy="both at least 1")
-    return Loader(Rows(Path(folder)), batch_size, size, shuffle, seed, drop_last, device, threads, transform)
+    if not 0 <= rank < world_size:
+        raise UsageError(f"there is no rank {rank} of {world_size}", remedy="from 0 to world_size - 1")
+    rows = Rows(Path(folder))
+    own = len(rows) // world_size
+    if own < (batch_size if drop_last else 1):
+        raise UsageError(f"{len(rows)} images are too few", cause=f"that is {own} for each of {world_size}, and not one batch",
+                         remedy="a smaller batch_size, or fewer ranks")
+    return Loader(rows, Share(batch_size, shuffle, seed, drop_last, rank, world_size), size, device, threads, transform)
 
 
 class Rows:
@@ -78,22 +89,45 @@ class Rows:
         return np.frombuffer(image, np.uint8), self._labels[chunk][place].as_py() if self._labels else 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which rows of an epoch belong to a rank, and how they are cut into batches."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    rank: int
+    world_size: int
+
+    def order(self, rows: int, epoch: int) -> Any:
+        """Numbers of the rows, in their order."""
+        import numpy as np
+
+        numbers = np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else np.arange(rows)
+        return numbers[: rows // self.world_size * self.world_size][self.rank::self.world_size]
+
+    def batches(self, rows: int) -> int:
+        whole, rest = divmod(rows // self.world_size, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+
 class Loader:
     """Epochs of (images, labels). One pass at a time: DALI's pipeline is one, and is read ahead."""
 
-    def __init__(self, rows: Rows, batch_size: int, size: int, shuffle: bool, seed: int, drop_last: bool, device: str | None,
-                 threads: int | None, transform: Transform | None):
+    def __init__(self, rows: Rows, share: Share, size: int, device: str | None, threads: int | None, transform: Transform | None):
         import torch
 
-        self.rows, self.batch_size, self.shuffle, self.seed, self.drop_last = rows, batch_size, shuffle, seed, drop_last
+        self.rows, self.share = rows, share
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._epoch, self._order = -1, None
         self._begun = self._ends = False
         self._batches = self._built(size, threads or max(1, int(facts.cpu_count())), transform)
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.rows), self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return self.share.batches(len(self.rows))
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self._leave()                   # the pass before, where that was not read to its end
@@ -118,11 +152,9 @@ class Loader:
         if self._ends or info.iteration >= len(self):
             raise StopIteration
         if info.epoch_idx != self._epoch or self._order is None:
-            numbers = np.arange(len(self.rows))
-            self._order = np.random.default_rng([self.seed, info.epoch_idx]).permutation(numbers) if self.shuffle else numbers
-            self._epoch = info.epoch_idx
-        begin = info.iteration * self.batch_size
-        chosen = [self.rows[int(row)] for row in self._order[begin:begin + self.batch_size]]
+            self._epoch, self._order = info.epoch_idx, self.share.order(len(self.rows), info.epoch_idx)
+        begin = info.iteration * self.share.batch_size
+        chosen = [self.rows[int(row)] for row in self._order[begin:begin + self.share.batch_size]]
         return [image for image, _ in chosen], [np.array([label]) for _, label in chosen]
 
     def _built(self, size: int, threads: int, transform: Transform | None) -> Any:
@@ -142,5 +174,5 @@ class Loader:
             images = fn.decoders.image(encoded, device="mixed" if on_gpu else "cpu", output_type=types.RGB)
             return fn.transpose((transform or cut)(images), perm=(2, 0, 1)), labels.gpu() if on_gpu else labels
 
-        pipeline = decoded(batch_size=self.batch_size, num_threads=threads, device_id=(self.device.index or 0) if on_gpu else None, seed=self.seed)
+        pipeline = decoded(batch_size=self.share.batch_size, num_threads=threads, device_id=self.device.index if on_gpu else None, seed=self.share.seed)
         return DALIGenericIterator(pipeline, ["images", "labels"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=False)

@@ -2,7 +2,8 @@
 
 Both start from what the techniques say of themselves, `bound` and `PREPARE_S`, and follow what this study has seen: other
 options of the same techniques cost and gain about the same, and a large model or a slow machine makes everything longer
-by one factor. An order is all that comes of it; nothing is left out for its prior. Pure functions.
+by one factor. Nothing is left out for its prior; only what was measured says that a number format need not be tried on one
+more runtime (`outrun`). Pure functions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from saturate.inference.candidates import Candidate
+from saturate.inference.candidates import Candidate, Part
+from saturate.inference.techniques._api import LOSSLESS
 from saturate.records.inference import ModelFacts
 
 #: Seconds of preparing a small model with a technique that does not say (`PREPARE_S`): a prior, not a claim.
@@ -26,6 +28,9 @@ SOME = 1.05
 #: Repairing takes about so many trials, and leaves so much of the broken one's speed.
 REPAIR_TRIALS, REPAIRED = 3, 0.9
 
+#: A number format may be so many times as fast on one more runtime, or with other options, as what it gave on others lets expect.
+HOPED = 1.5
+
 
 class Known(Protocol):
     """What the search has found out about a candidate."""
@@ -37,6 +42,39 @@ class Known(Protocol):
 def rate(candidate: Candidate, facts: ModelFacts, tried: Mapping[Candidate, Known], best: float) -> float:
     """Gain (the logarithm of a speed-up) per second. `best`: the speed-up that this one would have to beat."""
     return gain(expected_speedup(candidate, facts, tried), best) / seconds(candidate, tried)
+
+
+def outrun(candidate: Candidate, tried: Mapping[Candidate, Known], best: float) -> Candidate | None:
+    """Where the number format of this candidate was so slow that on its runtime it cannot be expected to beat `best`; None: nothing says so.
+
+    Runtimes are compared by what they give without the format. Of ResNet-50 formats that act on linear layers only gave what the
+    compiler gives alone; trying them with the next compiler, and with other options, took a quarter of the search (`bench/inference_search.py`).
+    """
+    own = _number_of(candidate)
+    found: list[tuple[float, Candidate]] = []
+    for other, known in tried.items():
+        number = _number_of(other) if known.speedup else None
+        if own is None or number is None or number.id != own.id or other == candidate:
+            continue
+        speeds = [_speed_of(_without(each, part), tried) for each, part in ((candidate, own), (other, number))]
+        if None not in speeds:
+            found.append((known.speedup * speeds[0] / speeds[1], other))        # type: ignore[operator] - all three are known
+    expected, other = max(found, key=lambda entry: entry[0], default=(math.inf, candidate))
+    return other if HOPED * expected < best else None
+
+
+def _number_of(candidate: Candidate) -> Part | None:
+    """The one part of a candidate that changes numbers, where all others are lossless."""
+    parts = [part for part in candidate.parts if part.module.TECHNIQUE.numerics not in LOSSLESS]
+    return parts[0] if len(parts) == 1 and candidate.numerics == "precision" and not candidate.keep else None
+
+
+def _without(candidate: Candidate, part: Part) -> Candidate:
+    return Candidate.of([other for other in candidate.parts if other is not part])
+
+
+def _speed_of(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float | None:
+    return (tried[candidate].speedup or None) if candidate in tried else None if candidate.parts else 1.0
 
 
 def repair_rate(broken: Known, best: float) -> float:

@@ -141,8 +141,8 @@ class Search:
                 self._repair(broken)
             elif candidate is None:
                 return
-            elif (other := self._hopeless(candidate)) is not None:
-                self._settle(Tried(candidate, "not_tried", f"with other options: {other.reason}"))
+            elif (why := self._hopeless(candidate)) is not None:
+                self._settle(Tried(candidate, "not_tried", why))
             else:
                 self._try(candidate)
 
@@ -158,11 +158,18 @@ class Search:
         """What the next one has to beat; the best lossless candidate is wanted too."""
         return max([1.0, *(found.speedup or 0.0 for found in self.ranked(lossless))])
 
-    def _hopeless(self, candidate: Candidate) -> Tried | None:
-        """The same techniques with other options that took too long, or more memory than there is."""
+    def _hopeless(self, candidate: Candidate) -> str | None:
+        """Why it is not worth a process: the same techniques with other options took too long, or more memory than there is, or
+        what was measured of its number format is far from the best."""
         ids = [part.id for part in candidate.parts]
-        return next((found for other, found in self.tried.items()
-                     if found.out_of_limits and [part.id for part in other.parts] == ids), None)
+        for other, found in self.tried.items():
+            if found.out_of_limits and [part.id for part in other.parts] == ids:
+                return f"with other options: {found.reason}"
+        slow = self._outrun(candidate)
+        return None if slow is None else f"{slow.label()} gave {self.tried[slow].speedup:.2f}x, far from the best"
+
+    def _outrun(self, candidate: Candidate) -> Candidate | None:
+        return order.outrun(candidate, self.tried, WORTH_SCORING * self._fastest()) if self.objective != "memory" else None
 
     def time_left(self) -> bool:
         return time.monotonic() < self._until_s()

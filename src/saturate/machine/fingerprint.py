@@ -18,7 +18,7 @@ from saturate.records.facts import Facts
 from saturate.records.recipe import MadeFor, clip
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
-_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "lightning", "composer", "colossalai", "mpirun", "mpiexec", "srun"}
 _LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner"}
 _WRAPPERS = {
@@ -99,7 +99,7 @@ def _parted(argv: Sequence[str], folder: Path) -> _Parted:
         return _of_python(rest, folder)
     if name in _LAUNCHERS:
         return _of_launcher(rest, folder)
-    if name in _SHELLS:
+    if name in SHELLS:
         return _of_shell(rest, folder)
     if name in _WRAPPERS:
         return _of_wrapper(rest, folder)
@@ -198,7 +198,7 @@ def _of_wrapper(arguments: list[str], folder: Path) -> _Parted:
 
 def _starts_program(word: str) -> bool:
     name = os.path.basename(word)
-    return bool(_PYTHON.fullmatch(name)) or name in _LAUNCHERS | _SHELLS | _WRAPPERS
+    return bool(_PYTHON.fullmatch(name)) or name in _LAUNCHERS | SHELLS | _WRAPPERS
 
 
 def _of_module(name: str, folder: Path) -> Path | None:

@@ -170,14 +170,16 @@ class Sampler:
             samples = tuple(self._samples)
         return summary(samples)
 
-    def busy_share(self) -> float | None:
-        """The share of its time in which the least busy device ran kernels (NVML's utilisation, a median); None: none tells."""
+    def busy_share(self, used: int = 1) -> float | None:
+        """The share of its time in which the least busy of the devices in use ran kernels (NVML's utilisation, a median). Which of those
+        that are visible the workload uses is not known here, so it is taken to be the `used` busiest. None: none tells."""
         devices: dict[int, list[int]] = {}
         with self._lock:
             for one in self._samples:
                 if one.busy_percent is not None:
                     devices.setdefault(one.device, []).append(one.busy_percent)
-        return min((statistics.median(seen) / 100 for seen in devices.values()), default=None)
+        shares = sorted((statistics.median(seen) / 100 for seen in devices.values()), reverse=True)
+        return min(shares[:used], default=None)
 
     def _run(self, nvml: Nvml, handles: Mapping[int, Any]) -> None:
         while True:

@@ -114,19 +114,19 @@ class SaveWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaveCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint costs a training, and how soon it trains again after a kill."""
+    """What a checkpoint costs a training, and how soon it trains again after a kill. Of several ranks, rank 0's own part."""
 
     command: list[str]
-    checkpoint_bytes: int           # of one checkpoint, as async-checkpoint wrote them
-    checkpoint_files: float
-    before_s: float | None          # training time that the script's own save takes, which does not wait for the disk
-    after_s: float | None           # that the cheapest way takes
+    checkpoint_bytes: int | None    # of one checkpoint; None: not known how many files belong to one
+    checkpoint_files: float | None
+    before_s: float | None          # training time that the script's own torch.save takes, which does not wait for the disk
+    after_s: float | None           # that the cheapest way of async-checkpoint takes
     best_way: Literal["sync", "thread", "process"] | None
     ways: list[SaveWay]
     step_s: float                   # median, as the script is
     recovery_s: float | None        # from a kill to the end of the first update of the process started after it
     resume_command: list[str]
-    resumed: bool | None            # whether that process read what the killed one had saved; None: it was not started
+    resumed: bool | None            # whether that process read what the killed one had saved; None: not known
     unknown: dict[str, str] = {}    # field that is null -> why
     run: str                        # short id of its folder
 

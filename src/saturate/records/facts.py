@@ -134,6 +134,7 @@ class Facts:
     save_bytes: int = 0                 # what they wrote, all together
     saves_into_files: int = 0           # calls of torch.save with a file that the script had opened; no technique acts on them
     save_s: float = 0.0                 # how long the training stood in them, all together
+    saves_into_memory: int = 0          # of `saves`, those into a buffer, which something else writes to the disk afterwards
     modules: tuple[ModuleFacts, ...] = ()
     optimizers: tuple[OptimizerFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()

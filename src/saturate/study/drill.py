@@ -185,8 +185,8 @@ class _Work:
         request = self.request
         deadline = time.monotonic() + REFERENCE_SHARE * request.budget_s
         with Chain(self.workload, self.folder / "reference", request.directory, self.step) as chain:
-            self.isolation = chain.isolation
             ran = chain.run(request.argv, _SEED, None, self._seen_enough, None, deadline)
+            self.isolation = chain.isolation
         self.failed_by_itself(ran)
         step = ran.step
         if step is None or not ran.updates(step):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.trial import planning, tree
+from saturate.trial.cage import CagePlan
 from saturate.trial.layers import discard
 from saturate.trial.outcome import Outcome, stalled, unseen
 from saturate.trial.process import Trial, TrialSpec, Workload
@@ -82,11 +83,14 @@ class Chain:
         self.folder = folder
         self.step = step
         self.others = others
-        self.plan = planning.plan(workload.cwd, folder, workload.argv, workload.environment, None, study_dir)
-        self.isolation = f"{self.plan.mode}: {self.plan.reason}"
+        self._isolate(planning.plan(workload.cwd, folder, workload.argv, workload.environment, None, study_dir))
         self.started = 0
         self.written: dict[str, None] = {}
         self._trial: Trial | None = None
+
+    def _isolate(self, plan: CagePlan) -> None:
+        self.plan = plan
+        self.isolation = f"{plan.mode}: {plan.reason}"
 
     def __enter__(self) -> Chain:
         return self
@@ -113,6 +117,10 @@ class Chain:
             plan={"drill": {"folder": str(events), "written": list(self.written), "others": self.others, "hold": hold}},
         ))
         ran = _Follower(trial, events, step).follow(until, deadline, wait_s)
+        if ran.ended is not None and ran.ended.kind == "cage_refused" and self.plan.mode != "intercept" and self.started == 1:
+            discard(self.folder, self.plan)
+            self._isolate(planning.as_intercept(self.plan, ran.ended.reason))
+            return self.run(argv, seed, hold, until, step, deadline, wait_s)
         self.written.update(dict.fromkeys(event["path"] for log in ran.logs for event in log.events if event["at"] in ("save", "wrote", "moved")))
         return ran
 

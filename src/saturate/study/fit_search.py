@@ -335,8 +335,11 @@ class Search(State):
         assert self.best is not None
         self.throughput.measure(process, sizes_up_to(self.best, self.own),
                                 min(THROUGHPUT_SHARE * self.budget_s, 0.8 * self.left_s()), self.say)
-        self.throughput.watch_devices(process, Sampler(self.bench.workload.environment))
         knee = self.throughput.knee
         if self.target == "throughput" and knee is not None and knee != self.best:
             self.say(f"from {knee} on, larger batches are no faster")
             self._prove(process, knee, fresh=True, began=time.monotonic())
+        try:
+            self.throughput.watch_devices(process, Sampler(self.bench.workload.environment), self.left_s())
+        except TrialEnded:
+            pass            # all else was measured and proved before: what stays unknown is how busy they are

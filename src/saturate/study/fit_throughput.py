@@ -11,13 +11,13 @@ from statistics import median
 from saturate.machine.telemetry import Sampler
 from saturate.measure import knee as knees
 from saturate.records.fit import SizeThroughput
-from saturate.study.fit_process import Process, Window
+from saturate.study.fit_process import SAME_SKIP, Process, Window
 
 #: Sizes, rounds, and the time and the steps of one block.
 MOST_SIZES, ROUNDS, LEAST_ROUNDS, BLOCK_S, LEAST_STEPS, MOST_STEPS = 5, 6, 4, 0.3, 2, 50
 
-#: How long devices are watched at the knee, behind as long as the period is over which NVML averages.
-WATCHED_S, PERIOD_S = 2.0, 1.0
+#: How long devices are watched at the knee, behind as long as the period is over which NVML averages; at most this share of the time left.
+WATCHED_S, PERIOD_S, WATCHED_SHARE = 2.0, 1.0, 0.5
 
 TOO_SHORT = "the budget was too short to measure throughput"
 CROWDED = "throughput was not measured: the device's allocator had to free memory while batches were timed"
@@ -61,16 +61,18 @@ class Throughput:
         if crowded and not self.settled():
             self.note = CROWDED
 
-    def watch_devices(self, process: Process, sampler: Sampler) -> None:
-        """How busy the devices are at the knee. Raises TrialEnded."""
-        knee = self.running = self.knee
-        if knee is None or not process.on_device:
+    def watch_devices(self, process: Process, sampler: Sampler, left_s: float) -> None:
+        """How busy the devices are at the knee, if that does not take more than a part of what is left. Raises TrialEnded."""
+        knee = self.knee
+        if knee is None or not process.on_device or WATCHED_SHARE * left_s < PERIOD_S + WATCHED_S:
             return
-        step_s = knee / median(self.rates[knee]) * process.world_size
-        process.turn(knee, max(LEAST_STEPS, math.ceil(PERIOD_S / step_s)))
+        step_s = process.turn(knee, LEAST_STEPS).step_s
+        if WATCHED_SHARE * left_s < (process.skip + LEAST_STEPS) * 2 * step_s:
+            return
+        process.run(knee, max(LEAST_STEPS, math.ceil(PERIOD_S / step_s)), fresh=False, settle=True, skip=SAME_SKIP)
         with sampler:
-            process.run(knee, max(LEAST_STEPS, math.ceil(WATCHED_S / step_s)), fresh=False, settle=True)
-        self.device_share = sampler.busy_share()
+            process.run(knee, max(LEAST_STEPS, math.ceil(WATCHED_S / step_s)), fresh=False, settle=True, skip=SAME_SKIP)
+        self.device_share = sampler.busy_share(process.world_size)
 
     def add(self, size: int, window: Window, samples: int | None = None) -> None:
         samples = window.samples if samples is None else samples

@@ -41,10 +41,14 @@ class Pair:
         self.asked = time.monotonic()
         self.running = math.inf             # since when both processes run
 
-    def began(self, certain: bool = True) -> None:
-        """Both processes run. `certain`: what comes to light later cannot make the rounds until then no measurement."""
+    def began(self) -> None:
+        """Both processes run."""
         self.running = time.monotonic()
-        self.store.set_answer(open_question(self.question, self.number), certain)
+        self.store.set_answer(open_question(self.question, self.number), False)
+
+    def count_rounds(self) -> None:
+        """From now on they count as they come: nothing that shows later can make them no measurement."""
+        self.store.set_answer(open_question(self.question, self.number), True)
 
     def keep(self, a_ms: float, b_ms: float) -> None:
         self.ratios.append(math.log(a_ms / b_ms))

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
@@ -128,18 +128,19 @@ class Racer:
         """
         full_question = f"{question} | {key(a)} | {key(b)}"
         rounds = stored_pairs(self.bench.store, full_question)
-        whole = whole_pairs(self.bench.store, full_question, len(rounds))       # those that a kill cut short come on top of the most that may be
+        cut_short = len(rounds) - whole_pairs(self.bench.store, full_question, len(rounds))
+        finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
+        limits = replace(limits, max_pairs=limits.max_pairs + cut_short)       # what a kill cut short comes on top
+        least = cut_short + max(1, min_pairs)       # a pair that ended says that both run as they should
         pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
         times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
-        finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
         between_sd = self.steady_sd if self._steady(a) and self._steady(b) else self.between_sd
         decision = self._decide(pairs, limits, between_sd)
-        while (self.bench.store.answer(finished) is None and whole < limits.max_pairs
-               and (decision.action != "stop" or whole < max(1, min_pairs))        # the first whole one proves that both run as they should
-               and (not whole or time.monotonic() < deadline)):
+        while (self.bench.store.answer(finished) is None and len(pairs) < limits.max_pairs
+               and (decision.action != "stop" or len(pairs) < least)
+               and (len(pairs) == cut_short or time.monotonic() < deadline)):
             # Pairs of processes that are gone get no more rounds: a resumed race goes on with a fresh pair.
-            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and not whole, between_sd)
-            whole += 1
+            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and len(pairs) == cut_short, between_sd)
             decision = self._decide(pairs, limits, between_sd)
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":
@@ -163,10 +164,11 @@ class Racer:
 
     def _by_state(self, pairs: list[list[float]], work: list[tuple[KernelWork, KernelWork]], limits: Limits) -> Decision | None:
         """What the pairs say where only some processes of A are slow; None unless both kinds were seen."""
-        states = [a.page_faults - b.page_faults >= UNEVEN_FAULTS for a, b in work]
+        known = [(pair, a.page_faults - b.page_faults) for pair, (a, b) in zip(_usable(pairs), work) if _is_known(a, b)]
+        states = [more >= UNEVEN_FAULTS for _, more in known]
         if len(set(states)) < 2:
             return None
-        found = race.by_state(_usable(pairs), states, race.look_confidence(limits.max_pairs))
+        found = race.by_state([pair for pair, _ in known], states, race.look_confidence(limits.max_pairs))
         return Decision("stop", race.verdict(found, self.threshold), found, f"{sum(states)} of {len(states)} processes of A were slow by chance")
 
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
@@ -224,7 +226,9 @@ class Racer:
                 skip, steps = block_size(first, second, loader_bound)
                 lives = {"a": first, "b": second}
                 before = {side: work_so_far(live) for side, live in lives.items()}
-                pair.began(certain=loader_bound or not hides)
+                pair.began()
+                if loader_bound or not hides:
+                    pair.count_rounds()
                 while turn == 0 or pair.more():
                     cut = self._turns(first, second, skip, steps, loader_bound)
                     for side, parts in _alternately(first, second, turn, *cut, draw).items():
@@ -237,6 +241,7 @@ class Racer:
                         loader_bound = True
                         skip, steps = block_size(first, second)
                         pair.forget()
+                        pair.count_rounds()
                 pair.count(before, lives)
                 on_side("b", partial(self.bench.prove_still, second))
             except TrialEnded as ended:
@@ -309,9 +314,13 @@ class Racer:
         usable = _usable(pairs)
         self.aa_pairs = [*self.aa_pairs, *usable]
         self.between_sd = race.between_sd(self.aa_pairs)
-        uneven = [abs(a.page_faults - b.page_faults) >= UNEVEN_FAULTS for a, b in work] or [False] * len(usable)
-        self.even_pairs = [*self.even_pairs, *(pair for pair, differs in zip(usable, uneven) if not differs)]
+        even = [_is_known(a, b) and abs(a.page_faults - b.page_faults) < UNEVEN_FAULTS for a, b in work] or [True] * len(usable)
+        self.even_pairs = [*self.even_pairs, *(pair for pair, alike in zip(usable, even) if alike)]
         self.steady_sd = race.between_sd(self.even_pairs)
+
+
+def _is_known(a: KernelWork, b: KernelWork) -> bool:
+    return math.isfinite(a.page_faults) and math.isfinite(b.page_faults)
 
 
 def _usable(pairs: list[list[float]]) -> list[list[float]]:

@@ -45,7 +45,10 @@ AS_IT_IS, ASYNC = 0.3, 0.75
 ENOUGH_SAVES = 4
 
 #: Between two questions to the training. At the gate it stands still, and so rarely comes there.
-_BLOCK_S, _MOST_STEPS = 2.0, 1000
+_BLOCK_S = 2.0
+
+#: Files that torch.save wrote, and those that async-checkpoint did, are not the same where they differ in size by this factor.
+UNLIKE = 2.0
 
 _SEED = 20
 
@@ -66,14 +69,25 @@ class Request:
 
 @dataclass
 class Watched:
-    """What a watched process last told, and the seconds of its steps."""
+    """What a watched process last told, and the seconds of its steps. `ended`: how, where it did so before that was enough."""
 
     told: dict[str, Any]
     steps_s: list[float]
+    ended: Outcome | None = None
+
+
+@dataclass
+class Recovery:
+    """Seconds from a kill to the first update after it, what the next process was started with, and whether it read what was saved."""
+
+    seconds: float | None
+    words: list[str]
+    read: bool | None
+    unknown: str = ""
 
 
 def measure(request: Request, say: Callable[[str], None]) -> SaveCosts:
-    """Run the command three times. Raises UsageError where it saves nothing in time, and SaturateError where it fails."""
+    """Run the command three times. Raises UsageError where it saves nothing in time, and SaturateError where it fails by itself."""
     lock = StudyLock(request.directory)
     try:
         with in_our_words(request.directory):
@@ -96,23 +110,25 @@ class _Work:
         self.workload = Workload(request.argv, request.cwd, request.environment, request.timeout_s)
         self.bench = Bench(self.workload, folder, request.directory, store, request.budget_s, say)
         self.bench.step = baseline.step_override(request.step)
-        self.unknown: dict[str, str] = {}
+        self.log = ""                   # of the process that ended by itself last
 
     def done(self) -> SaveCosts:
+        technique = Candidate(_registry.load()[async_checkpoint.TECHNIQUE.id], async_checkpoint.Options())
         try:
             self.say("as the script saves: running it until it has saved a few times")
             plain = self._watch((), "facts", AS_IT_IS, lambda told: told["saves"] >= ENOUGH_SAVES)
+            if plain.ended is not None and (plain.ended.kind not in ENDED_WELL or not plain.told):
+                raise self._failed(plain.ended)
             facts = msgspec.convert(plain.told, Facts)
             self.say("with async-checkpoint: running it until each way to save was measured")
-            technique = Candidate(_registry.load()[async_checkpoint.TECHNIQUE.id], async_checkpoint.Options())
             tried = self._watch((technique,), "evidence", ASYNC, lambda told: _each_measured(costs_of(told)))
         finally:
             self.bench.close()
         costs = costs_of(tried.told)
-        if not costs["checkpoints"]:
-            raise self._no_save(facts, len(plain.steps_s) + len(tried.steps_s))
-        ran, words, read = self._recovery()
-        return self._result(facts, plain, costs, ran, words, read)
+        if not costs["checkpoints"] and not facts.saves:
+            raise _no_save(facts, plain)
+        self.say("recovery: killing it behind a save, and starting it again")
+        return record_of(self.request.argv, facts, plain, tried, costs, self._recovery(), self.folder.name)
 
     def _deadline(self, share: float) -> float:
         return self.began + share * self.request.budget_s
@@ -120,7 +136,7 @@ class _Work:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def _watch(self, techniques: Set, question: str, share: float, enough: Callable[[dict[str, Any]], bool]) -> Watched:
-        """Ask a training again and again, until that is `enough` or its share of the budget has passed."""
+        """Ask a training again and again, until that is `enough`, its share of the budget has passed, or it ends."""
         deadline = self._deadline(share)
         seen = Watched({}, [])
         trial: Trial | None = None
@@ -131,78 +147,96 @@ class _Work:
                 block = trial.run_block(0, steps)
                 seen.steps_s += [t / 1e9 for t in block.step_ns]
                 seen.told = trial.ask(question)
-                steps = max(1, min(_MOST_STEPS, int(_BLOCK_S * 1e9 / block.mean_ns)))
+                steps = max(1, min(2 * steps, int(_BLOCK_S * 1e9 / block.mean_ns)))      # a short script must not end within one
         except TrialEnded as ended:
-            if ended.outcome.kind not in ENDED_WELL or not seen.told:
-                raise self._failed(ended, techniques) from ended
+            seen.ended = ended.outcome
+            self.log = str(ended.log or "")
         finally:
             if trial is not None:
                 self.bench.abandon(trial, techniques)
         return seen
 
-    def _failed(self, ended: TrialEnded, techniques: Set) -> Exception:
-        outcome = ended.outcome
+    def _failed(self, outcome: Outcome) -> Exception:
         if outcome.kind in (*ENDED_WELL, "no_step", "several_trainings", "not_in_time"):
             return UsageError("what a save costs is not known", cause=outcome.reason, remedy=outcome.remedy or "give it with --save-cost")
-        problem = "the command fails with async-checkpoint" if techniques else "the command fails by itself; nothing was measured"
-        return ending.failure(outcome, problem, "make the command work without saturate first", str(ended.log or ""))
-
-    def _no_save(self, facts: Facts, steps: int) -> UsageError:
-        opened = (f"; {facts.saves_into_files} save(s) went into files that the script opened itself, which async-checkpoint leaves alone"
-                  if facts.saves_into_files else "")
-        return UsageError("what a save costs is not known", cause=f"no checkpoint was saved in {steps} steps{opened}",
-                          remedy="let the command save sooner, give it a longer --budget, or say what a save costs with --save-cost")
+        return ending.failure(outcome, "the command fails by itself; nothing was measured", "make the command work without saturate first", self.log)
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 
-    def _recovery(self) -> tuple[float | None, list[str], bool | None]:
-        """Seconds from a kill to the first update of the next process, what that one was started with, and whether it read what
-        was saved."""
-        self.say("recovery: killing it behind a save, and starting it again")
+    def _recovery(self) -> Recovery:
         request, deadline = self.request, self._deadline(1.0)
         with Chain(self.workload, self.folder / "recovery", request.directory, self.bench.step) as chain:
             killed = chain.run(request.argv, _SEED, None, _saved, None, deadline)
             words = request.resume_args if request.resume_args is not None else self._words(killed)
             if killed.step is None or killed.ended is not None or killed.late:
-                self.unknown["recovery_s"] = _why(killed, "it was not seen to save once more")
-                return None, words, None
-            again = chain.run([*request.argv, *words], _SEED + 1, None, lambda log: log.updates(log.step or killed.step) >= 1, killed.step, deadline)
+                return Recovery(None, words, None, _why(killed, "it was not seen to save once more"))
+            # The second update: when rank 0 makes it, all ranks have made their first.
+            again = chain.run([*request.argv, *words], _SEED + 1, None, lambda log: log.updates(log.step or killed.step) >= 2, killed.step, deadline)
         updates = again.updates(killed.step)
         if not updates or killed.killed_s is None:
-            self.unknown["recovery_s"] = _why(again, "it made no update")
-            return None, words, None
-        return updates[0].t_ns / 1e9 - killed.killed_s, words, again.read
+            return Recovery(None, words, None, _why(again, "it made no update"))
+        return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, again.read)
 
     def _words(self, killed: Ran) -> list[str]:
-        """What to resume with, by the script's source; a file that is named anew at each save is the newest one."""
+        """What to resume with, by the script's source; of files that are named anew at each save, the newest that is whole."""
         if killed.step is None:
             return []
-        saves = [[short(path, self.request.cwd) for path in save.paths] for save in killed.saves(killed.step)]
+        done = len(killed.updates(killed.step))
+        saves = [[short(path, self.request.cwd) for path in save.paths] for save in killed.saves(killed.step) if save.update < done]
         words = resume_words(source_of(script_of(self.request.argv, self.request.cwd)), saves)
         newest = saves[-1][0] if saves and len(saves[-1]) == 1 else None
         if PATH in words and newest is None:
             return []
         return [newest if word == PATH and newest else word for word in words]
 
-    # -- the record ----------------------------------------------------------------------------------------------------
 
-    def _result(self, facts: Facts, plain: Watched, costs: dict[str, Any], recovery_s: float | None, words: list[str],
-                read: bool | None) -> SaveCosts:
-        size = costs["bytes"] / costs["checkpoints"]
-        before_s = facts.save_s / facts.save_bytes * size if facts.save_bytes else None
+def record_of(command: list[str], facts: Facts, plain: Watched, tried: Watched, costs: dict[str, Any], recovery: Recovery, run: str) -> SaveCosts:
+    """What was seen, as it is told."""
+    unknown: dict[str, str] = {}
+    size = files = before_s = None
+    if costs["checkpoints"]:
+        size, files = costs["bytes"] / costs["checkpoints"], costs["files"] / costs["checkpoints"]
+        before_s, why = _before(facts, size, files)
         if before_s is None:
-            self.unknown["before_s"] = ("torch.save was not called in the steps watched" if not facts.saves else "the files saved were not found")
-        lost = {way: one["lost_s"] for way, one in costs["ways"].items() if one["lost_s"] is not None}
-        best = min(lost, key=lambda way: lost[way], default=None)
-        if best is None:
-            self.unknown["after_s"] = self.unknown["best_way"] = "no checkpoint was large enough to be measured (1 MiB), or its cost was not known in time"
-        return SaveCosts(
-            command=self.request.argv, checkpoint_bytes=round(size), checkpoint_files=costs["files"] / costs["checkpoints"],
-            before_s=before_s, after_s=lost[best] if best else None, best_way=best,
-            ways=[SaveWay(way=way, lost_s=one["lost_s"], measured=one["measured"]) for way, one in costs["ways"].items()],
-            step_s=statistics.median(plain.steps_s), recovery_s=recovery_s, resume_command=[*self.request.argv, *words], resumed=read,
-            unknown=self.unknown, run=self.folder.name,
-        )
+            unknown["before_s"] = why
+    else:
+        unknown["checkpoint_bytes"] = unknown["checkpoint_files"] = unknown["before_s"] = "async-checkpoint saw no save"
+    lost = {way: one["lost_s"] for way, one in costs["ways"].items() if one["lost_s"] is not None}
+    best = min(lost, key=lambda way: lost[way], default=None)
+    if best is None:
+        failed = tried.ended is not None and tried.ended.kind not in ENDED_WELL
+        unknown["after_s"] = unknown["best_way"] = (
+            f"with async-checkpoint the command ended: {tried.ended.reason}" if failed and tried.ended else
+            "no checkpoint of 1 MiB or more was seen to its end in the time that there was")
+    if recovery.seconds is None:
+        unknown["recovery_s"] = unknown["resumed"] = recovery.unknown
+    return SaveCosts(
+        command=command, checkpoint_bytes=None if size is None else round(size), checkpoint_files=files, before_s=before_s,
+        after_s=lost[best] if best else None, best_way=best,
+        ways=[SaveWay(way=way, lost_s=one["lost_s"], measured=one["measured"]) for way, one in costs["ways"].items()],
+        step_s=statistics.median(plain.steps_s), recovery_s=recovery.seconds, resume_command=[*command, *recovery.words],
+        resumed=recovery.read, unknown=unknown, run=run,
+    )
+
+
+def _before(facts: Facts, size: float, files: float) -> tuple[float | None, str]:
+    """Seconds that the script's own saves of one checkpoint take, or why that is not known."""
+    if not facts.save_bytes:
+        opened = "; it saves into files that it opened itself" if facts.saves_into_files else ""
+        return None, f"torch.save was not seen to write a file in the steps watched{opened}"
+    if facts.saves_into_memory:
+        return None, "the script saves into memory, and something else writes that to the disk"
+    if not 1 / UNLIKE < facts.save_bytes / facts.saves / (size / files) < UNLIKE:
+        return None, "files are saved in other ways than by torch.save as well"
+    return facts.save_s / facts.save_bytes * size, ""
+
+
+def _no_save(facts: Facts, plain: Watched) -> UsageError:
+    opened = (f"; {facts.saves_into_files} save(s) went into files that the script opened itself, which async-checkpoint leaves alone"
+              if facts.saves_into_files else "")
+    ended = "; then it ended by itself, and what it saves at its end is not seen" if plain.ended is not None else ""
+    return UsageError("what a save costs is not known", cause=f"no checkpoint was saved in the {len(plain.steps_s)} steps watched{ended}{opened}",
+                      remedy="let the command save sooner and train longer, give it a longer --budget, or say what a save costs with --save-cost")
 
 
 def costs_of(evidence: dict[str, Any]) -> dict[str, Any]:

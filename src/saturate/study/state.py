@@ -126,6 +126,7 @@ class Study:
     notes: list[str] = field(default_factory=list)
     error: SaturateError | None = None
     isolation: str = ""
+    on_end: Callable[[float], None] | None = None   # told when the budget ends (time.monotonic); a resumed study has less of it left
 
     @property
     def recipe_path(self) -> Path:

@@ -1,5 +1,8 @@
 """The study file: one SQLite database per study, so that a kill at any moment loses at most the running round.
 
+Where two processes do not live at once, a round is known when both have run: then it loses the running pair of them. So it does
+where a loader's workers may have been ahead, until it is known whether they were.
+
 What is kept are answers: facts, finished races and verifications by question, and the rounds of unfinished races. The
 loop asks its questions in an order that follows from the answers alone, so the same command walks through the same
 questions again and finds the answers already there.

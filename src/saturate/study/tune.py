@@ -70,8 +70,10 @@ WAITS = 0.01
 RESERVE = 0.25
 
 
-def tune(request: Request, say: Callable[[str], None]) -> tuple[StudyRecord, SaturateError | None]:
-    """Run or resume a study. Returns its record, and the error that ended it early if one did.
+def tune(request: Request, say: Callable[[str], None],
+         on_end: Callable[[float], None] | None = None) -> tuple[StudyRecord, SaturateError | None]:
+    """Run or resume a study. Returns its record, and the error that ended it early if one did. `on_end` is told when its budget ends
+    (time.monotonic), which for a resumed one is sooner.
 
     Raises Interrupted, and SaturateError when there is not even a study to tell of.
     """
@@ -81,6 +83,7 @@ def tune(request: Request, say: Callable[[str], None]) -> tuple[StudyRecord, Sat
     try:
         with in_our_words(request.directory):
             study = _open(request, registry, say)
+            study.on_end = on_end
         try:
             return _work(study)
         finally:
@@ -188,6 +191,8 @@ def _measure(study: Study, bench: Bench) -> None:
     request = study.request
     used = sum(seconds for name, seconds in study.store.phases() if name == "total")
     end = study.started + max(request.budget_s - used, 0.3 * request.budget_s)
+    if study.on_end is not None:
+        study.on_end(end)
 
     with _phase(study, "baseline"):
         if not baseline.establish(study, bench, profile.glance):

@@ -18,6 +18,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 INJECT = PACKAGE / "agent" / "inject"
 
 HASH_SEED = "PYTHONHASHSEED"
+
+#: Commands of a shell that print what follows them.
+_PRINTERS = (["echo"], ["printf"])
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -144,18 +147,27 @@ def end(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def defeated_in(script: str) -> tuple[int, str] | None:
-    """The first line of a shell script that starts Python such that `sitecustomize` does not run: its number and the option.
+    """The first line of a shell script that starts Python such that `sitecustomize` does not run: its number and the option. Read
+    word by word: what a variable or a text over several lines holds is not seen.
 
-    >>> defeated_in("cd data\\nOMP_NUM_THREADS=1 python -I train.py")
-    (2, '-I')
-    >>> defeated_in("# python -I train.py") is None
+    >>> defeated_in("cd data && OMP_NUM_THREADS=1 python -I train.py")
+    (1, '-I')
+    >>> defeated_in("# python -I train.py") is None and defeated_in("echo python -I train.py") is None
     True
     """
     for number, line in enumerate(script.splitlines(), 1):
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command: list[str] = []
         with contextlib.suppress(ValueError):       # a quotation that ends on a later line
-            option = defeated_by(shlex.split(line, comments=True))
-            if option is not None:
-                return number, option
+            for word in (*words, ";"):
+                if set(word) <= set("();<>|&"):
+                    option = defeated_by(command) if command[:1] not in _PRINTERS else None
+                    if option is not None:
+                        return number, option
+                    command = []
+                else:
+                    command.append(word)
     return None
 
 
