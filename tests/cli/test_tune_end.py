@@ -28,7 +28,7 @@ import studies
 ])
 def test_the_exit_code_agrees_with_the_headline(name, code, title, monkeypatch, capsys):
     record = studies.ALL[name]()
-    monkeypatch.setattr(tune, "tune", lambda request, say: (record, None))
+    monkeypatch.setattr(tune, "tune", lambda request, say, on_end: (record, None))
     assert main.main(["tune", "--json", "--", "true"]) == code
     shown = capsys.readouterr()
     assert json.loads(shown.out)["verdict"] == record.result.verdict
@@ -58,7 +58,7 @@ def test_an_object_without_a_library_of_ours(library, tmp_path):
 
 def test_the_object_of_a_tune_that_could_not_begin_is_like_any_other(monkeypatch, capsys):
     bad = os.fsdecode(b"caf\xe9")
-    monkeypatch.setattr(tune, "tune", lambda request, say: (_ for _ in ()).throw(ZeroDivisionError()))
+    monkeypatch.setattr(tune, "tune", lambda request, say, on_end: (_ for _ in ()).throw(ZeroDivisionError()))
     assert main.main(["tune", "--json", "--", "true", bad]) == 3
     shown = json.loads(capsys.readouterr().out)
     assert shown["command"] == ["true", "caf?"]

@@ -455,8 +455,8 @@ def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_
     narrow = racer.run("y", CANDIDATE, CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
     assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
     racer.bench.store.rounds = lambda question: [[(1.25, 1.0, 0.22)] * 6, [(1.0, 1.0, 0.0)] * 6, [(1.25, 1.0, 0.22)] * 6]
-    racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | end of pair 2", True)
     for number, one in enumerate((uneven, even, uneven)):
+        racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | end of pair {number}", True)
         racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | kernel work of pair {number}", [[w.page_faults, w.ms] for w in one])
     result = racer.run("z", (), CANDIDATE, Limits(max_pairs=3), time.monotonic() + 60.0)
     assert result.decision.verdict == "faster" and "2 of 3" in result.decision.reason
