@@ -297,16 +297,50 @@ def test_other_options_of_what_took_too_long_are_not_tried() -> None:
     assert world.started == ["run", "other"] and fates(search)["run number=2"] == "not_tried"
 
 
+def compiling(id: str) -> Any:
+    module = technique(id)
+    module.COMPILES = True
+    return module
+
+
+FIRST, SECOND = compiling("first"), compiling("second")
+RUNS = {"first": 0.5, "second": 0.45, "run": 0.5, "other": 0.45, "int8": 0.2, "bf16": 0.9}
+
+
 def test_a_number_format_that_is_far_from_the_best_is_not_tried_on_one_more_runtime() -> None:
     """What it gave on another runtime, and what the two give without it, must promise half of more than the best."""
-    runs = {"run": 0.5, "other": 0.45, "int8": 0.2, "bf16": 0.9}
-    search = walk(World(runs), RUN, OTHER, BF16, INT8)
-    assert fates(search)["bf16 + other"] == "slower" and fates(search)["bf16 + run"] == "not_tried"
-    assert "far from the best" in next(one.reason for one in search.tried.values() if one.candidate.label() == "bf16 + run")
-    near = walk(World({**runs, "bf16": 0.5}), RUN, OTHER, BF16, INT8)       # 4.4x of 5x: another runtime may well do better
-    assert "not_tried" not in fates(near).values()
-    memory = walk(World(runs), RUN, OTHER, BF16, INT8, objective="memory")
-    assert "not_tried" not in fates(memory).values()
+    search = walk(World(RUNS), FIRST, SECOND, BF16, INT8)
+    assert fates(search)["bf16 + second"] == "slower" and fates(search)["bf16 + first"] == "not_tried"
+    assert "far from the best" in next(one.reason for one in search.tried.values() if one.candidate.label() == "bf16 + first")
+    for world, modules, more in (
+            (World({**RUNS, "bf16": 0.5}), (FIRST, SECOND, BF16, INT8), {}),          # 4.4x of 5x: another runtime may well do better
+            (World(RUNS), (RUN, OTHER, BF16, INT8), {}),                              # what interprets says little of what compiles
+            (World(RUNS, {"int8": 0.5}), (FIRST, SECOND, BF16, INT8), {}),            # the best misses the budget
+            (World(RUNS), (FIRST, SECOND, BF16, INT8), {"objective": "memory"})):
+        assert "not_tried" not in fates(walk(world, *modules, **more)).values()
+
+
+def test_what_was_left_out_has_its_turn_when_the_best_does_not_stand() -> None:
+    world = World(RUNS)
+    search = walk(world, FIRST, SECOND, BF16, INT8)
+    left_out = next(one.candidate for one in search.tried.values() if one.fate == "not_tried")
+    assert search.wanted_after_all() == [] and search.tried[left_out] not in result.open_ones(search)
+    for one in search.tried.values():
+        if one.candidate.label() == "int8":
+            one.fate = "over_limit"
+            fallen = one
+    assert search.wanted_after_all() == [left_out] and search.tried[left_out] in result.open_ones(search)
+    world.baseline = lambda: FakeWorker(1.0, Candidate())       # type: ignore[attr-defined]
+    search.mend(fallen)
+    assert search.tried[left_out].working and world.started[-1] == "bf16 + first"
+
+
+def test_what_an_earlier_search_has_tried_is_not_left_out(tmp_path: Path) -> None:
+    """All that is known costs nothing, and comes in the order of the pool: the best may come before it."""
+    first = walk(World(RUNS), FIRST, SECOND, BF16, journal=Journal(tmp_path, "k", True))
+    assert fates(first)["bf16 + first"] != "not_tried"
+    again = walk(World(RUNS), FIRST, SECOND, BF16, INT8, journal=Journal(tmp_path, "k", True))
+    assert fates(again)["bf16 + first"] == fates(first)["bf16 + first"]
 
 
 @pytest.mark.parametrize(("format", "runtimes", "best", "left_out"), [
@@ -317,7 +351,7 @@ def test_a_number_format_that_is_far_from_the_best_is_not_tried_on_one_more_runt
     (None, (1.5, 1.5), 5.0, False),         # the format was not measured
 ])
 def test_what_lets_a_format_be_left_out(format: float | None, runtimes: tuple[float, float | None], best: float, left_out: bool) -> None:
-    first, second, number = (Part(Hashable(**vars(module)), module.Options()) for module in (RUN, OTHER, BF16))
+    first, second, number = (Part(Hashable(**vars(module)), module.Options()) for module in (FIRST, SECOND, BF16))
     tried = {Candidate.of([part]): SimpleNamespace(speedup=speed, seconds=1.0) for part, speed in zip((first, second), runtimes)}
     seen = Candidate.of([first, number])
     tried[seen] = SimpleNamespace(speedup=format, seconds=1.0)

@@ -124,8 +124,11 @@ def test_devices_are_watched_at_the_knee_and_not_before_their_period_is_over():
     assert found.device_share is None, "that would take most of the time that is left"
     found.watch_devices(process, sampler, 60.0)  # type: ignore[arg-type]
     assert found.device_share == 0.83 and sampler.left == sampler.entered + 1
-    step_s = SAMPLE_S * found.knee
+    step_s = found.step_s[found.knee]
     assert [(size, round(steps * step_s)) for size, steps, _ in process.calls[-2:]] == [(found.knee, 1), (found.knee, 2)]
+    found.step_s[found.knee], found.device_share = 10.0, None
+    found.watch_devices(process, sampler, 60.0)  # type: ignore[arg-type]
+    assert found.device_share is None, "a few of such steps take longer"
     on_cpu = measured(Simulated(1 << 30, on_device=False))
     on_cpu.watch_devices(Simulated(1 << 30, on_device=False), sampler, 60.0)  # type: ignore[arg-type]
     assert on_cpu.device_share is None

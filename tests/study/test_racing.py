@@ -156,6 +156,9 @@ def test_what_the_kernel_did_for_a_pair_that_was_cut_short_is_not_known_to_be_al
     assert racer._by_state(pairs, [(slow, fast), (slow, fast), (unknown, unknown)], ONE_PAIR) is None
     racer.learn_noise(pairs, [(slow, fast), (unknown, unknown), (fast, fast)])
     assert racer.even_pairs == pairs[2:] and racer.aa_pairs == pairs
+    alternating = Racer(Bench(), 0.02, "alternate")
+    alternating.learn_noise(pairs, [(unknown, unknown)] * 3)
+    assert alternating.steady_sd == alternating.between_sd > 0.05, "of processes that run one after the other it is never known"
 
 
 def test_rounds_of_a_pair_that_failed_are_dropped(tmp_path):

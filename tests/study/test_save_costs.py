@@ -135,14 +135,23 @@ NOTHING = {"checkpoints": 0, "files": 0, "bytes": 0, "ways": {}}
     ({"facts": Facts(saves=4, save_bytes=4 << 20, save_s=1.0, saves_into_memory=4)}, "before_s", "into memory"),
     ({"facts": Facts(saves_into_files=3)}, "before_s", "opened itself"),
     ({"facts": Facts(saves=4, save_bytes=400, save_s=1.0)}, "before_s", "other ways"),
+    ({"summary": NOTHING, "facts": Facts()}, "checkpoint_bytes", "no file"),
     ({"summary": NOTHING}, "after_s", "1 MiB"),
     ({"summary": NOTHING, "ended": Outcome("crashed", "it broke")}, "after_s", "it broke"),
+    ({"summary": NOTHING, "ended": Outcome("too_short", "over")}, "after_s", "before the script ended"),
     ({"recovery": Recovery(None, [], None, "no time")}, "recovery_s", "no time"),
 ])
 def test_what_is_not_known_has_a_reason(given: dict[str, Any], field: str, why: str) -> None:
     found = record(**given)
     assert getattr(found, field) is None and why in found.unknown[field]
     assert {name for name in found.__struct_fields__ if getattr(found, name) is None} == set(found.unknown)
+
+
+def test_where_async_checkpoint_fails_what_the_script_does_by_itself_is_told() -> None:
+    assert save_costs.costs_of({}) == save_costs.costs_of({"notes": {}}) == NOTHING
+    found = record(summary=save_costs.costs_of({}), ended=Outcome("not_applied", "no posix"))
+    assert (found.before_s, found.checkpoint_bytes, found.checkpoint_files) == (0.25, 1 << 20, 1.0)
+    assert _advice._save_cost(Given(), found)[0] == 0.25 and "no posix" in _advice._costs_text(found)  # type: ignore[arg-type]
 
 
 def test_the_restart_takes_the_newest_file_that_is_whole(tmp_path: Path) -> None:

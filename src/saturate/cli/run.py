@@ -72,8 +72,9 @@ def _say_what_is_not_reached(command: list[str]) -> None:
             text = file.read(_LONGEST_SCRIPT)
     except OSError:
         return                  # the shell will say so
-    of_shell = any(os.path.basename(word) in fingerprint.SHELLS for word in command) or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text)
-    found = launch.defeated_in(text) if of_shell else None
+    in_front = command[:next((at for at, word in enumerate(command) if os.path.basename(word) == script.name), 0)]
+    by_shell = bool(in_front) and os.path.basename(in_front[-1]) in fingerprint.SHELLS
+    found = launch.defeated_in(text) if by_shell or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text) else None
     if found is not None:
         line, option = found
         notices.tell(f"saturate: line {line} of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")

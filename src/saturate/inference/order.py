@@ -47,8 +47,9 @@ def rate(candidate: Candidate, facts: ModelFacts, tried: Mapping[Candidate, Know
 def outrun(candidate: Candidate, tried: Mapping[Candidate, Known], best: float) -> Candidate | None:
     """Where the number format of this candidate was so slow that on its runtime it cannot be expected to beat `best`; None: nothing says so.
 
-    Runtimes are compared by what they give without the format. Of ResNet-50 formats that act on linear layers only gave what the
-    compiler gives alone; trying them with the next compiler, and with other options, took a quarter of the search (`bench/inference_search.py`).
+    Compared are the same runtime, where the options of the format are others, and two that compile, by what they give without the
+    format: casts that a compiler fuses cost much in what merely records or interprets. Of a ResNet-50 the formats that act on linear
+    layers gave what a compiler gives alone; trying them with the next one took a quarter of the search.
     """
     own = _number_of(candidate)
     found: list[tuple[float, Candidate]] = []
@@ -56,11 +57,16 @@ def outrun(candidate: Candidate, tried: Mapping[Candidate, Known], best: float) 
         number = _number_of(other) if known.speedup else None
         if own is None or number is None or number.id != own.id or other == candidate:
             continue
-        speeds = [_speed_of(_without(each, part), tried) for each, part in ((candidate, own), (other, number))]
-        if None not in speeds:
+        here, there = _without(candidate, own), _without(other, number)
+        speeds = (1.0, 1.0) if here == there else (_speed_of(here, tried), _speed_of(there, tried)) if _compiled(here) and _compiled(there) else None
+        if speeds is not None and None not in speeds:
             found.append((known.speedup * speeds[0] / speeds[1], other))        # type: ignore[operator] - all three are known
     expected, other = max(found, key=lambda entry: entry[0], default=(math.inf, candidate))
     return other if HOPED * expected < best else None
+
+
+def _compiled(candidate: Candidate) -> bool:
+    return any(getattr(part.module, "COMPILES", False) for part in candidate.parts)
 
 
 def _number_of(candidate: Candidate) -> Part | None:
@@ -74,7 +80,7 @@ def _without(candidate: Candidate, part: Part) -> Candidate:
 
 
 def _speed_of(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float | None:
-    return (tried[candidate].speedup or None) if candidate in tried else None if candidate.parts else 1.0
+    return tried[candidate].speedup or None if candidate in tried else None
 
 
 def repair_rate(broken: Known, best: float) -> float:

@@ -206,10 +206,10 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
 
 def open_ones(search: Search) -> list[Tried]:
     """Candidates that may be the answer, and nobody knows: ended for the time that they took or from outside, undecided in
-    accuracy or in a race, or without a turn to be confirmed."""
-    waiting = confirm.waiting(search)
+    accuracy or in a race, without a turn to be confirmed, or left out beside a best that did not stand."""
+    waiting, left_out = confirm.waiting(search), search.wanted_after_all()
     return [one for one in search.tried.values()
-            if cut_short(one) or one.fate == "inconclusive" or one in waiting
+            if cut_short(one) or one.fate == "inconclusive" or one in waiting or one.candidate in left_out
             or (one.fate == "undecided" and search.value(one) >= max(HELPS, search.least))]
 
 

@@ -141,14 +141,18 @@ class Search:
                 self._repair(broken)
             elif candidate is None:
                 return
-            elif (why := self._hopeless(candidate)) is not None:
+            elif not self._known(candidate) and (why := self._hopeless(candidate)) is not None:
                 self._settle(Tried(candidate, "not_tried", why))
             else:
                 self._try(candidate)
 
+    def _known(self, candidate: Candidate) -> bool:
+        """Whether an earlier search has tried it: that costs nothing."""
+        return self.journal is not None and candidate.key() in self.journal.known
+
     def _rate(self, candidate: Candidate) -> float:
-        if self.journal is not None and candidate.key() in self.journal.known:
-            return math.inf                 # it costs nothing
+        if self._known(candidate):
+            return math.inf
         return order.rate(candidate, self.pool.facts, self.tried, self._fastest(candidate.lossless))
 
     def _repair_rate(self, broken: Tried) -> float:
@@ -170,6 +174,10 @@ class Search:
 
     def _outrun(self, candidate: Candidate) -> Candidate | None:
         return order.outrun(candidate, self.tried, WORTH_SCORING * self._fastest()) if self.objective != "memory" else None
+
+    def wanted_after_all(self) -> list[Candidate]:
+        """What was left out beside a best that has not stood since."""
+        return [candidate for candidate, found in self.tried.items() if found.fate == "not_tried" and self._hopeless(candidate) is None]
 
     def time_left(self) -> bool:
         return time.monotonic() < self._until_s()
@@ -363,15 +371,20 @@ class Search:
         return self.value(broken) >= WORTH_REPAIRING * max(self.least if self.objective == "memory" else 0.0, self.value(best) if best else 0.0)
 
     def mend(self, found: Tried) -> None:
-        """Repair what did not keep the budget on the samples of the confirmation, after the walk: as far as there is time left
-        when the best two have theirs. One that was repaired already gets more layers back."""
+        """After the walk, for what did not survive its confirmation: as far as there is time left when the best two have theirs. What did
+        not keep the budget on those samples is repaired; one that was repaired already gets more layers back. And what was left out
+        because that one was so much faster has its turn."""
         end_s, self.end_s = self.end_s, self.deadline_s
         broken = self.tried.get(Candidate(found.candidate.parts), found)
-        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken))
+        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.numerics == "precision"
         try:
-            if missed and found.candidate.numerics == "precision" and self.time_left():
+            if (missed or self.wanted_after_all()) and self.time_left():
                 with racing.lane(self.lab.baseline) as self._lane:
-                    self._repair(broken)
+                    if missed:
+                        self._repair(broken)
+                    for candidate in self.wanted_after_all():
+                        if self.time_left():
+                            self._try(candidate)
         except self.failed as error:
             self.progress(f"{found.candidate.label()}: not repaired, the model itself does not start: {error}")
         finally:

@@ -341,5 +341,7 @@ class Search(State):
             self._prove(process, knee, fresh=True, began=time.monotonic())
         try:
             self.throughput.watch_devices(process, Sampler(self.bench.workload.environment), self.left_s())
-        except TrialEnded:
-            pass            # all else was measured and proved before: what stays unknown is how busy they are
+        except TrialEnded as ended:
+            if verdict_of(ended, self.bench.meter, process.trial.output())[0] == "out_of_memory":
+                raise
+            # All else was measured and proved before: what stays unknown is how busy they are.

@@ -29,6 +29,7 @@ class Throughput:
 
     rates: dict[int, list[float]] = field(default_factory=dict)
     shares: dict[int, list[float]] = field(default_factory=dict)
+    step_s: dict[int, float] = field(default_factory=dict)      # the latest, by size
     device_share: float | None = None       # of its time a device ran kernels at the knee; None: on a CPU, or it does not tell
     note: str = ""
     running: int | None = None      # the size that is being measured
@@ -64,12 +65,12 @@ class Throughput:
     def watch_devices(self, process: Process, sampler: Sampler, left_s: float) -> None:
         """How busy the devices are at the knee, if that does not take more than a part of what is left. Raises TrialEnded."""
         knee = self.knee
-        if knee is None or not process.on_device or WATCHED_SHARE * left_s < PERIOD_S + WATCHED_S:
+        if knee is None or not process.on_device:
             return
-        step_s = process.turn(knee, LEAST_STEPS).step_s
-        if WATCHED_SHARE * left_s < (process.skip + LEAST_STEPS) * 2 * step_s:
+        step_s = self.step_s[knee]
+        if WATCHED_SHARE * left_s < PERIOD_S + WATCHED_S + (process.turn_steps + 2 * LEAST_STEPS + 2 * SAME_SKIP) * step_s:
             return
-        process.run(knee, max(LEAST_STEPS, math.ceil(PERIOD_S / step_s)), fresh=False, settle=True, skip=SAME_SKIP)
+        process.turn(knee, max(LEAST_STEPS, math.ceil(PERIOD_S / step_s)))
         with sampler:
             process.run(knee, max(LEAST_STEPS, math.ceil(WATCHED_S / step_s)), fresh=False, settle=True, skip=SAME_SKIP)
         self.device_share = sampler.busy_share(process.world_size)
@@ -77,6 +78,7 @@ class Throughput:
     def add(self, size: int, window: Window, samples: int | None = None) -> None:
         samples = window.samples if samples is None else samples
         if samples and window.seconds:
+            self.step_s[size] = window.step_s
             self.rates.setdefault(size, []).append(samples / window.seconds)
             self.shares.setdefault(size, []).append(window.cpu_share)
 

@@ -314,7 +314,8 @@ class Racer:
         usable = _usable(pairs)
         self.aa_pairs = [*self.aa_pairs, *usable]
         self.between_sd = race.between_sd(self.aa_pairs)
-        even = [_is_known(a, b) and abs(a.page_faults - b.page_faults) < UNEVEN_FAULTS for a, b in work] or [True] * len(usable)
+        known = any(_is_known(a, b) for a, b in work)       # of processes that ran one after the other, it never is
+        even = [_is_known(a, b) and abs(a.page_faults - b.page_faults) < UNEVEN_FAULTS for a, b in work] if known else [True] * len(usable)
         self.even_pairs = [*self.even_pairs, *(pair for pair, alike in zip(usable, even) if alike)]
         self.steady_sd = race.between_sd(self.even_pairs)
 

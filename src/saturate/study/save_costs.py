@@ -147,7 +147,8 @@ class _Work:
                 block = trial.run_block(0, steps)
                 seen.steps_s += [t / 1e9 for t in block.step_ns]
                 seen.told = trial.ask(question)
-                steps = max(1, min(2 * steps, int(_BLOCK_S * 1e9 / block.mean_ns)))      # a short script must not end within one
+                # What is seen in a block that the script ends in is lost: it is a small part of what was seen before.
+                steps = max(1, min(len(seen.steps_s) // 4, int(_BLOCK_S * 1e9 / block.mean_ns)))
         except TrialEnded as ended:
             seen.ended = ended.outcome
             self.log = str(ended.log or "")
@@ -175,7 +176,7 @@ class _Work:
         updates = again.updates(killed.step)
         if not updates or killed.killed_s is None:
             return Recovery(None, words, None, _why(again, "it made no update"))
-        return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, again.read)
+        return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, bool(_paths(killed, "save", "moved") & _paths(again, "read")))
 
     def _words(self, killed: Ran) -> list[str]:
         """What to resume with, by the script's source; of files that are named anew at each save, the newest that is whole."""
@@ -193,21 +194,20 @@ class _Work:
 def record_of(command: list[str], facts: Facts, plain: Watched, tried: Watched, costs: dict[str, Any], recovery: Recovery, run: str) -> SaveCosts:
     """What was seen, as it is told."""
     unknown: dict[str, str] = {}
-    size = files = before_s = None
+    size = files = None
     if costs["checkpoints"]:
         size, files = costs["bytes"] / costs["checkpoints"], costs["files"] / costs["checkpoints"]
-        before_s, why = _before(facts, size, files)
-        if before_s is None:
-            unknown["before_s"] = why
-    else:
-        unknown["checkpoint_bytes"] = unknown["checkpoint_files"] = unknown["before_s"] = "async-checkpoint saw no save"
+    elif facts.saves and facts.save_bytes:
+        size, files = facts.save_bytes / facts.saves, 1.0       # how many belong together, only async-checkpoint sees
+    if size is None or files is None:
+        unknown["checkpoint_bytes"] = unknown["checkpoint_files"] = "no file was seen to be saved"
+    before_s, why = _before(facts, size or 0.0, files or 1.0)
+    if before_s is None:
+        unknown["before_s"] = why
     lost = {way: one["lost_s"] for way, one in costs["ways"].items() if one["lost_s"] is not None}
     best = min(lost, key=lambda way: lost[way], default=None)
     if best is None:
-        failed = tried.ended is not None and tried.ended.kind not in ENDED_WELL
-        unknown["after_s"] = unknown["best_way"] = (
-            f"with async-checkpoint the command ended: {tried.ended.reason}" if failed and tried.ended else
-            "no checkpoint of 1 MiB or more was seen to its end in the time that there was")
+        unknown["after_s"] = unknown["best_way"] = _why_not_after(tried.ended)
     if recovery.seconds is None:
         unknown["recovery_s"] = unknown["resumed"] = recovery.unknown
     return SaveCosts(
@@ -217,6 +217,12 @@ def record_of(command: list[str], facts: Facts, plain: Watched, tried: Watched, 
         step_s=statistics.median(plain.steps_s), recovery_s=recovery.seconds, resume_command=[*command, *recovery.words],
         resumed=recovery.read, unknown=unknown, run=run,
     )
+
+
+def _why_not_after(ended: Outcome | None) -> str:
+    if ended is not None and ended.kind not in ENDED_WELL:
+        return f"with async-checkpoint the command ended: {ended.reason}"
+    return "no checkpoint of 1 MiB or more was seen to its end " + ("in the time that there was" if ended is None else "before the script ended")
 
 
 def _before(facts: Facts, size: float, files: float) -> tuple[float | None, str]:
@@ -241,7 +247,7 @@ def _no_save(facts: Facts, plain: Watched) -> UsageError:
 
 def costs_of(evidence: dict[str, Any]) -> dict[str, Any]:
     """`checkpoints.costs.Costs.summary`, as the technique noted it."""
-    text = evidence["notes"].get(async_checkpoint.COSTS_NOTE)
+    text = evidence.get("notes", {}).get(async_checkpoint.COSTS_NOTE)       # no evidence: it ended before it was asked
     return json.loads(text) if text else {"checkpoints": 0, "files": 0, "bytes": 0, "ways": {}}
 
 
@@ -252,6 +258,10 @@ def _each_measured(costs: dict[str, Any]) -> bool:
 def _saved(log: resume_log.Log) -> bool:
     """Whether a checkpoint is complete: an update came after it."""
     return bool(log.saves) and log.updates(log.step) > log.saves[0]
+
+
+def _paths(ran: Ran, *kinds: str) -> set[str]:
+    return {event["path"] for log in ran.logs for event in log.events if event["at"] in kinds}
 
 
 def _why(ran: Ran, otherwise: str) -> str:

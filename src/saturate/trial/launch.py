@@ -154,8 +154,16 @@ def defeated_in(script: str) -> tuple[int, str] | None:
     (1, '-I')
     >>> defeated_in("# python -I train.py") is None and defeated_in("echo python -I train.py") is None
     True
+    >>> defeated_in("cat <<END > run.sh\\npython -I x\\nEND\\npython -E y")
+    (4, '-E')
     """
+    inside = ""                 # what ends the text that is given to a command in place
     for number, line in enumerate(script.splitlines(), 1):
+        if inside:
+            inside = "" if line.strip() == inside else inside
+            continue
+        text = re.search(r"<<-?\s*[\"']?(\w+)", line)
+        inside = text[1] if text else ""
         words = shlex.shlex(line, posix=True, punctuation_chars=True)
         words.whitespace_split = True
         command: list[str] = []

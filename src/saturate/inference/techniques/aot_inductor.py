@@ -53,6 +53,9 @@ TECHNIQUE = Technique(
 
 PREPARE_S = 30.0
 
+#: What other techniques put between the operators, casts for one, is compiled with them.
+COMPILES = True
+
 #: The first version with packages and open sizes (torch.export.Dim.AUTO).
 _OLDEST = (2, 6)
 

@@ -55,6 +55,9 @@ TECHNIQUE = Technique(
 
 PREPARE_S = 25.0
 
+#: What other techniques put between the operators, casts for one, is compiled with them.
+COMPILES = True
+
 
 @dataclass(frozen=True)
 class Options:
