@@ -297,6 +297,55 @@ def test_other_options_of_what_took_too_long_are_not_tried() -> None:
     assert world.started == ["run", "other"] and fates(search)["run number=2"] == "not_tried"
 
 
+INT4 = technique("int4", "runtime", "precision", (Touch("runtime"), Touch("number-format")))
+
+
+class Lucky(World):
+    """The first process of "int8" is faster than all later ones of it."""
+
+    def start(self, candidate: Candidate) -> FakeWorker:
+        again = candidate.label() in self.started
+        worker = super().start(candidate)
+        if candidate.label() == "int8" and not again:
+            worker.factor *= 0.93
+        return worker
+
+
+def test_the_best_few_run_once_more_side_by_side() -> None:
+    """Seen: of three programs within one percent the slowest was kept, which was 6 % behind."""
+    world = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19, "bf16": 0.4})
+    search = walk(world, RUN, INT8, INT4, BF16)
+    assert search.best().candidate.label() == "int4"
+    assert "in two screenings" not in search.best().reason and sorted(world.started[-2:]) == ["int4", "int8"]
+    assert all(worker.closed for worker in world.workers)
+    assert search.tried[search.best().candidate].speedup > search.ranked()[1].speedup
+
+
+def test_what_is_clear_or_known_from_before_is_not_run_again(tmp_path: Path) -> None:
+    world = World({"run": 0.5, "int8": 0.2, "int4": 0.25, "bf16": 0.6})
+    walk(world, RUN, INT8, INT4, BF16)
+    assert len(set(world.started)) == len(world.started)
+    close = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19})
+    first = walk(close, RUN, INT8, INT4, journal=Journal(tmp_path, "k", True))
+    later = World({"run": 0.5, "int8": 0.2, "int4": 0.19})
+    again = walk(later, RUN, INT8, INT4, journal=Journal(tmp_path, "k", True))
+    assert later.started == [] and again.best().speedup == first.best().speedup
+
+
+def test_a_rival_that_fails_once_more_changes_nothing() -> None:
+    world = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19})
+    start = world.start
+
+    def fails(candidate: Candidate) -> FakeWorker:
+        if world.started.count("int4") and candidate.label() == "int4":
+            raise WorkerFailed("failed", "no room")
+        return start(candidate)
+
+    world.start = fails     # type: ignore[method-assign]
+    search = walk(world, RUN, INT8, INT4)
+    assert search.best().candidate.label() == "int8" and all(worker.closed for worker in world.workers)
+
+
 def compiling(id: str) -> Any:
     module = technique(id)
     module.COMPILES = True

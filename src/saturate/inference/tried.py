@@ -51,6 +51,14 @@ class Tried:
         """Whether the same would come of it another time."""
         return not self.out_of_limits and not self.outside and self.fate not in ("not_applicable", "not_tried")
 
+    def again(self, speedup: float) -> None:
+        """It was screened once more."""
+        self.speedup = speedup
+        if self.judgement is not None:
+            self.judge(self.judgement)
+        else:
+            self.reason = f"{speedup:.2f}x in two screenings"
+
     def judge(self, judgement: Judgement) -> None:
         """Its fate by the samples of the selection. `undecided` may still be confirmed by the others, if its drop is small enough."""
         fates: dict[str, Fate] = {"pass": "dominated", "fail": "rejected_accuracy", "undecided": "undecided"}
