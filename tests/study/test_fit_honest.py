@@ -28,6 +28,7 @@ class Script:
 
     sample, leak, late, sizes_told, queue = 0.2 * MIB, 0.0, 0.0, 16, 0
     stops_after: int | None = None      # the budget ends after so many steps of a proof
+    on_device = False
 
     def __init__(self, bench, purpose, size=None):
         self.bench, self.proof = bench, purpose.startswith("prove")
