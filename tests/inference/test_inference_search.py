@@ -332,14 +332,22 @@ def test_what_is_clear_or_known_from_before_is_not_run_again(tmp_path: Path) -> 
     assert later.started == [] and again.best().speedup == first.best().speedup
 
 
-def test_a_rival_that_fails_once_more_changes_nothing() -> None:
+@pytest.mark.parametrize("moment", ["start", "first call"])
+def test_a_rival_that_fails_once_more_changes_nothing(moment: str) -> None:
     world = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19})
     start = world.start
 
+    class Breaks(FakeWorker):
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+            raise WorkerFailed("failed", "it ended")
+
     def fails(candidate: Candidate) -> FakeWorker:
-        if world.started.count("int4") and candidate.label() == "int4":
+        if not world.started.count("int4") or candidate.label() != "int4":
+            return start(candidate)
+        if moment == "start":
             raise WorkerFailed("failed", "no room")
-        return start(candidate)
+        world.workers.append(Breaks(1.0, candidate))
+        return world.workers[-1]
 
     world.start = fails     # type: ignore[method-assign]
     search = walk(world, RUN, INT8, INT4)

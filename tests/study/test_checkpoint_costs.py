@@ -18,6 +18,7 @@ from saturate.records.checkpoint import SaveCosts, SaveWay
 from saturate.records.facts import Facts
 from saturate.study import save_costs
 from saturate.study.save_costs import Recovery, Watched, record_of
+from saturate.study.state import Request
 from saturate.trial.outcome import Outcome
 from saturate.verify.resume_log import Save, Step
 
@@ -157,7 +158,7 @@ def test_where_async_checkpoint_fails_what_the_script_does_by_itself_is_told() -
 def test_the_restart_takes_the_newest_file_that_is_whole(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("parser.add_argument('--resume')", encoding="utf-8")
     work = object.__new__(save_costs._Work)
-    work.request = save_costs.Request(["python", "train.py"], tmp_path, {}, tmp_path)
+    work.request = Request(["python", "train.py"], tmp_path, {}, tmp_path)
     saves = [Save(2, (f"{tmp_path}/ckpt_2.pt",)), Save(4, (f"{tmp_path}/ckpt_4.pt",)), Save(5, (f"{tmp_path}/ckpt_5.pt",))]
     killed = SimpleNamespace(step=Step("S0"), updates=lambda step: [None] * 5, saves=lambda step: saves)
     assert work._words(killed) == ["--resume", "ckpt_4.pt"]  # type: ignore[arg-type]

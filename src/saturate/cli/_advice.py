@@ -93,15 +93,15 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _costs(arguments: argparse.Namespace) -> SaveCosts:
     from saturate.study import save_costs
+    from saturate.study.state import Request
     from saturate.study.tune import environment_of_user
 
     must_exist(arguments.command)
-    request = save_costs.Request(
-        argv=arguments.command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
-        resume_args=arguments.resume_args, budget_s=arguments.budget, timeout_s=arguments.timeout, step=arguments.step)
+    request = Request(argv=arguments.command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
+                      budget_s=arguments.budget, timeout_s=arguments.timeout, step=arguments.step)
     try:
         with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
-            return save_costs.measure(request, say)
+            return save_costs.measure(request, arguments.resume_args, say)
     except SaturateError as problem:
         show_log(problem)
         raise

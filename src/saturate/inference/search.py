@@ -4,7 +4,7 @@ Every candidate is one process that lives for its trial: it is prepared, proved 
 outputs, timed against the frozen and thawed baseline, and scored where it changes numbers. What fails costs one row with
 a reason. What misses the accuracy budget is repaired, layer by layer, as long as it stays faster than the best.
 
-Nothing here claims anything: a winner is deployed, raced and confirmed on other samples by `confirm`.
+What is close to the best runs beside it once more (`play_off`). Nothing here claims anything: a winner is deployed, raced and confirmed on other samples by `confirm`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ Objective = Literal["latency", "throughput", "memory"]
 
 #: A candidate that is not this much faster than the best so far need not be scored: the check costs time.
 WORTH_SCORING = 0.97
-
-#: What a screening finds so close to the best is screened beside it once more: two processes of one program differ by some percent from
-#: one start to the next (4.9 and 5.4 times the baseline of a ResNet-50, in two searches), so the fastest of several is partly the
-#: luckiest. At most so many rivals, whose processes are what it costs.
-CLOSE, RIVALS = 1.08, 2
 
 #: A repaired candidate gains less than the broken one; below this advantage over the best it is not worth a repair.
 WORTH_REPAIRING = 1.03
@@ -101,8 +96,8 @@ class Search:
     tried: dict[Candidate, Tried] = field(default_factory=dict)
     end_s: float = math.inf
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
+    fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     _lane: Any = None
-    _fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
 
     # -- the walk --------------------------------------------------------------------------------------------------
 
@@ -117,6 +112,8 @@ class Search:
                 self._lane.worker.close()
 
     def _run(self) -> None:
+        from saturate.inference import play_off
+
         try:
             self._lane = racing.Lane.of(self._lane.worker)
             self._lane.run()
@@ -132,7 +129,7 @@ class Search:
         while self.time_left() and (best := self.best()) is not None and best.candidate not in seen:
             seen.add(best.candidate)
             self._walk(lambda best=best: plan.neighbours(self.pool, best.candidate))
-        self._play_off()
+        play_off.run(self)
 
     def _walk(self, supply: Callable[[], Iterable[Candidate]]) -> None:
         """Try a stage, what promises most for its time first; what is learned on the way may supply more. Repairs have
@@ -194,39 +191,6 @@ class Search:
         both = {found.candidate: found for found in (self.best(), self.best(lossless=True)) if found is not None}
         return min(self.deadline_s, self.end_s - CONCLUDING * sum(found.seconds for found in both.values()))
 
-    # -- the best few ----------------------------------------------------------------------------------------------
-
-    def _play_off(self) -> None:
-        """Screen the best beside those that come close to it, in fresh processes; what each gave counts as much as before."""
-        holder = self.best()
-        rivals = [one for one in self.ranked()[1:] if holder is not None and CLOSE * self.value(one) >= self.value(holder)][:RIVALS]
-        if self.objective == "memory" or holder is None or not rivals or all(one.candidate not in self._fresh for one in (holder, *rivals)):
-            return
-        self.progress(f"close to each other: {', '.join(one.candidate.label() for one in (holder, *rivals))}; once more, side by side")
-        lanes: list[racing.Lane] = []
-        try:
-            lanes.append(racing.Lane.of(self.lab.start(holder.candidate)))
-            for rival in rivals:
-                if not self.time_left():
-                    return
-                lanes.append(racing.Lane.of(self.lab.start(rival.candidate)))
-                first, second = holder.speedup or 1.0, rival.speedup or 1.0
-                rival.again(first * math.sqrt(second / first * racing.screen(*lanes)))
-                self._note(rival)
-                behind = 0 if self.value(rival) > self.value(holder) else 1
-                holder = holder if behind else rival
-                lanes.pop(behind).worker.close()
-        except self.failed as error:
-            self.progress(f"not compared once more: {error}")
-        finally:
-            for lane in lanes:
-                lane.worker.close()
-
-    def _note(self, found: Tried) -> None:
-        self.progress(f"{found.candidate.label()}: {found.reason}")
-        if self.journal is not None and found.lasting:
-            self.journal.add(found.candidate.key(), entry_of(found), rests_on(found))
-
     # -- what is known ---------------------------------------------------------------------------------------------
 
     def speeds(self) -> dict[Candidate, float]:
@@ -277,7 +241,7 @@ class Search:
     def _trial(self, candidate: Candidate) -> Tried:
         """A process of its own for the candidate, and what it shows. Where `_lane` is broken behind it, it was not the candidate's."""
         began = time.monotonic()
-        self._fresh.add(candidate)
+        self.fresh.add(candidate)
         found = Tried(candidate, "failed", "")
         try:
             worker = self.lab.start(candidate)
@@ -352,8 +316,13 @@ class Search:
 
     def _settle(self, found: Tried) -> Tried:
         self._know(found)
-        self._note(found)
+        self.note(found)
         return found
+
+    def note(self, found: Tried) -> None:
+        self.progress(f"{found.candidate.label()}: {found.reason}")
+        if self.journal is not None and found.lasting:
+            self.journal.add(found.candidate.key(), entry_of(found), rests_on(found))
 
     def _know(self, found: Tried) -> None:
         self.tried[found.candidate] = found

@@ -32,6 +32,7 @@ from saturate.study.candidates import Candidate, Set
 from saturate.study.drilling import ENDED_WELL, Chain, Ran
 from saturate.study.ending import in_our_words
 from saturate.study.resume_option import PATH, resume_words, short, source_of
+from saturate.study.state import Request
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.techniques import _registry, async_checkpoint
 from saturate.trial.outcome import Outcome
@@ -53,20 +54,6 @@ UNLIKE = 2.0
 _SEED = 20
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for. `resume_args` None: what the script's source suggests."""
-
-    argv: list[str]
-    cwd: Path
-    environment: dict[str, str]
-    directory: Path
-    resume_args: list[str] | None = None
-    budget_s: float = 300.0
-    timeout_s: float = 300.0
-    step: str | None = None
-
-
 @dataclass
 class Watched:
     """What a watched process last told, and the seconds of its steps. `ended`: how, where it did so before that was enough."""
@@ -86,8 +73,8 @@ class Recovery:
     unknown: str = ""
 
 
-def measure(request: Request, say: Callable[[str], None]) -> SaveCosts:
-    """Run the command three times. Raises UsageError where it saves nothing in time, and SaturateError where it fails by itself."""
+def measure(request: Request, resume_args: list[str] | None, say: Callable[[str], None]) -> SaveCosts:
+    """Run the command three times; what to resume it with is read from its source where `resume_args` is None. Raises UsageError where it saves nothing in time, and SaturateError where it fails by itself."""
     lock = StudyLock(request.directory)
     try:
         with in_our_words(request.directory):
@@ -96,7 +83,7 @@ def measure(request: Request, say: Callable[[str], None]) -> SaveCosts:
             store = Store(folder)
             try:
                 store.set_meta("finished", True)        # it is not resumed, but made again
-                return _Work(request, folder, store, say).done()
+                return _Work(request, resume_args, folder, store, say).done()
             finally:
                 store.close()
     finally:
@@ -104,8 +91,8 @@ def measure(request: Request, say: Callable[[str], None]) -> SaveCosts:
 
 
 class _Work:
-    def __init__(self, request: Request, folder: Path, store: Store, say: Callable[[str], None]):
-        self.request, self.folder, self.say = request, folder, say
+    def __init__(self, request: Request, resume_args: list[str] | None, folder: Path, store: Store, say: Callable[[str], None]):
+        self.request, self.resume_args, self.folder, self.say = request, resume_args, folder, say
         self.began = time.monotonic()
         self.workload = Workload(request.argv, request.cwd, request.environment, request.timeout_s)
         self.bench = Bench(self.workload, folder, request.directory, store, request.budget_s, say)
@@ -168,7 +155,7 @@ class _Work:
         request, deadline = self.request, self._deadline(1.0)
         with Chain(self.workload, self.folder / "recovery", request.directory, self.bench.step) as chain:
             killed = chain.run(request.argv, _SEED, None, _saved, None, deadline)
-            words = request.resume_args if request.resume_args is not None else self._words(killed)
+            words = self.resume_args if self.resume_args is not None else self._words(killed)
             if killed.step is None or killed.ended is not None or killed.late:
                 return Recovery(None, words, None, _why(killed, "it was not seen to save once more"))
             # The second update: when rank 0 makes it, all ranks have made their first.
