@@ -1,6 +1,7 @@
 """Programs for `test_save_crash.py`. Each case runs in a forked child, because importing torch takes longer than the case.
 
     python crashing.py kills MODE COUNT SEED FOLDER      SIGKILL at random times; MODE "plain" is torch alone
+    python crashing.py shards MODE COUNT SEED FOLDER     the same of distributed checkpoints, each over the one before
     python crashing.py ends FOLDER                       every way for a process to end, with a slow disk
     python crashing.py full MODE FOLDER                  a small disk that the third checkpoint does not fit on
 """
@@ -15,11 +16,13 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from saturate.agent.context import Context
 from saturate.checkpoints import persist
@@ -47,9 +50,26 @@ def step_of(path: Path) -> int | None:
     return found["step"] if whole else None
 
 
-def kills(mode: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
-    path = folder / "model.pt"
-    torch.save(state(0), path)
+def save_shards(value: dict[str, Any], path: Path) -> None:
+    dcp.save(value, checkpoint_id=path)
+
+
+def step_of_shards(path: Path) -> int | None:
+    """As `step_of`, of a distributed checkpoint."""
+    found = {"step": -1, "a": torch.zeros(SIZE), "b": torch.zeros(SIZE // 2, dtype=torch.int64)}
+    try:
+        dcp.load(found, checkpoint_id=path)
+    except (Exception, dcp.CheckpointException):  # noqa: BLE001 - as above; torch's is no Exception
+        return None
+    whole = bool((found["a"] == found["step"]).all() and (found["b"] == found["step"]).all())
+    return found["step"] if whole else None
+
+
+def kills(mode: str, count: int, seed: int, path: Path, save: Callable[..., None] | None = None,
+          step_of: Callable[[Path], int | None] = step_of) -> dict[str, Any]:
+    """`save` is looked up when it is needed: the technique may replace torch's."""
+    save = save or (lambda value, path: torch.save(value, path))
+    save(state(0), path)
     draw = random.Random(seed)
     lost = backwards = advanced = 0
     last = 0
@@ -59,7 +79,7 @@ def kills(mode: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
         if not child:
             apply(mode)
             for step in range(last + 1, last + 100_000):
-                torch.save(state(step), path)
+                save(state(step), path)
                 if step == last + 1:
                     os.stat(path)               # waits: from here on there is something to lose
                     os.write(begun, b".")
@@ -72,12 +92,12 @@ def kills(mode: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
         found = step_of(path)
         if found is None:
             lost += 1
-            torch.save(state(last), path)
+            save(state(last), path)
         else:
             backwards += found < last
             advanced += found > last
             last = found
-    return {"lost": lost, "backwards": backwards, "advanced": advanced, "files": len(os.listdir(folder))}
+    return {"lost": lost, "backwards": backwards, "advanced": advanced, "files": len(os.listdir(path if path.is_dir() else path.parent))}
 
 
 def slow_disk() -> None:
@@ -182,7 +202,10 @@ def main(what: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     parent = os.getpid()
     if what == "kills":
-        found = kills(arguments[0], int(arguments[1]), int(arguments[2]), Path(arguments[3]))
+        found = kills(arguments[0], int(arguments[1]), int(arguments[2]), Path(arguments[3]) / "model.pt")
+    elif what == "shards":
+        warnings.simplefilter("ignore")     # torch says of each save that there are no ranks, and a checkpoint
+        found = kills(arguments[0], int(arguments[1]), int(arguments[2]), Path(arguments[3]) / "model", save_shards, step_of_shards)
     elif what == "ends":
         found = ends(Path(arguments[0]))
     else:

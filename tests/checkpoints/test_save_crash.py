@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from saving_kit import applied, same, state
 
 from saturate.checkpoints import durable
@@ -36,6 +37,25 @@ def test_twenty_kills(tmp_path, mode):
     found = run("kills", mode, 20, 1, tmp_path)
     assert found["lost"] == found["backwards"] == 0 and found["advanced"] == 20, found
     assert found["files"] <= 4, "litter piles up"
+
+
+def test_kills_while_a_distributed_checkpoint_replaces_another(tmp_path):
+    found = run("shards", "thread", 20, 1, tmp_path)
+    assert found["lost"] == found["backwards"] == 0 and found["advanced"] == 20, found
+    assert found["files"] <= 4, "shards of killed saves pile up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "sync"])
+def test_two_hundred_kills_of_distributed_checkpoints(tmp_path, mode):
+    found = run("shards", mode, 200, 2, tmp_path, timeout=1200)
+    assert found["lost"] == found["backwards"] == 0 and found["advanced"] == 200, found
+
+
+@pytest.mark.slow
+def test_lost_distributed_checkpoints_would_be_seen(tmp_path):
+    """torch alone writes into the old shards."""
+    assert run("shards", "plain", 20, 1, tmp_path)["lost"] > 0
 
 
 @pytest.mark.slow
@@ -88,3 +108,20 @@ def test_a_disk_that_is_full_already(small_disk):
         with pytest.raises(OSError, match="No space left"):
             torch.save(state(2, 3 << 19), path)
         assert same(torch.load(path), state(1, 1 << 18)) and len(list(small_disk.iterdir())) == 1
+
+
+def test_a_distributed_checkpoint_on_a_full_disk(small_disk):
+    """What was there stays, and of what failed nothing does."""
+    path = small_disk / "model"
+    with applied("thread"):
+        dcp.save(state(1, 1 << 18), checkpoint_id=path)
+        first = sorted(path.iterdir())
+        dcp.save(state(2, 3 << 19), checkpoint_id=path)
+        with pytest.raises(OSError, match="No space left"):     # by the first of them that comes when it is known
+            torch.save(state(3, 8), small_disk / "pointer.pt")
+            assert list(small_disk.iterdir()) == [path]
+            torch.save(state(3, 8), small_disk / "other.pt")
+        assert sorted(path.iterdir()) == first and not (small_disk / "pointer.pt").exists()
+        found = state(0, 1 << 18)
+        dcp.load(found, checkpoint_id=path)
+        assert same(found, state(1, 1 << 18))

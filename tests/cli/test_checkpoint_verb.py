@@ -137,7 +137,7 @@ def test_one_bad_file_does_not_end_the_check_of_others(tmp_path, capsys, way):
 
 @pytest.mark.parametrize(("way", "name"), [
     ("whole", ""), ("cut", "__0_0.distcp"), ("flipped", "__0_0.distcp"), ("zeros", "__0_0.distcp"), ("no shard", ".metadata"),
-    ("no metadata", ".metadata"), ("half a metadata", ".metadata")])
+    ("no metadata", ".metadata"), ("half a metadata", ".metadata"), ("of a killed save", "")])
 @pytest.mark.filterwarnings("ignore")       # torch says that there is one process
 def test_a_distributed_checkpoint_is_checked_tensor_by_tensor(tmp_path, capsys, way, name):
     torch.distributed.checkpoint.save({"a": torch.randn(2000), "b": torch.randn(3000)}, checkpoint_id=str(tmp_path))
@@ -155,10 +155,13 @@ def test_a_distributed_checkpoint_is_checked_tensor_by_tensor(tmp_path, capsys, 
         metadata.unlink()
     elif way == "half a metadata":
         metadata.write_bytes(metadata.read_bytes()[:-40])
+    elif way == "of a killed save":
+        (tmp_path / "__0_0a1b2c3d_0.distcp").write_bytes(content[:-5000])
     said = found(capsys, "verify", str(tmp_path))
     damaged = [Path(check["path"]).name for check in said["checks"] if check["outcome"] == "damaged"]
     assert damaged == ([name] if name else []) and said["exit"] == (3 if name else 0)
-    assert said["whole"] == (0 if name == "__0_0.distcp" else 1)
+    assert said["whole"] == (0 if name == "__0_0.distcp" or way == "no shard" else 1)
+    assert said["unknown"] == (1 if way in ("no shard", "of a killed save") else 0)     # the checkpoint does not name it
 
 
 def test_what_is_not_there_is_an_error(folder, capsys):

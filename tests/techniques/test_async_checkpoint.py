@@ -239,7 +239,25 @@ SHARDS = """
         assert found["extra"] == {"step": step, "list": [step]}, found["extra"]
     if ranks:
         dist.barrier()
-    dcp.save({"model": bare.state_dict()}, checkpoint_id="step8")    # over an old one: torch's own way
+    old = {name for name in os.listdir("step8") if name.endswith(".distcp")}
+    for writer in (None, dcp.FileSystemWriter("step8", thread_count=2)):         # over an old one, twice
+        given = {"storage_writer": writer, "planner": dcp.DefaultSavePlanner()} if writer else {"checkpoint_id": "step8"}
+        wanted = {name: value.clone() for name, value in bare.state_dict().items()}
+        later = dcp.save({"model": bare.state_dict()}, **given)
+        assert type(later).__name__ == "Later"
+        for parameter in bare.parameters():
+            parameter.data.mul_(1.5)
+        assert later.state_dict_metadata
+        if ranks:
+            dist.barrier()
+        names = {name for name in os.listdir("step8") if name.endswith(".distcp")}
+        assert names and not names & old, (names, old)
+        old = names
+        found = {"model": {name: torch.zeros_like(value) for name, value in wanted.items()}}
+        dcp.load(found, checkpoint_id="step8")
+        assert all(torch.equal(value, wanted[name]) for name, value in found["model"].items())
+        if ranks:
+            dist.barrier()
     if ranks:
         time.sleep(0.5)     # see above
         dist.destroy_process_group()
@@ -254,7 +272,7 @@ def test_distributed_checkpoints(tmp_path, script, clean_environment, ranks):
                           env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "not to be copied" in done.stderr
-    assert done.stdout.count("2 checkpoint(s) in 2 file(s)") == 1 + ranks       # ranks may write into one line
+    assert done.stdout.count("2 checkpoint(s) in 4 file(s)") == 1 + ranks       # ranks may write into one line
 
 
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")

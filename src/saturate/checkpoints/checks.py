@@ -96,12 +96,19 @@ def files_in(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names) if name.endswith(ENDINGS) or name.startswith(durable.TEMPORARY))
 
 
-def check_folders(files: list[Path]) -> Iterator[Check]:
-    """What the folders of distributed checkpoints among these files lack."""
+def check_files(files: list[Path]) -> Iterator[Check]:
+    """Those that a folder holds, each by itself; then what the folders of distributed checkpoints among them lack."""
     present: dict[Path, list[str]] = defaultdict(list)
     for file in files:
         if file.name.endswith(shards.ENDING):
             present[file.parent].append(file.name)
+    needed = {folder: shards.named(folder) for folder in present}
+    for file in files:
+        if needed.get(file.parent) and file.name.endswith(shards.ENDING) and file.name not in needed[file.parent]:
+            yield Check(str(file), "leftover", "unknown", file.stat().st_size,
+                        "the checkpoint there does not name it: a process was killed while it saved; it can be removed")
+        else:
+            yield check_file(file, named=False)
     for folder, names in present.items():
         problem = shards.problem_of_folder(folder, names)
         if problem:

@@ -2,8 +2,8 @@
 
 The copy is made before `save` returns. The collectives of the save run on a gloo group that only saves use: on a
 shared one they would mix with those of the training, and hang. A checkpoint goes this way where nothing speaks against
-it that all ranks see alike: a path that holds no checkpoint yet, and no writer, planner or group of the script's own;
-and where every rank could copy its state, which they tell each other on a second group.
+it that all ranks see alike: a local path, and no planner, group or unusual writer of the script's own; and where every rank could
+copy its state, which they tell each other on a second group.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from saturate import notices
+from saturate.checkpoints import succession
 from saturate.checkpoints.durable import sync_folder
 from saturate.checkpoints.writer import Writer
-
-METADATA = ".metadata"
 
 
 class Later:
@@ -48,36 +47,43 @@ class Shards:
     def save(self, original: Any) -> Any:
         @functools.wraps(original)
         def save(state_dict: Any, *args: Any, checkpoint_id: Any = None, **kwargs: Any) -> Any:
-            own = args or any(value not in (None, False) for value in kwargs.values())
-            local = isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in str(checkpoint_id)
-            if self.writer.closed or self.writer.foreign or own or not local:
+            like = kwargs.get("storage_writer")
+            place = getattr(like, "path", None) if checkpoint_id is None else checkpoint_id
+            local = isinstance(place, (str, os.PathLike)) and "://" not in str(place)
+            if self.writer.closed or self.writer.foreign or args or not local or not _usual(kwargs):
                 self.writer.flush()
                 return original(state_dict, *args, checkpoint_id=checkpoint_id, **kwargs)
-            folder = Path(os.path.realpath(checkpoint_id))
+            if like is not None and checkpoint_id is not None:
+                like.reset(checkpoint_id)           # as torch does with it
+            folder = Path(os.path.realpath(place))
             self.writer.wait_for([number for number, job in self.writer.pending.items() if job.path == str(folder)])
-            if (folder / METADATA).exists():            # overwritten in place, by torch: not while anybody reads
-                self.writer.flush()
-                return original(state_dict, checkpoint_id=checkpoint_id)
-            return self._later(original, state_dict, folder)
+            return self._later(original, state_dict, folder, like, kwargs.get("planner"))
 
         return save
 
-    def _later(self, original: Any, state_dict: Any, folder: Path) -> Any:
+    def _later(self, original: Any, state_dict: Any, folder: Path, like: Any, planner: Any) -> Any:
+        from torch.distributed.checkpoint import CheckpointException
+
         began = time.perf_counter()
         self.writer.raise_failure()
         group = self._private_group()
         state = self._copy_everywhere(state_dict)
         if state is None:
             self.writer.flush()
-            return original(state_dict, checkpoint_id=folder)
+            return original(state_dict, checkpoint_id=folder, storage_writer=like, planner=planner)
         way = self.writer.costs.way()
         found: list[Any] = []
+        writer = succession.successor(folder, like)
 
         def write() -> None:
             options = {"process_group": group} if group is not None else {}
-            found.append(original(state, checkpoint_id=folder, **options))
-            sync_folder(folder)
+            try:
+                found.append(original(state, checkpoint_id=folder, storage_writer=writer, planner=planner, **options))
+            except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is; torch's is no Exception
+                succession.give_up(folder, writer)
+                raise _of_disk(error) from None
             sync_folder(folder.parent)
+            succession.tidy(folder, writer, found[0])
             state.clear()
 
         size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state, self.torch))
@@ -123,6 +129,26 @@ class Shards:
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
                       for tensor in _tensors(state, self.torch) if not tensor.is_leaf}
             return copy.deepcopy(state, copies)
+
+
+def _usual(options: dict[str, Any]) -> bool:
+    """Whether these arguments of `save` say no more than its defaults do: torch's own plain writer and planner, no group."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    writer, planner = options.pop("storage_writer", None), options.pop("planner", None)
+    return not options and (writer is None or succession.follows(writer)) and (planner is None or type(planner) is DefaultSavePlanner)
+
+
+def _of_disk(error: BaseException) -> BaseException:
+    """What the disk said, if it did: torch raises one exception for all ranks, and its file format another one before."""
+    waiting = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    while waiting:
+        one = waiting.pop(0)
+        if isinstance(one, OSError) and one.errno:
+            return one
+        waiting += filter(None, (one.__cause__, one.__context__))
+    return error
 
 
 def _tensors(value: Any, torch: Any) -> list[Any]:

@@ -35,15 +35,26 @@ def problem_of_shard(stream: BinaryIO, size: int) -> str:
 
 def problem_of_folder(folder: Path, present: Iterable[str]) -> str:
     """What a folder of such files, `present` by name, lacks to be loaded; "" where it lacks nothing."""
-    metadata = folder / METADATA
-    if not metadata.exists():
+    if not (folder / METADATA).exists():
         return "it is written last: that save did not end"
     try:
-        words = [word for _, word, _ in pickletools.genops(metadata.read_bytes()) if isinstance(word, str)]
+        missing = sorted(_names(folder) - set(present))
     except (ValueError, OSError) as error:
         return f"it is no pickle: {error}"
-    missing = sorted({word for word in words if word.endswith(ENDING)} - set(present))
     return f"{missing[0]} is missing" + (f" and {len(missing) - 1} more" if missing[1:] else "") if missing else ""
+
+
+def named(folder: Path) -> set[str]:
+    """The shards of the checkpoint in a folder, by name; none where it cannot be read."""
+    try:
+        return _names(folder)
+    except (ValueError, OSError):
+        return set()
+
+
+def _names(folder: Path) -> set[str]:
+    words = (word for _, word, _ in pickletools.genops((folder / METADATA).read_bytes()) if isinstance(word, str))
+    return {word for word in words if word.endswith(ENDING)}
 
 
 class _Until(io.RawIOBase):

@@ -190,6 +190,7 @@ class Writer:
     def _write_now(self, target: Target, request: dict[str, Any], records: list[tuple[str, Any, int]]) -> None:
         jobs = list(self.pending.values())
         self._await([job.number for job in jobs if not self.foreign or job.path == target.path])
+        self.raise_failure()        # of what it may be a pointer to
         persist.write(target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records)))
 
     def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
@@ -232,7 +233,7 @@ class Writer:
             failure = None
             try:
                 job.perform()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the script must learn that a file is missing
+            except BaseException as error:  # noqa: BLE001 - whatever it is (torch's CheckpointException is no Exception), the script must learn it
                 failure = _plain(error, job.path)
             self._finish(job, failure)
 
@@ -374,7 +375,7 @@ def _began(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]      # one that has ended stays listed until its parent asks for it
 
 
-def _plain(error: Exception, path: str) -> OSError:
+def _plain(error: BaseException, path: str) -> OSError:
     """The same error without its traceback, which would hold the snapshot in memory."""
     if isinstance(error, OSError) and error.errno:
         return OSError(error.errno, error.strerror, path)       # Python picks the same subclass

@@ -90,8 +90,7 @@ def _checks(paths: list[Path], store_folder: Path) -> Iterator:
             if not files:
                 raise UsageError(f"there is no checkpoint in {path}", cause=f"looked for {', '.join(checks.ENDINGS)}, also in its folders",
                                  remedy="name another folder, a file, or a store")
-            yield from (checks.check_file(file, named=False) for file in files)
-            yield from checks.check_folders(files)
+            yield from checks.check_files(files)
         elif path.exists():
             yield checks.check_file(path)
         else:

@@ -5,7 +5,8 @@ What it does
 `torch.save` returns once a consistent copy of the state is staged; the file is written meanwhile, atomically: a
 temporary file, fsync, rename, fsync of the folder. Whatever then looks at the file waits until it is there. A crash at
 any byte leaves the previous checkpoint whole. The same holds for safetensors, for Lightning's saves, and for
-`torch.distributed.checkpoint.save` into a new folder.
+`torch.distributed.checkpoint.save`, whose shards get new names where the folder holds a checkpoint already: it is the old one until
+`.metadata` names the new ones.
 
 When it helps
 -------------
