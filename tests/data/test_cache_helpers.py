@@ -529,7 +529,7 @@ def test_overtaken_helpers_leave_what_comes_next_to_the_training():
 
 
 def test_the_disk_is_full(root, context, helpers, monkeypatch):
-    monkeypatch.setattr(cache_store.Store, "put", lambda self, index, parts: False)
+    monkeypatch.setattr(cache_store.Store, "put_all", lambda self, samples: 0)
     assert len(list(loader(cases.Files(root)))) == ITEMS // 4
     assert not helpers                  # nothing can be stored: so there is nothing to help with
 

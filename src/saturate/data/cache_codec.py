@@ -327,7 +327,7 @@ class _Reader:
         raw, at = self.sized(at)
         if mode not in _IMAGE_MODES or len(size) != 2 or size[0] * size[1] > 8 * max(1, len(raw)):
             raise Damaged("an image's size does not fit its mode")
-        image = Image.frombytes(mode, size, bytes(raw)) if raw else Image.new(mode, size)
+        image = Image.frombytes(mode, size, raw) if raw else Image.new(mode, size)
         image.info.update(info)
         return image, at
 

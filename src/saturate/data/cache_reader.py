@@ -181,8 +181,7 @@ class Reader:
                 return self._drop(index, f"{before}depends on the batch that it is fetched in")
             if cached is MISSING:
                 new.append((index, item))
-        for index, item in new:
-            self._keep(index, item)
+        self._keep(new)
 
     def _alone_as_stored(self, index: int) -> bytes:
         """b"" where it cannot be made alone."""
@@ -221,9 +220,7 @@ class Reader:
                 return self._plain(indices)
             self._alone, self._group, self._read = True, 1, read
             return [item for index in indices for item in self._in_order([index])]
-        for index, item in fresh:
-            if item is not PLAIN:
-                self._keep(index, item)
+        self._keep([(index, item) for index, item in fresh if item is not PLAIN])
         return [self._plain([index])[0] if item is PLAIN else self._finished(item) for index, item in zip(indices, items)]
 
     def _plain(self, indices: list[Any]) -> list[Any]:
@@ -310,18 +307,24 @@ class Reader:
         shows = self._prefix.calls == calls + 1 and cache_probe.find_place(item, result) == self.place
         return item if shows else PLAIN
 
-    def _keep(self, index: int, item: Any) -> None:
-        if self.off or self.store.full or not self.store.wanted(index):
+    def _keep(self, items: list[tuple[int, Any]]) -> None:
+        """Store items that were just made, by their index."""
+        if self.off or self.store.full:
             return
+        samples = []
         try:
-            parts = cache_codec.encode(item)
-            self._sized(sum(map(len, parts)))
-            stored = self.store.put(index, parts)
-            self._stored += stored
-            self.kept += stored
-        except cache_codec.Unstorable:
-            return                          # this one is made each time
-        except Exception as error:  # noqa: BLE001 - a guest: the item is there, and the training has it
+            for index, item in items:
+                try:
+                    if self.store.wanted(index):
+                        samples.append((index, cache_codec.encode(item)))
+                except cache_codec.Unstorable:
+                    continue                # this one is made each time
+            if samples:
+                self._sized(sum(map(len, samples[-1][1])))
+                stored = self.store.put_all(samples)
+                self._stored += stored
+                self.kept += stored
+        except Exception as error:  # noqa: BLE001 - a guest: the items are there, and the training has them
             self.off = f"storing an item failed: {type(error).__name__}: {error}"
             say(self.off)
 
@@ -334,9 +337,8 @@ class Reader:
             for index in indices if len(indices) > 1 else []:
                 self.store_ahead([index])
             return
-        for index, item in made:
-            if item is not PLAIN and not self.store.holds(index):       # another process may have been faster
-                self._keep(index, item)
+        # Another process may have been faster.
+        self._keep([(index, item) for index, item in made if item is not PLAIN and not self.store.holds(index)])
         self.store.count(self._read, self._stored)
         self._read = self._stored = 0
 

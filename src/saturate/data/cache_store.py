@@ -36,6 +36,9 @@ _OFFSET_BITS = 40
 _MOST_UNITS = (1 << (64 - _OFFSET_BITS)) - 1
 _WORD = struct.Struct("=Q")
 
+#: As many pieces the kernel takes in one write.
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")
+
 #: A share of samples to keep is counted in these.
 WHOLE = 1 << 32
 
@@ -118,26 +121,39 @@ class Store:
 
     def put(self, index: int, parts: list[bytes]) -> bool:
         """Store a sample; False where there is no room for it. Never raises for what the disk does."""
-        length = sum(map(len, parts))
-        units = -(-(length + _HEAD.size) // _UNIT)
-        if self.full or units > _MOST_UNITS:
-            return False
-        head = _HEAD.pack(length, index, self._checksum(length, index, parts))
+        return self.put_all([(index, parts)]) == 1
+
+    def put_all(self, samples: list[tuple[int, list[bytes]]]) -> int:
+        """Store some samples, one behind the other; how many there was room for. As `put`, with one lock and one write for all of
+        them: storing a photograph by itself took a fortieth of the time in which it is decoded."""
+        samples = [(index, parts) for index, parts in samples if _units(parts) <= _MOST_UNITS]
+        if self.full or not samples:
+            return 0
         try:
-            offset = self._append(units * _UNIT)
-            if offset is None:
+            offset = self._append(_UNIT * sum(_units(parts) for _, parts in samples))
+            if offset is None and len(samples) > 1:         # as many as there is room for
+                return sum(self.put(index, parts) for index, parts in samples)
+            if offset is None or not self._write([part for sample in samples for part in self._record(*sample)], offset):
                 self.full = True
-                return False
-            # The last bytes of the last unit stay unwritten: whoever reads them reads zeros, or the end of the file.
-            if os.pwrite(self._fd, b"".join([head, *parts]), offset) != length + _HEAD.size:
-                self.full = True
-                return False
-            self._checked[index] = 0
-            os.pwrite(self._fd, _WORD.pack(units << _OFFSET_BITS | offset // _UNIT), _TABLE + 8 * index)
+                return 0
+            for index, parts in samples:
+                self._checked[index] = 0
+                os.pwrite(self._fd, _WORD.pack(_units(parts) << _OFFSET_BITS | offset // _UNIT), _TABLE + 8 * index)
+                offset += _UNIT * _units(parts)
         except OSError:
             self.full = True            # no space, no quota, a limit on file sizes: what is stored stays
-            return False
-        return True
+            return 0
+        return len(samples)
+
+    def _record(self, index: int, parts: list[bytes]) -> list[bytes]:
+        """A record with its head, in whole units."""
+        length = sum(map(len, parts))
+        return [_HEAD.pack(length, index, self._checksum(length, index, parts)), *parts, bytes(_UNIT * _units(parts) - length - _HEAD.size)]
+
+    def _write(self, parts: list[bytes], offset: int) -> bool:
+        if len(parts) > _MOST_PIECES:
+            parts = [b"".join(parts)]
+        return os.pwritev(self._fd, parts, offset) == sum(map(len, parts))
 
     def _append(self, size: int) -> int | None:
         """Take `size` bytes at the end of the file: their offset, or None beyond the limit."""
@@ -316,6 +332,11 @@ def _table_end(slots: int) -> int:
 
 def _word32(data: bytes, at: int) -> int:
     return struct.unpack_from("<I", data, at)[0]
+
+
+def _units(parts: list[bytes]) -> int:
+    """That a record of these parts takes, with its head."""
+    return -(-(sum(map(len, parts)) + _HEAD.size) // _UNIT)
 
 
 def _mixed(index: int) -> int:
