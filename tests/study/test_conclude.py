@@ -128,7 +128,7 @@ def test_a_set_that_trains_otherwise_in_its_last_race_has_not_verified(kind, fat
     search = SimpleNamespace(kept=kept, base=(), stairs=[], settle=lambda candidate, fate, reason: settled.update({candidate.id: fate}))
     study = SimpleNamespace(search=search, starved="", say=lambda line: None, notes=[], deviated="", refusal=None, error=None, store=None)
     monkeypatch.setattr(tune, "_final_race", race)
-    tune._confirm(study, None, math.inf)
+    tune._confirm(study, SimpleNamespace(), math.inf)
     assert settled == {"one": fate} and search.kept == ()
     assert summary._verified(study)[0] is verified
     assert study.notes and "last race" in study.notes[0]

@@ -126,7 +126,7 @@ def test_the_last_race_goes_on_while_its_interval_is_wide(monkeypatch, pair, end
 
 def step(a=(), b=("fast",), verdict="faster"):
     record = SimpleNamespace(a=list(a), b=list(b))
-    return SimpleNamespace(label=lambda: b[-1]), SimpleNamespace(record=record, decision=SimpleNamespace(verdict=verdict))
+    return (SimpleNamespace(label=lambda: b[-1]),), SimpleNamespace(record=record, decision=SimpleNamespace(verdict=verdict))
 
 
 FAST, OTHER = SimpleNamespace(label=lambda: "fast"), SimpleNamespace(label=lambda: "other")
@@ -188,3 +188,34 @@ def test_a_result_stands_where_its_step_cannot_be_split():
     study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
                             baseline={"split": {}}, final=SimpleNamespace(a_ms=1.0))
     assert baseline.observe_tuned(study, Bench(), ("fast",)) == {} and "the port is taken" in study.notes[0]
+
+
+@pytest.mark.parametrize(("split_ms", "again"), [(60.0, True), (21.0, False)])
+def test_the_processes_of_the_last_race_tell_where_its_time_goes(monkeypatch, split_ms, again):
+    """Another one was started for that, which takes a minute where a script takes a minute to start."""
+    seen = []
+
+    def observe(study, live):
+        seen.append(live)
+        return {"split": {"forward": 20.0 if live == "untuned" else 12.0}}
+
+    monkeypatch.setattr(baseline, "observe", observe)
+    kept = {}
+    study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
+                            baseline={"split": {"forward": split_ms}}, final=SimpleNamespace(a_ms=20.0))
+    for _ in range(2):      # of two pairs, the first
+        baseline.observe_raced(study, "untuned", "tuned")
+    assert seen == ["tuned", "untuned"], "each is frozen while the other one is looked at"
+    assert kept["tuned"] == {"split": {"forward": 12.0}} | ({"before": {"forward": 20.0}} if again else {})
+    assert baseline.observe_tuned(study, None, ("fast",)) == kept["tuned"], "nothing is started"
+
+
+def test_a_process_that_ends_while_it_is_looked_at_takes_no_race_with_it(monkeypatch):
+    def observe(study, live):
+        raise TrialEnded(Outcome("too_short", "its steps are over"))
+
+    monkeypatch.setattr(baseline, "observe", observe)
+    kept = {}
+    study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", baseline={"split": {}})
+    baseline.observe_raced(study, "untuned", "tuned")
+    assert kept == {}

@@ -161,6 +161,17 @@ def test_what_the_kernel_did_for_a_pair_that_was_cut_short_is_not_known_to_be_al
     assert alternating.steady_sd == alternating.between_sd > 0.05, "of processes that run one after the other it is never known"
 
 
+def test_the_processes_of_a_pair_can_be_looked_at_while_they_live():
+    class Ending(Bench):
+        def finish_live(self, live):
+            live.trial.ended = SHORT.outcome
+
+    racer, seen = in_whole_blocks(Ending()), []
+    racer.on_pair = lambda first, second: seen.append([one.trial.ended for one in (first, second)])
+    racer.run("q", (), (), Limits(max_pairs=2, min_rounds=2, max_rounds=2), time.monotonic() + 60, min_pairs=2)
+    assert seen == [[None, None]] * 2
+
+
 def test_rounds_of_a_pair_that_failed_are_dropped(tmp_path):
     class Fails(Process):
         def run_block(self, skip, steps, cpus=()):

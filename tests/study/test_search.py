@@ -218,7 +218,7 @@ def test_what_was_promised_and_not_seen_is_tried_with_what_changes_where_it_runs
     assert {identity: fate.fate for identity, fate in walk.fates.items()} == {"small": "kept", "warm": "kept", "other": "no_difference"}
     assert walk.fates["small"].gain == pytest.approx(1 / 0.75 - 1, abs=0.02), "what it gives beside the other, not alone"
     assert "in the final set" in walk.fates["warm"].reason, "it has earned its place beside the other"
-    assert [candidate.id for candidate, _ in walk.stairs] == ["warm", "small"], "the report shows them in this order"
+    assert [[candidate.id for candidate in added] for added, _ in walk.stairs] == [["warm"], ["small"]], "the report shows them in this order"
 
 
 @pytest.mark.parametrize("case", [{"factor": 0.97}, {"factor": 0.75, "promised": 1.2}, {"factor": 0.75, "promised": None},
@@ -253,6 +253,64 @@ def test_a_promised_technique_with_a_small_gain_waits_for_its_pair() -> None:
     walk.findings = (promise(1.8),)
     walk.run()
     assert "screen small and warm with baseline" in world.asked and {c.id for c in walk.kept} == {"small", "warm"}
+
+
+def likely(name: str, numerics: str = "exact", bound: float | None = 0.3) -> types.ModuleType:
+    module = technique(name)
+    module.TECHNIQUE = replace(module.TECHNIQUE, numerics=numerics)
+    module.bound = lambda facts: bound
+    return module
+
+
+def in_a_hurry(world: World, *modules: types.ModuleType, turns: float = 1.5) -> Any:
+    """A search with time for so many turns of a technique."""
+    walk = search(world, *modules)
+    walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1000.0 * turns
+    walk.run()
+    return walk
+
+
+def test_where_there_is_time_for_one_race_more_all_that_is_left_is_raced_at_once() -> None:
+    """Three techniques, and a budget for one of them: what gave 8 % together was never seen."""
+    effects = {"one": (0.97, 0.0), "two": (0.96, 0.0), "narrow": (0.9, 0.0), "unknown": (1.4, 0.0)}
+    world = World(effects, None)
+    walk = in_a_hurry(world, likely("one"), likely("two"), likely("narrow", "precision"), likely("unknown", bound=None))
+    assert world.started[0] == "" and world.started[1] == "one + two", "neither what changes numbers nor what nothing speaks for"
+    assert {"one", "two"} <= {c.id for c in walk.kept}
+    assert [c.id for c in walk.stairs[0][0]] == ["one", "two"]
+    assert "in the final set" in walk.fates["one"].reason, "with time left, each of them has to earn its place"
+
+
+def test_a_group_is_not_raced_while_there_is_time_for_each() -> None:
+    world = Noisy({"one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
+    in_a_hurry(world, likely("one"), likely("two"), turns=3.0)
+    assert not any("one + two" in question or "two + one" in question for question in world.asked[:2])
+
+
+def test_a_member_of_a_group_that_gives_nothing_is_dropped_where_time_is_left() -> None:
+    world = World({"one": (0.9, 0.0), "two": (1.0, 0.0)}, None)
+    walk = in_a_hurry(world, likely("one"), likely("two"))
+    assert [c.id for c in walk.kept] == ["one"] and walk.fates["two"].fate == "no_difference"
+
+
+@pytest.mark.parametrize("case", [{"wrong": frozenset({"two"})}, {"fails": {"two": "crashed"}}, {}])
+def test_a_group_that_fails_blames_none_of_its_members(case: dict[str, Any]) -> None:
+    slow = not case
+    world = World({"one": (1.05 if slow else 0.97, 0.0), "two": (0.96, 0.0)}, None, **case)
+    walk = search(world, likely("one"), likely("two"))
+    walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1500.0
+    ended: list[float] = []
+
+    def race(*arguments: Any, **more: Any) -> Any:
+        result = type(walk).race(walk, *arguments, **more)
+        walk.deadline = walk.end = -math.inf
+        ended.append(1.0)
+        return result
+
+    walk.race = race        # type: ignore[method-assign]
+    walk.run()
+    assert walk.kept == () and len(ended) == 1
+    assert {walk.fates[name].fate for name in ("one", "two")} <= {"inconclusive", "not_tried"}
 
 
 def test_every_technique_has_a_turn_before_any_has_a_second() -> None:

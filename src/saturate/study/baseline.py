@@ -136,6 +136,20 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
             "memory_bytes": live.trial.resident_bytes(), "ports": live.trial.ports()}
 
 
+def observe_raced(study: Study, untuned: Live, tuned: Live) -> None:
+    """`observe_tuned` by the processes of a pair of the final race, once: then none has to start for it."""
+    if study.store.answer("tuned") is not None:
+        return
+    try:
+        stored = observe(study, tuned)
+        before = {} if study.starved else observe(study, untuned)["split"]
+    except TrialEnded:
+        return                  # the race stands; others are started for this
+    if apart(study.baseline["split"], sum(before.values())):
+        stored["before"] = before
+    study.store.set_answer("tuned", stored)
+
+
 def observe_tuned(study: Study, bench: Bench, kept: Set) -> dict[str, Any]:
     """What `observe` says of the final set; with "before", the split of a step of a baseline that ran as fast as those of
     the final race, where the first one did not. Empty where a process failed: the result stands without."""

@@ -82,6 +82,7 @@ class Racer:
         self.aa_pairs: list[list[float]] = []
         self.even_pairs: list[list[float]] = []     # those of them whose processes did not differ in what the kernel did for them
         self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
+        self.on_pair: Callable[[Live, Live], None] | None = None       # told of A and B when their rounds are over, while both live
         self.on_crowded: Callable[[str], None] | None = None    # told why two cannot live at once; None: whoever asked wants them to
         self._base: Live | None = None      # a frozen baseline that screening races share
 
@@ -244,6 +245,8 @@ class Racer:
                         pair.count_rounds()
                 pair.count(before, lives)
                 on_side("b", partial(self.bench.prove_still, second))
+                if self.on_pair is not None:
+                    self.on_pair(first, second)
             except TrialEnded as ended:
                 # A short script that simply ends is not a failure: its pair counts with the rounds it has.
                 if ended.outcome.kind != "too_short" or len(pair.ratios) < LEAST_ROUNDS:

@@ -5,6 +5,7 @@ measured and verified. What is large and beyond doubt joins while the others are
 top of it: a faster optimizer is not seen behind a loader that starves it. What is beyond doubt but not large joins before what
 changes where the work runs is screened. What the diagnosis promised and screening did not
 show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
+Where time is left for one race more, all that had no turn or stayed undecided is raced at once (`_together`).
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -25,7 +26,7 @@ from saturate.records.facts import Facts
 from saturate.study import crowding, eligibility
 from saturate.study.candidates import Candidate, Set, conflict, names, ordered, without
 from saturate.study.fates import UNCHECKED, Fate, cut_short, how, in_words, leads, of_end
-from saturate.study.guidance import promised_gain
+from saturate.study.guidance import promise, promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verifier
 from saturate.trial.process import TrialEnded
@@ -48,6 +49,9 @@ HOPELESS = -0.10
 
 #: A technique that gains this much beyond doubt joins at once.
 LARGE = 0.10
+
+#: What is raced at once where time is short: a set that fails says nothing of its members, so those that change numbers are left out.
+SAFE = ("exact", "reordering")
 
 #: A technique that a finding lets give this much, and that gave no large gain, is tried in pairs; with so many others, the
 #: fastest first.
@@ -78,13 +82,14 @@ class Search:
     base: Set = ()                      # always on: without it the workload needs more memory than it may
     fitted: Result | None = None        # `base` against the baseline
     kept: Set = ()
-    stairs: list[tuple[Candidate, Result]] = field(default_factory=list)    # in the order in which they were added
+    stairs: list[tuple[Set, Result]] = field(default_factory=list)      # what was added at once, in the order in which it was
     screened: dict[str, Result] = field(default_factory=dict)
     against: dict[str, Set] = field(default_factory=dict)       # what was kept when it was screened
     results: list[Result] = field(default_factory=list)
     curves: list[Any] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
     on_kept: Any = None
+    turn_s: float = 0.0                 # the longest turn of a technique so far: what it takes to screen one
     _variants: list[list[Candidate]] | None = None
 
     # -- eligibility -----------------------------------------------------------------------------------------------
@@ -131,9 +136,15 @@ class Search:
         a technique have their turn when every technique had one, or at once where the first gives much."""
         scored: list[tuple[float, Candidate]] = []
         waiting: list[tuple[list[Candidate], Candidate | None]] = []
-        for first, *others in eligible:
-            if first.id in {member.id for member in self.base}:
+        grouped = False
+        for place, (first, *others) in enumerate(eligible):
+            if first.id in {member.id for member in (*self.base, *self.kept)}:
                 continue
+            if not grouped and self._short_of_time(len(eligible) - place):
+                grouped = True
+                self._together([variants[0] for variants in eligible[place:]])
+                if first in self.kept:
+                    continue
             if first.id in self.racer.steadying and self._steady(first):
                 continue
             if first.module.TECHNIQUE.stage == "environment":
@@ -185,7 +196,7 @@ class Search:
                 del self.results[before - 1]        # the same race with a pair less
             if result.decision.verdict == "faster":
                 self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
-                self._keep(candidate, together, result, f"{in_words(result)[1]} ({result.decision.reason})")
+                self._keep((candidate,), together, result, f"{in_words(result)[1]} ({result.decision.reason})")
                 return True
             now = time.monotonic()
             if now + (now - began) / most > end:            # another pair takes as long as these did
@@ -205,8 +216,45 @@ class Search:
         result = self.screened[candidate.id]
         return self._certain(candidate) and (result.gain_ci or (0.0,))[0] >= LARGE
 
+    def _short_of_time(self, turns: int) -> bool:
+        """Whether there is time for one more turn, and not for all that are left, nor for a second one."""
+        left_s = self.deadline - time.monotonic()
+        return 0 < left_s < min(turns, 2) * self.turn_s
+
+    def _together(self, left: list[Candidate]) -> None:
+        """Race at once what had no turn and what is undecided, and keep all of it or nothing. Gains of a few per cent, each too small to be
+        told from the difference between two processes, are seen when they come together."""
+        undecided = [fate.candidate for fate in self.fates.values()
+                     if fate.candidate is not None and fate.is_open(self.racer.threshold) and (fate.gain or 0.0) > 0]
+        group: Set = ()
+        for candidate in (*undecided, *filter(self._is_likely, left)):
+            if candidate.numerics in SAFE and candidate.id not in self.verified and conflict((*self.kept, *group), candidate) is None:
+                group = (*group, candidate)
+        if len(group) < 2:
+            return
+        result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, ordered((*self.kept, *group)), SCREEN, None, share_base=True)
+        if result is None:
+            return
+        fate, reason = in_words(result)
+        reason = f"{reason} for {names(group)} together"
+        if fate == "kept":
+            for candidate in group:
+                self.fates[candidate.id] = Fate("inconclusive", reason, candidate, result.gain, result.gain_ci)
+            self._keep(group, ordered((*self.kept, *group)), result, reason)
+            return
+        for candidate in group:
+            self.fates[candidate.id] = self.fates[candidate.id].with_word(reason)
+
+    def _is_likely(self, candidate: Candidate) -> bool:
+        """Whether something lets hope for a gain before it was raced: a finding, or a bound that is no trifle. Not of what starts slowly,
+        nor of what is only worth a trial under a limit."""
+        about = candidate.module.TECHNIQUE
+        place, _ = promise(candidate.id, candidate.module.bound(self.facts), self.findings, about.slow_start)
+        return place <= 1 and not about.slow_start and not self.saves_memory(candidate)
+
     def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:
         """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
+        began = time.monotonic()
         clash = conflict(self.kept, candidate)
         if clash:
             self.settle(best or candidate, "not_applicable", clash)      # the same resource, whichever variant
@@ -214,6 +262,7 @@ class Search:
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
         result = self.race(question, self.kept, together, SCREEN, candidate, share_base=True)
+        self.turn_s = max(self.turn_s, time.monotonic() - began)
         if result is None or (best is not None and not leads(result, self.screened[best.id])):
             return False
         fate, reason = in_words(result)
@@ -273,9 +322,9 @@ class Search:
         if alone.decision.verdict != "faster" or alone.gain < LARGE:
             return False
         self.fates[promised.id].gain, self.fates[promised.id].gain_ci = alone.gain, alone.gain_ci
-        if not self._keep(promised, together, alone, f"{alone.gain:+.1%} with {partner.id}"):
+        if not self._keep((promised,), together, alone, f"{alone.gain:+.1%} with {partner.id}"):
             return False
-        self.stairs.insert(-1, (partner, self.screened[partner.id]))
+        self.stairs.insert(-1, ((partner,), self.screened[partner.id]))
         self.settle(partner, "kept", f"{promised.id} gives {alone.gain:+.1%} on top of it")
         return True
 
@@ -309,25 +358,31 @@ class Search:
         if fate != "kept":
             self.settle(candidate, fate, reason + self._on_top())
             return
-        self._keep(candidate, together, result, reason)
+        self._keep((candidate,), together, result, reason)
 
-    def _keep(self, candidate: Candidate, together: Set, result: Result, reason: str) -> bool:
-        """Keep `together`, which is faster by `result` with `candidate`, if it verifies; whether it does. Raises CannotVerify."""
-        self.verified.add(candidate.id)
-        verified = self.verify(together, candidate)
+    def _keep(self, added: Set, together: Set, result: Result, reason: str) -> bool:
+        """Keep `together`, which is faster by `result` with what is `added` to it, if it verifies; whether it does. Raises CannotVerify."""
+        alone = added[0] if len(added) == 1 else None       # else nobody knows which of them is to blame
+        if alone is not None:
+            self.verified.add(alone.id)
+        verified = self.verify(together, alone)
         if verified is None:
             return False
         self.curves += verified.curves
         if verified.passed is None:
-            self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
+            for candidate in added:
+                self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
             raise CannotVerify(verified.reason)
-        if not verified.passed:
-            self.say(f"  {candidate.label()}: rejected, {verified.reason}")
-            self.settle(candidate, "rejected_numerics", verified.reason)
-        else:
+        if verified.passed:
             self.kept = together
-            self.stairs.append((candidate, result))
-            self.settle(candidate, "kept", f"{reason}; {verified.reason}")
+            self.stairs.append((added, result))
+            self.verified.update(candidate.id for candidate in added)
+        else:
+            self.say(f"  {names(added)}: rejected, {verified.reason}")
+        for candidate in added:
+            fate = "kept" if verified.passed else "rejected_numerics" if alone is not None else "inconclusive"
+            self.settle(candidate, fate, f"{reason}; {verified.reason}" if fate != "rejected_numerics" else verified.reason)
+        if verified.passed:
             self.tell_kept()
         return verified.passed
 
@@ -346,7 +401,9 @@ class Search:
     def _ablate(self) -> None:
         """Race the kept set against itself without each technique but the last added, whose own race that was; drop what gives
         nothing. What is not raced so stays, and its reason says why that was left out."""
-        for candidate in (*self.base, *(added for added, _ in self.stairs[:-1])):
+        own = self.stairs and len(self.stairs[-1][0]) == 1       # the members of a group had none
+        earlier = self.stairs[:-1] if own else self.stairs
+        for candidate in (*self.base, *(candidate for added, _ in earlier for candidate in added)):
             if len(self.kept) < 2:
                 return
             if time.monotonic() > self.deadline:
@@ -377,16 +434,18 @@ class Search:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate, share_base: bool = False,
+    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate | None, share_base: bool = False,
              until: float | None = None, min_pairs: int = 1) -> Result | None:
-        """The result, or None when one of the two does not run or is not active (the fate then says why). `until`: another deadline."""
+        """The result, or None when one of the two does not run or is not active (the fate of the candidate, if it is one, then says why).
+        `until`: another deadline."""
         try:
             result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise
             fate, reason = of_end(ended, a)
-            self.fates[candidate.id] = cut_short(self.fates[candidate.id], candidate, fate, reason)
+            if candidate is not None:
+                self.fates[candidate.id] = cut_short(self.fates[candidate.id], candidate, fate, reason)
             self.say(f"  {question}: {reason}")
             return None
         self.results.append(result)

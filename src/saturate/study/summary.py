@@ -228,11 +228,12 @@ def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
     if fitted:
         label = " + ".join(c.label() for c in study.search.base)
         steps.append(StairStep(label=f"+ {label} (to fit)", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
-    for candidate, added in study.search.stairs:
-        if candidate not in study.search.kept:
+    for added, raced in study.search.stairs:
+        kept = [candidate.label() for candidate in added if candidate in study.search.kept]
+        if not kept:
             continue
-        speedup *= 1.0 + added.gain
-        steps.append(StairStep(label=f"+ {candidate.label()}", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
+        speedup *= 1.0 + raced.gain
+        steps.append(StairStep(label=f"+ {' + '.join(kept)}", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
     if study.final and len(steps) > 1 and result.tuned.step_ms and result.speedup:
         steps[-1] = StairStep(label=steps[-1].label, step_ms=result.tuned.step_ms, speedup=result.speedup,
                               speedup_ci=result.speedup_ci)

@@ -363,6 +363,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     before = study.search.base if study.starved else ()
     study.say("confirm: " + " + ".join(c.label() for c in kept))
     won = _won(study.search.stairs, before, kept) if time.monotonic() >= end else None
+    racer.on_pair = partial(baseline.observe_raced, study)
     try:
         study.final = won or _final_race(racer, before, kept, end, study.say)
     except TrialEnded as ended:
@@ -380,6 +381,8 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
         study.say(f"  {study.notes[-1]}")
         _drop(study, kept, fate, ended.outcome.reason)
         return
+    finally:
+        racer.on_pair = None
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
@@ -399,9 +402,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
 
 
-def _won(stairs: list[tuple[Candidate, Result]], before: Set, kept: Set) -> Result | None:
+def _won(stairs: list[tuple[Set, Result]], before: Set, kept: Set) -> Result | None:
     """The race that the kept set has won against `before`, if there was just that one: another would tell no more than it did."""
-    if len(stairs) != 1 or len(kept) != len(before) + 1:
+    if len(stairs) != 1 or len(kept) != len(before) + len(stairs[0][0]):
         return None
     result = stairs[0][1]
     raced = result.record.a == [c.label() for c in before] and result.record.b == [c.label() for c in kept]
