@@ -77,6 +77,26 @@ class Images(nn.Module):
         return self.head(self.end(self.last(x), x))
 
 
+class Attending(nn.Module):
+    """(n, 24, 64) -> the same: attention over the places that a mask leaves, and a layer behind it."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked = masked
+        self.of_all, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Any) -> Any:
+        query, key, value = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.of_all(x).chunk(3, -1))
+        mask = (x[:, :, 0] > -1.0)[:, None, None, :] if self.masked else None
+        mixed = nn.functional.scaled_dot_product_attention(2 * query, 2 * key, value, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def sequences(rows: int = 3) -> tuple[Any, ...]:
+    return (torch.randn(rows, 24, 64, generator=torch.Generator().manual_seed(rows)),)
+
+
 def images(seed: int = 0) -> tuple[Any, ...]:
     return (torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)),)
 
@@ -293,6 +313,43 @@ def test_the_printed_lines_answer_as_the_technique_does(tmp_path: Path, monkeypa
     exec(openvino_int8_static.as_code(openvino_int8_static.Options(products=products)), given)
     found = [torch.from_numpy(array) for array in given["answers"]]     # type: ignore[arg-type, attr-defined]
     assert db(list(structure.flatten(torch, expected)[1]), found) > 25
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_two_activations_are_computed_in_integers(tmp_path: Path, rows: int, masked: bool) -> None:
+    """Unsigned operands left them in float32, without a word; each sample counts by itself, since OpenVINO sums batches wrongly elsewhere."""
+    wanted = Attending(masked)
+    found = {}
+    for attention in (False, True):
+        folder = tmp_path / str(attention)
+        folder.mkdir()
+        context = applied(openvino_int8_static, folder, wanted, [sequences(rows)], [sequences(n) for n in (rows, rows + 1)],
+                          products=True, attention=attention)
+        census = _openvino.census(context, "openvino-int8-static")
+        found[attention] = sum(count for name, count in census.items() if name.lower() == "matmul i8")
+        expected, answer = wanted(*sequences(rows)), context.call(*sequences(rows))
+        assert min(db(one, other) for one, other in zip(expected, answer)) > 20
+    assert found == {False: 0, True: 2}
+
+
+def test_the_printed_lines_sign_what_the_technique_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attending().eval().requires_grad_(False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["openvino"], "Core", programs.core)
+    given = {"torch": torch, "model": model, "inputs": sequences(), "calibration": [sequences()] * 2}
+    exec(openvino_int8_static.as_code(openvino_int8_static.Options(products=True, attention=True)), given)
+    assert db(model(*sequences()), torch.from_numpy(given["answers"][0])) > 20       # type: ignore[index]
+    kinds = [node.get_rt_info()["primitiveType"].astype(str).lower() for node in given["compiled"].get_runtime_model().get_ops()  # type: ignore[attr-defined]
+             if node.get_rt_info()["layerType"].astype(str) == "MatMul"]
+    assert len(kinds) == 2 and all(kind.endswith("i8") for kind in kinds)
+
+
+def test_attention_is_tried_in_integers_first_and_in_float32_after_it() -> None:
+    facts = dataclasses.replace(FACTS, convolutions=1, attentions=2)
+    assert [(one.method, one.products, one.attention) for one in openvino_int8_static.variants(facts)] == [
+        ("minmax", True, True), ("minmax", True, False), ("percentile", True, False)]
+    assert [one.attention for one in openvino_int8_static.variants(dataclasses.replace(facts, attentions=0))] == [False, False]
 
 
 @pytest.mark.skipif(not HAS_BF16, reason="this CPU has no instructions for bfloat16")

@@ -281,6 +281,21 @@ def test_where_there_is_time_for_one_race_more_all_that_is_left_is_raced_at_once
     assert "in the final set" in walk.fates["one"].reason, "with time left, each of them has to earn its place"
 
 
+def test_what_is_certain_joins_before_the_rest_is_raced_at_once() -> None:
+    world = World({"sure": (0.95, 0.0), "one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
+    walk = search(world, likely("sure", "precision", 0.5), likely("one"), likely("two"))
+    screen = walk._screen_one
+
+    def takes_long(*arguments: Any) -> bool:
+        found = screen(*arguments)
+        walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1500.0
+        return found
+
+    walk._screen_one = takes_long       # type: ignore[method-assign]
+    walk.run()
+    assert [[c.id for c in added] for added, _ in walk.stairs] == [["sure"], ["one", "two"]]
+
+
 def test_a_group_is_not_raced_while_there_is_time_for_each() -> None:
     world = Noisy({"one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
     in_a_hurry(world, likely("one"), likely("two"), turns=3.0)

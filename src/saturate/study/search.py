@@ -142,6 +142,7 @@ class Search:
                 continue
             if not grouped and self._short_of_time(len(eligible) - place):
                 grouped = True
+                waiting = self._add_certain(waiting)
                 self._together([variants[0] for variants in eligible[place:]])
                 if first in self.kept:
                     continue

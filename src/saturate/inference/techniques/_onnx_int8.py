@@ -16,6 +16,9 @@ from saturate.records.inference import ModelFacts
 #: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.
 RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
 
+#: Nodes that give the shares by which attention mixes (a mask may follow the softmax).
+SHARES = ("Softmax", "Where")
+
 #: How static int8 chooses the range of an activation, as the quantizer calls it.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
@@ -156,10 +159,21 @@ class Batches:
         return len(self._feeds)
 
 
+def signed(quantization: Any, model: Any) -> dict[str, list[dict[str, Any]]]:
+    """For the quantizer: int8 around zero for what products of two activations multiply, but for the shares that a softmax gives, which
+    are never negative. Kernels for 8 bits take a second operand that is signed only."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    made_by = {output: node.op_type for node in model.graph.node for output in node.output}
+    return {name: [{"quant_type": quantization.QuantType.QInt8, "symmetric": True}]
+            for node in model.graph.node if node.op_type == "MatMul" and not constants & set(node.input)
+            for name in node.input if made_by.get(name) not in SHARES}
+
+
 def static(context: Context, method: str, products: bool, reduce_range: bool, batches: int,
-           unrounded: Callable[[Any], bool] = lambda node: False) -> tuple[Exported, Path, str]:
+           unrounded: Callable[[Any], bool] = lambda node: False, attention: bool = False) -> tuple[Exported, Path, str]:
     """Export the context's model, and quantize the graph as the calibration batches tell: uint8 activations, int8 weights per
-    channel (QDQ). Nodes of which `unrounded` is true, and what only leads to them, read their inputs as they were before
+    channel (QDQ). `products`: what multiplies by constant matrices only; `attention`: products of two activations as well, `signed`.
+    Nodes of which `unrounded` is true, and what only leads to them, read their inputs as they were before
     rounding. Returns the file that the graph is in, and how its ranges were found, for the user.
 
     Raises NotApplied where there is nothing to calibrate with, and for a method that is none.
@@ -184,7 +198,8 @@ def static(context: Context, method: str, products: bool, reduce_range: bool, ba
         calibrate_method=quantization.CalibrationMethod[METHODS[method]],
         # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
         # most and gain least.
-        extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products},
+        extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products and not attention,
+                       "TensorQuantOverrides": signed(quantization, model) if attention else {}},
     )
     if left:
         read_unrounded(path, left, large)
@@ -218,14 +233,24 @@ class Batches(CalibrationDataReader):
 """
 
 
-def static_code(method: str, products: bool, reduce_range: bool, apart: str = "") -> str:
+# `signed`.
+SIGNED_CODE = f"""\
+fixed = {{tensor.name for tensor in prepared.graph.initializer}}
+kinds = {{name: node.op_type for node in prepared.graph.node for name in node.output}}
+signed = {{name: [{{"quant_type": QuantType.QInt8, "symmetric": True}}] for node in prepared.graph.node
+          if node.op_type == "MatMul" and not fixed & set(node.input) for name in node.input if kinds.get(name) not in {SHARES}}}
+"""
+
+
+def static_code(method: str, products: bool, reduce_range: bool, apart: str = "", attention: bool = False) -> str:
     """The lines that write int8.onnx. `apart`: lines that make a list of that name, of nodes that are left as they are."""
     kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if products else ""
     kinds += "\n                nodes_to_exclude=apart," if apart else ""
     return (
-        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}{apart}"
+        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}{apart}{SIGNED_CODE if attention else ''}"
         f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
         f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={reduce_range},\n"
         f"                calibrate_method=CalibrationMethod.{METHODS.get(method, method)},\n"
-        f'                extra_options={{"MatMulConstBOnly": {products}}})\n'
+        f'                extra_options={{"MatMulConstBOnly": {products and not attention}'
+        f"""{', "TensorQuantOverrides": signed' if attention else ''}}})\n"""
     )

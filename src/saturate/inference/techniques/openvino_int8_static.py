@@ -24,7 +24,9 @@ How it is applied
 -----------------
 onnxruntime.quantization.quantize_static in QDQ format, whose pairs OpenVINO turns into integer layers. `method` chooses the
 ranges: the whole of what was seen (minmax), without its rarest values (percentile), or where least information is lost (entropy).
-`products` leaves everything but convolutions and products with constant matrices in float32. Modules that must stay in float32
+`products` leaves everything but convolutions and products with constant matrices in float32; with `attention` the products of two
+activations are computed in int8 as well. OpenVINO's kernels take signed integers for these, so their operands get ranges around
+zero, but for what a softmax gives. Modules that must stay in float32
 are excluded by name, and read their inputs as they were before rounding; so do sums, which OpenVINO 2026.4 computes wrongly of 8-bit
 integers where a batch has more than one sample.
 
@@ -55,13 +57,14 @@ PREPARE_S = 8.0
 
 @dataclass(frozen=True)
 class Options:
-    """method: how ranges are chosen. products: quantize convolutions and products with constant matrices only.
-    reduce_range: weights of 7 bits, for CPUs without VNNI. batches: at most so many are used for calibration."""
+    """method: how ranges are chosen. products: quantize convolutions and products with constant matrices only. attention: with that,
+    products of two activations as well. reduce_range: weights of 7 bits, for CPUs without VNNI. batches: at most so many are used for calibration."""
 
     method: str = "minmax"
     products: bool = False
     reduce_range: bool = False
     batches: int = 32
+    attention: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -71,8 +74,11 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 def variants(facts: ModelFacts) -> list[Options]:
     reduce = not _onnx.vnni(facts)
-    products = facts.linears > facts.convolutions
-    return [Options(method, products, reduce) for method in ("minmax", "percentile")]
+    if facts.linears <= facts.convolutions:
+        return [Options(method, reduce_range=reduce) for method in ("minmax", "percentile")]
+    signed = facts.attentions > 0 and not reduce        # without VNNI, products of two full ranges saturate
+    usual = [Options("minmax", products=True, reduce_range=reduce, attention=attention) for attention in (signed, False)]
+    return [*dict.fromkeys(usual), Options("percentile", products=True, reduce_range=reduce)]
 
 
 def bound(facts: ModelFacts) -> float | None:
@@ -84,7 +90,7 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     _openvino.needs_float32(context)
     exported, path, ranges = _onnx_int8.static(
-        context, options.method, options.products, options.reduce_range, options.batches, unrounded=_openvino.sums)
+        context, options.method, options.products, options.reduce_range, options.batches, _openvino.sums, options.attention)
     _openvino.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
@@ -94,5 +100,5 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, _openvino.APART_CODE)
+    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, _openvino.APART_CODE, options.attention)
     return f"{code}{_openvino.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"
