@@ -887,6 +887,16 @@ def test_compile_variants_follow_the_facts():
     assert bf16_autocast.eligible(usual(modules=already.modules))
 
 
+@pytest.mark.parametrize(("layers", "offered"), [
+    ({"recurrent_nets": 1, "linears": 1}, False), ({"recurrent_nets": 3}, False),
+    ({"recurrent_nets": 2, "other_convolutions": 7, "linears": 1}, True), ({"recurrents": 2, "linears": 1}, True), ({"linears": 1}, True),
+])
+def test_a_network_of_lstms_is_not_compiled(layers, offered):
+    """A short budget was spent on it: dynamo captures neither them nor what follows in the forward that calls them."""
+    facts = Facts(device="cpu", modules=(ModuleFacts(kind="Net", parameters=1, **layers),), machine=MachineFacts(compiler="g++"))
+    assert bool(compile.eligible(facts)) is offered
+
+
 @pytest.fixture
 def fresh_dynamo(monkeypatch):
     """Counts start at zero, and kernels come from the eager backend: these tests are about capture, not about C++."""

@@ -303,6 +303,7 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
         other_convolutions=sum(isinstance(m, nn.modules.conv._ConvNd) for m in everything) - len(convolutions),
         linears=sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in everything),
         recurrents=sum(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in everything),
+        recurrent_nets=sum(isinstance(m, nn.RNNBase) for m in everything),
         dropouts=sum(_drops(nn, m) for m in everything),
         batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in everything),
         attentions=sum("attention" in type(m).__name__.lower() for m in everything),

@@ -59,6 +59,7 @@ class ModuleFacts:
     other_convolutions: int = 0         # layers in one or three dimensions
     linears: int = 0
     recurrents: int = 0
+    recurrent_nets: int = 0             # of these, those that are no cells: nn.RNN, nn.LSTM, nn.GRU
     dropouts: int = 0                   # layers whose p > 0 (attention and recurrent dropout included)
     batch_norms: int = 0
     attentions: int = 0                 # modules that look like attention

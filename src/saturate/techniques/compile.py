@@ -13,7 +13,8 @@ kernels; `reduce-overhead` then replays a recorded graph of launches.
 When it hurts
 -------------
 The first steps take from seconds to minutes. Shapes that keep changing recompile, up to a limit after which the code
-runs eagerly again. Short trainings never earn the compile time back; the break-even line says when this one does. Gradients of
+runs eagerly again. nn.LSTM and its kind stay eager, with the rest of the forward that calls them; where most layers are such,
+it is not offered. Short trainings never earn the compile time back; the break-even line says when this one does. Gradients of
 compiled code cannot be differentiated: a script that does so (`create_graph=True`, as for a gradient penalty) in the step that is
 watched is left alone; one that does so only later fails with torch's error about "double backward". Nor can they be differentiated in
 forward mode: what runs while a level of `torch.autograd.forward_ad` is open runs eagerly, as it was.
@@ -45,7 +46,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from saturate.records.facts import Evidence, Facts
+from saturate.records.facts import Evidence, Facts, ModuleFacts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
@@ -91,9 +92,17 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("no trained module was seen")
     if why := _common.compiled_already(modules):
         return Ineligible(why)
+    if all(map(_is_recurrent, modules)):
+        return Ineligible("torch.compile leaves nn.RNN, nn.LSTM and nn.GRU eager, and the rest of the forward that calls them; most layers are such")
     if facts.device == "cpu" and not facts.machine.compiler:
         return Ineligible("compiling for a CPU needs a C++ compiler (g++ or clang++) on PATH")
     return Eligible(f"{len(modules)} trained module(s) that run eagerly")
+
+
+def _is_recurrent(module: ModuleFacts) -> bool:
+    """Whether what the compiler does not capture is as much as what it could."""
+    others = module.linears + module.convolutions + module.other_convolutions + module.attentions
+    return module.recurrent_nets > 0 and module.recurrent_nets >= others
 
 
 def variants(facts: Facts) -> list[Options]:
