@@ -196,8 +196,7 @@ def static(context: Context, method: str, products: bool, reduce_range: bool, ba
         op_types_to_quantize=["Conv", "MatMul", "Gemm"] if products else None,
         nodes_to_exclude=left, use_external_data_format=large,
         calibrate_method=quantization.CalibrationMethod[METHODS[method]],
-        # One batch at a time: the quantizer would hold every activation of all batches. Products of two activations lose
-        # most and gain least.
+        # One batch at a time: the quantizer would hold every activation of all batches.
         extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products and not attention,
                        "TensorQuantOverrides": signed(quantization, model) if attention else {}},
     )

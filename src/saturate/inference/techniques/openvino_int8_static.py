@@ -58,7 +58,8 @@ PREPARE_S = 8.0
 @dataclass(frozen=True)
 class Options:
     """method: how ranges are chosen. products: quantize convolutions and products with constant matrices only. attention: with that,
-    products of two activations as well. reduce_range: weights of 7 bits, for CPUs without VNNI. batches: at most so many are used for calibration."""
+    products of two activations as well. reduce_range: weights of 7 bits, for CPUs without VNNI. batches: at most so many are used
+    for calibration."""
 
     method: str = "minmax"
     products: bool = False
