@@ -39,7 +39,7 @@ class Progress:
     def ends(self, at_s: float) -> None:
         """The budget ends then (time.monotonic)."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], total=max(1.0, at_s - self.began))
+            self._bar.update(self._bar.task_ids[0], total=max(1.0, round(at_s - self.began, 3)))   # 99.999… is 100
 
     def __call__(self, line: str) -> None:
         seconds = int(time.monotonic() - self.began)
