@@ -23,7 +23,7 @@ def study(monkeypatch):
     kept = {}
     store = SimpleNamespace(add_seconds=lambda phase, seconds: None, set_meta=kept.__setitem__)
     request = SimpleNamespace(argv=["true"], cwd=Path(), environment={}, timeout_s=1.0, directory=Path(), budget_s=60.0, limit_bytes=None)
-    monkeypatch.setattr(tune, "Bench", lambda *arguments: SimpleNamespace(close=lambda: None, isolation=""))
+    monkeypatch.setattr(tune, "Bench", lambda *arguments: SimpleNamespace(close=lambda: None, book=lambda: None, isolation=""))
     monkeypatch.setattr(tune, "_measure", lambda study, bench: None)
     monkeypatch.setattr(summary, "record_of", lambda study: "record")
     monkeypatch.setattr(summary, "write", lambda study, record: None)

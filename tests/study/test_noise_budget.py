@@ -30,7 +30,7 @@ class Racer:
         while len(self.pairs) < min_pairs:
             self.clock[0] += self.pair_s
             self.pairs.append(self.pair)
-        return SimpleNamespace(pairs=self.pairs, work=[], gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
+        return SimpleNamespace(pairs=self.pairs, pair_s=self.pair_s, work=[], gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
     def learn_noise(self, pairs, work=()):
         pass
@@ -129,6 +129,11 @@ def step(a=(), b=("fast",), verdict="faster"):
     return (SimpleNamespace(label=lambda: b[-1]),), SimpleNamespace(record=record, decision=SimpleNamespace(verdict=verdict))
 
 
+def candidate(identity):
+    return SimpleNamespace(id=identity, options_dict=dict)
+
+
+KEPT = (candidate("fast"),)
 FAST, OTHER = SimpleNamespace(label=lambda: "fast"), SimpleNamespace(label=lambda: "other")
 
 
@@ -174,9 +179,9 @@ def test_a_split_of_a_baseline_that_ran_at_another_speed_is_made_again(monkeypat
     store = SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__)
     study = SimpleNamespace(store=store, starved="", notes=[], baseline={"split": {"forward": split_ms} if split_ms else {}},
                             final=SimpleNamespace(a_ms=raced_ms))
-    found = baseline.observe_tuned(study, Bench(), ("fast",))
+    found = baseline.observe_tuned(study, Bench(), KEPT)
     assert found["split"] == {"forward": 12.0} and found.get("before") == ({"forward": 20.0} if again else None)
-    assert kept["tuned"] == found and len([one for one in asked if one[1] == "ended"]) == 1 + again
+    assert list(kept.values()) == [found] and len([one for one in asked if one[1] == "ended"]) == 1 + again
 
 
 def test_a_result_stands_where_its_step_cannot_be_split():
@@ -187,27 +192,31 @@ def test_a_result_stands_where_its_step_cannot_be_split():
     kept = {}
     study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
                             baseline={"split": {}}, final=SimpleNamespace(a_ms=1.0))
-    assert baseline.observe_tuned(study, Bench(), ("fast",)) == {} and "the port is taken" in study.notes[0]
+    assert baseline.observe_tuned(study, Bench(), KEPT) == {} and "the port is taken" in study.notes[0]
 
 
 @pytest.mark.parametrize(("split_ms", "again"), [(60.0, True), (21.0, False)])
 def test_the_processes_of_the_last_race_tell_where_its_time_goes(monkeypatch, split_ms, again):
     """Another one was started for that, which takes a minute where a script takes a minute to start."""
+    untuned, tuned = SimpleNamespace(techniques=()), SimpleNamespace(techniques=KEPT)
     seen = []
 
     def observe(study, live):
         seen.append(live)
-        return {"split": {"forward": 20.0 if live == "untuned" else 12.0}}
+        return {"split": {"forward": 20.0 if live is untuned else 12.0}}
 
     monkeypatch.setattr(baseline, "observe", observe)
     kept = {}
     study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", notes=[],
                             baseline={"split": {"forward": split_ms}}, final=SimpleNamespace(a_ms=20.0))
     for _ in range(2):      # of two pairs, the first
-        baseline.observe_raced(study, "untuned", "tuned")
-    assert seen == ["tuned", "untuned"], "each is frozen while the other one is looked at"
-    assert kept["tuned"] == {"split": {"forward": 12.0}} | ({"before": {"forward": 20.0}} if again else {})
-    assert baseline.observe_tuned(study, None, ("fast",)) == kept["tuned"], "nothing is started"
+        baseline.observe_raced(study, untuned, tuned)
+    assert seen == [tuned, untuned], "each is frozen while the other one is looked at"
+    (found,) = kept.values()
+    assert found == {"split": {"forward": 12.0}} | ({"before": {"forward": 20.0}} if again else {})
+    assert baseline.observe_tuned(study, None, KEPT) == found, "nothing is started"
+    with pytest.raises(AttributeError):     # the search went on after an interruption, and ended with another set: that is looked at
+        baseline.observe_tuned(study, None, (*KEPT, candidate("other")))
 
 
 def test_a_process_that_ends_while_it_is_looked_at_takes_no_race_with_it(monkeypatch):
@@ -217,5 +226,5 @@ def test_a_process_that_ends_while_it_is_looked_at_takes_no_race_with_it(monkeyp
     monkeypatch.setattr(baseline, "observe", observe)
     kept = {}
     study = SimpleNamespace(store=SimpleNamespace(answer=kept.get, set_answer=kept.__setitem__), starved="", baseline={"split": {}})
-    baseline.observe_raced(study, "untuned", "tuned")
+    baseline.observe_raced(study, SimpleNamespace(techniques=()), SimpleNamespace(techniques=KEPT))
     assert kept == {}

@@ -21,9 +21,11 @@ from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
 
 from saturate.study import bench as study_bench
 from saturate.study import state
-from saturate.study.bench import Bench
+from saturate.study.bench import Bench, timed_losses
+from saturate.study.candidates import Candidate
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
+from saturate.techniques import _registry
 from saturate.trial import layers, process
 from saturate.trial.process import Workload
 
@@ -219,6 +221,28 @@ def test_a_trial_that_cannot_be_started_leaves_nothing(bench, tmp_path, monkeypa
         made.start("anything", ())
     left = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}
     assert left == {"plan.json"} and not (tmp_path / "study" / "t002" / "layers").exists() and made.living == made.living[:1]
+
+
+def test_what_an_interruption_ends_is_filed_as_what_it_is(bench, tmp_path):
+    """A tuned trial was filed as the baseline: with its losses, which the baseline is compared with, and its memory."""
+    made, module = bench(), _registry.load()["gc-freeze"]
+    chosen = (Candidate(module, module.Options()),)
+    made.start("race B", chosen).losses = [3.0]
+    made.close()
+    (record,) = made.store.trials()
+    assert record["techniques"] == ["gc-freeze"]
+    assert made.store.answer(timed_losses(chosen)) == [3.0] and made.store.answer(timed_losses(())) is None
+
+
+def test_a_killed_study_has_used_what_passed_until_its_last_trial(bench, monkeypatch):
+    """Its budget began anew with each kill."""
+    made, clock = bench(), [time.monotonic()]
+    trial = made.start("anything", ())
+    trial.stop()
+    monkeypatch.setattr(study_bench.time, "monotonic", lambda: clock[0] + 50.0)
+    made.finish(trial, ())
+    ((name, seconds),) = made.store.phases()
+    assert name == "total" and 45.0 < seconds < 60.0
 
 
 def test_what_an_interrupted_clearing_away_has_left_goes_at_the_end(bench, tmp_path, monkeypatch):

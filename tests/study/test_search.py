@@ -325,7 +325,68 @@ def test_a_group_that_fails_blames_none_of_its_members(case: dict[str, Any]) -> 
     walk.race = race        # type: ignore[method-assign]
     walk.run()
     assert walk.kept == () and len(ended) == 1
-    assert {walk.fates[name].fate for name in ("one", "two")} <= {"inconclusive", "not_tried"}
+    for name in ("one", "two"):
+        fate = walk.fates[name]
+        assert fate.fate in ("inconclusive", "not_tried") and fate.gain is None, "what they gave together is no one's gain"
+        assert ("deviates" if "wrong" in case else "crashed: for a test" if case else "-") in fate.reason and "one + two" in fate.reason
+
+
+def test_a_group_that_crashes_in_verification_says_so() -> None:
+    world = World({"one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
+
+    def crashes(techniques: Any) -> Verified:
+        walk.deadline = -math.inf           # there is no time for a turn of each
+        raise TrialEnded(Outcome("crashed", "in update 40"))
+
+    world.verify = crashes          # type: ignore[method-assign]
+    world.may_be_crowded = lambda ended: False      # type: ignore[attr-defined]
+    said: list[str] = []
+    walk = search(world, likely("one"), likely("two"))
+    walk.say = said.append
+    walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1500.0
+    walk._screen(walk.eligible())
+    assert any("one + two, in verification: crashed: in update 40" in line for line in said)
+    assert walk.kept == () and "in verification: crashed: in update 40" in walk.fates["two"].reason
+
+
+def test_a_resumed_study_groups_what_it_grouped_before() -> None:
+    """Its earlier turns take no time then, so it was never short of it: the kept group was forgotten, and its recipe emptied."""
+    effects = {"early": (1.1, 0.0), "one": (0.97, 0.0), "two": (0.96, 0.0)}
+    modules = (likely("early", bound=0.5), likely("one"), likely("two"))
+    walks = []
+    world = Noisy(effects, None)
+    for turn_s in (1000.0, 0.0):
+        walk = search(world, *modules)
+        screen = walk._screen_one
+
+        def takes_long(*arguments: Any, walk: Any = walk, screen: Any = screen, turn_s: float = turn_s) -> bool:
+            found = screen(*arguments)
+            walk.turn_s, walk.deadline = turn_s, time.monotonic() + 1500.0
+            return found
+
+        walk._screen_one = takes_long       # type: ignore[method-assign]
+        walk._screen(walk.eligible())
+        walks.append((walk.kept, list(world.asked)))
+        world.asked.clear()
+    assert walks[0] == walks[1] and [c.id for c in walks[0][0]] == ["one", "two"]
+
+
+def test_what_joined_in_a_group_is_not_screened_with_its_other_variants() -> None:
+    """It was kept, and then said not to be applicable, for it was there already."""
+    world = Noisy({"many": (0.97, 0.0), "many level=2": (0.5, 0.0), "one": (0.96, 0.0)}, None, misread={"many": 0.03})
+    many = technique("many", levels=(1, 2))
+    many.bound = lambda facts: 0.5
+    walk = search(world, many, likely("one"))
+    screen = walk._screen_one
+
+    def takes_long(*arguments: Any) -> bool:
+        found = screen(*arguments)
+        walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 500.0
+        return found
+
+    walk._screen_one = takes_long       # type: ignore[method-assign]
+    walk._screen(walk.eligible())
+    assert {c.label() for c in walk.kept} == {"many", "one"} and walk.fates["many"].fate == "kept"
 
 
 def test_every_technique_has_a_turn_before_any_has_a_second() -> None:

@@ -18,7 +18,7 @@ from saturate.records.facts import Facts
 from saturate.study import bench as benches
 from saturate.study import ending, sources
 from saturate.study.bench import Bench, Live, Pace, queues
-from saturate.study.candidates import Set
+from saturate.study.candidates import Set, key
 from saturate.study.state import Study
 from saturate.study.verification import UPDATES
 from saturate.trial import meter
@@ -136,9 +136,15 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
             "memory_bytes": live.trial.resident_bytes(), "ports": live.trial.ports()}
 
 
+def tuned_question(kept: Set) -> str:
+    """Of a set: a study that was interrupted in its last race may go on searching, and end with another."""
+    return f"tuned {key(kept)}"
+
+
 def observe_raced(study: Study, untuned: Live, tuned: Live) -> None:
     """`observe_tuned` by the processes of a pair of the final race, once: then none has to start for it."""
-    if study.store.answer("tuned") is not None:
+    question = tuned_question(tuned.techniques)
+    if study.store.answer(question) is not None:
         return
     try:
         stored = observe(study, tuned)
@@ -147,13 +153,13 @@ def observe_raced(study: Study, untuned: Live, tuned: Live) -> None:
         return                  # the race stands; others are started for this
     if apart(study.baseline["split"], sum(before.values())):
         stored["before"] = before
-    study.store.set_answer("tuned", stored)
+    study.store.set_answer(question, stored)
 
 
 def observe_tuned(study: Study, bench: Bench, kept: Set) -> dict[str, Any]:
     """What `observe` says of the final set; with "before", the split of a step of a baseline that ran as fast as those of
     the final race, where the first one did not. Empty where a process failed: the result stands without."""
-    stored = study.store.answer("tuned")
+    stored = study.store.answer(tuned_question(kept))
     if stored is None:
         try:
             stored = _observed(study, bench, "tuned", kept)
@@ -161,7 +167,7 @@ def observe_tuned(study: Study, bench: Bench, kept: Set) -> dict[str, Any]:
                 stored["before"] = _observed(study, bench, "baseline, once more", ())["split"]
         except TrialEnded as ended:
             study.notes.append(f"where the time of a step went is not known in full: {ended.outcome.reason}")
-        study.store.set_answer("tuned", stored or {})
+        study.store.set_answer(tuned_question(kept), stored or {})
     return stored or {}
 
 

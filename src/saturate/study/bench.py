@@ -135,6 +135,8 @@ class Bench:
         self._count = self._clear_away({trial["id"] for trial in store.trials()})
         self.agent_plan: dict[str, Any] = {}            # more for the agent of the trials that start from now on
         self._plans: dict[str, Any] = {}
+        self._sets: dict[str, Set] = {}                 # of the living, by id
+        self._booked = time.monotonic()
 
     def _clear_away(self, known: set[str]) -> int:
         """Remove what a killed study left of trials that it never finished; the highest number that a trial has had."""
@@ -171,7 +173,7 @@ class Bench:
         except BaseException:           # nobody else knows of it
             clear_away(run_dir)
             raise
-        self._plans[identity] = plan
+        self._plans[identity], self._sets[identity] = plan, techniques
         self.living.append(trial)
         return trial
 
@@ -377,6 +379,7 @@ class Bench:
         outcome = trial.stop()
         if trial in self.living:
             self.living.remove(trial)
+        self._sets.pop(trial.spec.id, None)
         if record is None:
             record = TrialRecord(id=trial.spec.id, purpose=trial.spec.purpose, techniques=[c.label() for c in techniques],
                                  outcome=outcome.kind, reason=outcome.reason, log=str(trial.log.relative_to(self.folder)))
@@ -391,6 +394,13 @@ class Bench:
             if self.caches is None and trial.steps and not techniques:
                 self.caches = collect_caches(trial.spec.folder, self.folder, plan)
             discard(trial.spec.folder, plan)
+        self.book()
+
+    def book(self) -> None:
+        """Add what has passed to the time that the study took: one that is killed, again and again, has its budget once."""
+        now = time.monotonic()
+        self.store.add_seconds("total", now - self._booked)
+        self._booked = now
 
     def _note_losses(self, trial: Trial, techniques: Set) -> None:
         if trial.losses:
@@ -404,7 +414,7 @@ class Bench:
         for trial in self.living:
             trial.stop()
         for trial in list(self.living):
-            self.finish(trial, ())
+            self.finish(trial, self._sets[trial.spec.id])
         for folder in self.folder.glob("t[0-9]*"):      # an interruption may have come while one was being cleared away
             if left_behind(folder):
                 clear_away(folder)

@@ -44,8 +44,7 @@ def out_of_time(study: Study, end: float) -> str | None:
             f"took {spent_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
-def time_for_another(result: Result, began: float, end: float) -> bool:
+def time_for_another(result: Result, end: float) -> bool:
     """Whether one more pair would end in time, if it takes as long as those before it: most of that is starting, which no
     deadline cuts short."""
-    now = time.monotonic()
-    return now + (now - began) / max(1, len(result.pairs)) <= end
+    return time.monotonic() + result.pair_s <= end

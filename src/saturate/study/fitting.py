@@ -152,7 +152,7 @@ class Fitting:
             if step_ms > DOUBT * first_ms or time.monotonic() > self.search.deadline:
                 break
             question = f"fit {other.techniques[0].label()} or {best[0].label()}"
-            result = self.search.race(question, best, other.techniques, SCREEN, other.techniques[0])
+            result = self.search.race(question, best, other.techniques, SCREEN, other.techniques[:1])
             if result is not None and result.decision.verdict == "faster":
                 best = other.techniques
         return best
@@ -161,17 +161,17 @@ class Fitting:
         """Whether it verifies; if not, what is to blame is rejected."""
         search = self.search
         verified = search.verify(base, base[-1])
-        if verified is not None and verified.passed:
+        if not isinstance(verified, str) and verified.passed:
             search.curves += verified.curves
             return True
         blamed = base[-1]
         for member in base if len(base) > 1 else ():
             alone = search.verify((member,), member)
-            if alone is None or not alone.passed:
+            if isinstance(alone, str) or not alone.passed:
                 blamed, verified = member, alone
                 break
         self.rejected.add(blamed.id)
-        if verified is not None:        # otherwise its fate is known: it failed
+        if not isinstance(verified, str):       # otherwise its fate is known: it failed
             search.curves += verified.curves
             fate = "rejected_numerics" if verified.passed is False else "inconclusive"
             search.settle(blamed, fate, verified.reason if verified.passed is False else f"cannot verify: {verified.reason}")
@@ -183,7 +183,7 @@ class Fitting:
         names = " + ".join(c.label() for c in base)
         search.say(f"  {names} keeps the limit with {sizes.show(self.bench.peaks.of(base) or 0)}")
         if not self.bench.starved:
-            search.fitted = search.race(f"fit {names}", (), base, SCREEN, base[0], share_base=True)
+            search.fitted = search.race(f"fit {names}", (), base, SCREEN, base[:1], share_base=True)
         search.base = search.kept = base
         for member in base:
             one = search.fitted if len(base) == 1 else None

@@ -110,6 +110,7 @@ def stored_pairs(store: Store, question: str) -> list[list[tuple[float, float, f
     return rounds
 
 
-def whole_pairs(store: Store, question: str, pairs: int) -> int:
-    """How many of the first so many pairs were counted to their end."""
-    return sum(store.answer(end_question(question, number)) is not None for number in range(pairs))
+def pair_seconds(store: Store, question: str, pairs: int) -> list[float]:
+    """How long each of the first so many pairs took, of those that were counted to their end."""
+    ends = (store.answer(end_question(question, number)) for number in range(pairs))
+    return [float(seconds) for seconds in ends if seconds is not None]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
@@ -27,8 +27,8 @@ from saturate.study.race_pair import (
     KernelWork,
     Pair,
     end_question,
+    pair_seconds,
     stored_pairs,
-    whole_pairs,
     work_question,
     work_so_far,
 )
@@ -55,6 +55,7 @@ class Result:
     b_ms: float
     record: RaceRecord
     work: list[tuple[KernelWork, KernelWork]] = field(default_factory=list)     # of A and B, by pair
+    pair_s: float = 0.0         # how long a pair took, most of which is starting: the mean, also of those that a killed study ran
 
     @property
     def gain(self) -> float:
@@ -129,7 +130,7 @@ class Racer:
         """
         full_question = f"{question} | {key(a)} | {key(b)}"
         rounds = stored_pairs(self.bench.store, full_question)
-        cut_short = len(rounds) - whole_pairs(self.bench.store, full_question, len(rounds))
+        cut_short = len(rounds) - len(pair_seconds(self.bench.store, full_question, len(rounds)))
         finished = f"{full_question} | {limits.max_pairs} pairs"      # a later question may ask for more pairs
         limits = replace(limits, max_pairs=limits.max_pairs + cut_short)       # what a kill cut short comes on top
         least = cut_short + max(1, min_pairs)       # a pair that ended says that both run as they should
@@ -149,7 +150,9 @@ class Racer:
         work = self._work_of(full_question, pairs)
         if self._steady(b) and not self._steady(a):
             decision = self._by_state(pairs, work, limits) or decision
-        return self._result(question, a, b, decision, pairs, times, work)
+        took_s = pair_seconds(self.bench.store, full_question, len(pairs))
+        self.pair_s = max(self.pair_s, *took_s, 0.0)        # one that shared the baseline took less
+        return replace(self._result(question, a, b, decision, pairs, times, work), pair_s=mean(took_s) if took_s else 0.0)
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
@@ -178,15 +181,12 @@ class Racer:
         pair = Pair(self.bench.store, question, len(pairs), times, limits, deadline,
                      lambda patient: self._decide(pairs, patient, between_sd).action == "more_rounds")
         pairs.append(pair.ratios)
-        fresh = self.mode == "alternate" or not share_base or self.base(a) is None
         try:
             self._rounds(a, b, share_base, pair)
         except TrialEnded:
             pair.forget()           # what ended so may have been no measurement before
             raise
-        self.bench.store.set_answer(end_question(question, pair.number), True)
-        if fresh:
-            self.pair_s = max(self.pair_s, time.monotonic() - pair.asked)
+        self.bench.store.set_answer(end_question(question, pair.number), time.monotonic() - pair.asked)
 
     def _rounds(self, a: Set, b: Set, share_base: bool, pair: Pair) -> None:
         if self.mode == "alternate":

@@ -5,7 +5,7 @@ measured and verified. What is large and beyond doubt joins while the others are
 top of it: a faster optimizer is not seen behind a loader that starves it. What is beyond doubt but not large joins before what
 changes where the work runs is screened. What the diagnosis promised and screening did not
 show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
-Where time is left for one race more, all that had no turn or stayed undecided is raced at once (`_together`).
+Where time is left for one turn more, what speaks for itself without a race and what stayed undecided are raced at once (`_together`).
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -24,11 +24,11 @@ from saturate.measure.race import Limits
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import crowding, eligibility
-from saturate.study.candidates import Candidate, Set, conflict, names, ordered, without
+from saturate.study.candidates import Candidate, Set, conflict, key, names, ordered, without
 from saturate.study.fates import UNCHECKED, Fate, cut_short, how, in_words, leads, of_end
 from saturate.study.guidance import promise, promised_gain
 from saturate.study.racing import Racer, Result
-from saturate.study.verification import Verifier
+from saturate.study.verification import Verified, Verifier
 from saturate.trial.process import TrialEnded
 
 #: Screening asks whether a technique is promising; adding and the final race settle how much it gives.
@@ -140,10 +140,12 @@ class Search:
         for place, (first, *others) in enumerate(eligible):
             if first.id in {member.id for member in (*self.base, *self.kept)}:
                 continue
-            if not grouped and self._short_of_time(len(eligible) - place):
+            if not grouped and self._short_of_time(first, len(eligible) - place):
                 grouped = True
                 waiting = self._add_certain(waiting)
-                self._together([variants[0] for variants in eligible[place:]])
+                if time.monotonic() <= self.deadline:
+                    self._together([variants[0] for variants in eligible[place:]])
+                    waiting = [(others, best) for others, best in waiting if best is None or best not in self.kept]
                 if first in self.kept:
                     continue
             if first.id in self.racer.steadying and self._steady(first):
@@ -189,7 +191,7 @@ class Search:
         end = began + STEADYING * (self.deadline - began)
         for most in range(1, ADD.max_pairs + 1):
             before = len(self.results)
-            result = self.race(f"steady with {candidate.label()}", self.kept, together, dataclasses.replace(ADD, max_pairs=most), candidate,
+            result = self.race(f"steady with {candidate.label()}", self.kept, together, dataclasses.replace(ADD, max_pairs=most), (candidate,),
                                min_pairs=most)
             if result is None or len(result.pairs) < most:
                 return False
@@ -199,8 +201,7 @@ class Search:
                 self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
                 self._keep((candidate,), together, result, f"{in_words(result)[1]} ({result.decision.reason})")
                 return True
-            now = time.monotonic()
-            if now + (now - began) / most > end:            # another pair takes as long as these did
+            if time.monotonic() + result.pair_s > end:      # another pair takes as long as these did
                 return False
         return False
 
@@ -217,14 +218,18 @@ class Search:
         result = self.screened[candidate.id]
         return self._certain(candidate) and (result.gain_ci or (0.0,))[0] >= LARGE
 
-    def _short_of_time(self, turns: int) -> bool:
-        """Whether there is time for one more turn, and not for all that are left, nor for a second one."""
+    def _short_of_time(self, first: Candidate, turns: int) -> bool:
+        """Whether one more turn begins before the deadline, that of `first`, and neither a second one nor all that are left. An answer: a
+        resumed study, whose earlier turns take no time, groups what it grouped before."""
+        store, question = self.racer.bench.store, f"short of time before {first.id} | {key(self.kept)}"
         left_s = self.deadline - time.monotonic()
-        return 0 < left_s < min(turns, 2) * self.turn_s
+        if store.answer(question) is None and 0 < left_s < min(turns, 2) * self.turn_s:
+            store.set_answer(question, True)
+        return store.answer(question) is not None
 
     def _together(self, left: list[Candidate]) -> None:
-        """Race at once what had no turn and what is undecided, and keep all of it or nothing. Gains of a few per cent, each too small to be
-        told from the difference between two processes, are seen when they come together."""
+        """Race at once what is undecided and, of what had no turn, what is likely to gain; keep all of it or nothing. Gains of a few per cent,
+        each too small to be told from the difference between two processes, are seen when they come together."""
         undecided = [fate.candidate for fate in self.fates.values()
                      if fate.candidate is not None and fate.is_open(self.racer.threshold) and (fate.gain or 0.0) > 0]
         group: Set = ()
@@ -233,18 +238,21 @@ class Search:
                 group = (*group, candidate)
         if len(group) < 2:
             return
-        result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, ordered((*self.kept, *group)), SCREEN, None, share_base=True)
+        together = ordered((*self.kept, *group))
+        result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, together, SCREEN, group, share_base=True)
         if result is None:
             return
         fate, reason = in_words(result)
         reason = f"{reason} for {names(group)} together"
-        if fate == "kept":
-            for candidate in group:
-                self.fates[candidate.id] = Fate("inconclusive", reason, candidate, result.gain, result.gain_ci)
-            self._keep(group, ordered((*self.kept, *group)), result, reason)
-            return
+        if fate != "kept":
+            self._of_group(group, reason)
+        else:
+            self._keep(group, together, result, reason)
+
+    def _of_group(self, group: Set, word: str) -> None:
+        """What became of several at once says nothing of one of them: each keeps its fate, and what was measured of it alone."""
         for candidate in group:
-            self.fates[candidate.id] = self.fates[candidate.id].with_word(reason)
+            self.fates[candidate.id] = self.fates[candidate.id].with_word(word)
 
     def _is_likely(self, candidate: Candidate) -> bool:
         """Whether something lets hope for a gain before it was raced: a finding, or a bound that is no trifle. Not of what starts slowly,
@@ -262,7 +270,7 @@ class Search:
             return False
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
-        result = self.race(question, self.kept, together, SCREEN, candidate, share_base=True)
+        result = self.race(question, self.kept, together, SCREEN, (candidate,), share_base=True)
         self.turn_s = max(self.turn_s, time.monotonic() - began)
         if result is None or (best is not None and not leads(result, self.screened[best.id])):
             return False
@@ -313,10 +321,10 @@ class Search:
             return False
         before, together = ordered((*self.kept, partner)), ordered((*self.kept, partner, promised))
         pair, known = f"{promised.id} and {partner.label()}", self.fates[promised.id]
-        both = self.race(f"screen {pair} with {self._kept_names()}", self.kept, together, SCREEN, promised, share_base=True)
+        both = self.race(f"screen {pair} with {self._kept_names()}", self.kept, together, SCREEN, (promised,), share_base=True)
         if both is not None and both.gain < LARGE:
             return False
-        alone = both and self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, promised)
+        alone = both and self.race(f"add {promised.label()} to {partner.id}", before, together, ADD, (promised,))
         if alone is None:       # a process ended: that says nothing of what it gives without the other
             self.fates[promised.id] = known.with_word(f"with {partner.id}: {self.fates[promised.id].reason}")
             return False
@@ -348,7 +356,7 @@ class Search:
             return
         together = ordered((*self.kept, candidate))
         if again:
-            result = self.race(f"look again at {candidate.label()} with {self._kept_names()}", self.kept, together, ADD, candidate,
+            result = self.race(f"look again at {candidate.label()} with {self._kept_names()}", self.kept, together, ADD, (candidate,),
                                until=self._last())
         else:
             result = self._race_to_add(f"add {candidate.label()} to {self._kept_names()}", together, candidate)
@@ -367,25 +375,29 @@ class Search:
         if alone is not None:
             self.verified.add(alone.id)
         verified = self.verify(together, alone)
-        if verified is None:
+        if isinstance(verified, str):
+            if alone is None:
+                self._of_group(added, f"{reason}; in verification: {verified}")
             return False
         self.curves += verified.curves
         if verified.passed is None:
             for candidate in added:
                 self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
             raise CannotVerify(verified.reason)
-        if verified.passed:
-            self.kept = together
-            self.stairs.append((added, result))
-            self.verified.update(candidate.id for candidate in added)
-        else:
+        if not verified.passed:
             self.say(f"  {names(added)}: rejected, {verified.reason}")
+            if alone is not None:
+                self.settle(alone, "rejected_numerics", verified.reason)
+            else:
+                self._of_group(added, f"{reason}; {verified.reason}")
+            return False
+        self.kept = together
+        self.stairs.append((added, result))
+        self.verified.update(candidate.id for candidate in added)
         for candidate in added:
-            fate = "kept" if verified.passed else "rejected_numerics" if alone is not None else "inconclusive"
-            self.settle(candidate, fate, f"{reason}; {verified.reason}" if fate != "rejected_numerics" else verified.reason)
-        if verified.passed:
-            self.tell_kept()
-        return verified.passed
+            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, result.gain, result.gain_ci)
+        self.tell_kept()
+        return True
 
     def _race_to_add(self, question: str, together: Set, candidate: Candidate) -> Result | None:
         screened = self.screened[candidate.id]
@@ -394,10 +406,10 @@ class Search:
         if self.against[candidate.id] == self.kept and screened.gain < self.racer.threshold:
             return screened         # nothing new to combine it with
         if screened.gain < self.racer.threshold:
-            retried = self.race(question, self.kept, together, RETRY, candidate, until=self._last())
+            retried = self.race(question, self.kept, together, RETRY, (candidate,), until=self._last())
             if retried is None or retried.gain < self.racer.threshold or retried.decision.verdict == "faster":
                 return retried      # not there, not worth more, or beyond doubt already
-        return self.race(question, self.kept, together, ADD, candidate, until=self._last())
+        return self.race(question, self.kept, together, ADD, (candidate,), until=self._last())
 
     def _ablate(self) -> None:
         """Race the kept set against itself without each technique but the last added, whose own race that was; drop what gives
@@ -415,19 +427,18 @@ class Search:
             if needed is not None:
                 self.settle(candidate, "kept", f"needed: without it the training {needed}")
                 continue
-            result = self.race(f"without {candidate.id}", rest, self.kept, ADD, candidate)
+            result = self.race(f"without {candidate.id}", rest, self.kept, ADD, (candidate,))
             if result is None:
                 continue
             fate, reason = in_words(result)
             self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
             verified = self.verify(rest, None) if fate in ("no_difference", "slower") else None
-            if verified is not None and verified.passed:
+            if isinstance(verified, Verified) and verified.passed:
                 self.kept = rest
                 self.settle(candidate, fate, f"{reason}, in the final set")
                 self.tell_kept()
             else:
-                why = "" if verified is None else ", which did not verify without it" if verified.passed is False else ", which could not be verified without it"
-                self.settle(candidate, "kept", f"{reason}, in the final set{why}")
+                self.settle(candidate, "kept", f"{reason}, in the final set{_why_it_stays(verified)}")
 
     def tell_kept(self) -> None:
         if self.on_kept is not None:
@@ -435,18 +446,20 @@ class Search:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def race(self, question: str, a: Set, b: Set, limits: Limits, candidate: Candidate | None, share_base: bool = False,
+    def race(self, question: str, a: Set, b: Set, limits: Limits, asked: Set, share_base: bool = False,
              until: float | None = None, min_pairs: int = 1) -> Result | None:
-        """The result, or None when one of the two does not run or is not active (the fate of the candidate, if it is one, then says why).
-        `until`: another deadline."""
+        """The result, or None when one of the two does not run or is not active: the fate of what was `asked` about, one technique or
+        several at once, then says why. `until`: another deadline."""
         try:
             result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
                 raise
             fate, reason = of_end(ended, a)
-            if candidate is not None:
-                self.fates[candidate.id] = cut_short(self.fates[candidate.id], candidate, fate, reason)
+            if len(asked) == 1:
+                self.fates[asked[0].id] = cut_short(self.fates[asked[0].id], asked[0], fate, reason)
+            else:
+                self._of_group(asked, f"{names(asked)} together: {reason}")
             self.say(f"  {question}: {reason}")
             return None
         self.results.append(result)
@@ -454,16 +467,28 @@ class Search:
         self.say(f"  {question}: {result.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
         return result
 
-    def verify(self, techniques: Set, candidate: Candidate | None) -> Any:
+    def verify(self, techniques: Set, candidate: Candidate | None) -> Verified | str:
+        """The verdict; or how one of its runs ended, which is then the fate of `candidate`, if that alone may be to blame."""
         try:
             return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
+            fate, reason = of_end(ended, self.verifier.reference) if ended.side == "a" else ("failed", how(ended))
             if candidate is not None:
-                fate, reason = of_end(ended, self.verifier.reference) if ended.side == "a" else ("failed", how(ended))
                 self.settle(candidate, fate, f"in verification: {reason}")
-            return None
+            else:
+                self.say(f"  {names(techniques)}, in verification: {reason}")
+            return reason
 
     def settle(self, candidate: Candidate, fate: str, reason: str) -> None:
         """Record a technique's fate; what was measured of it stays."""
         known = self.fates[candidate.id]
         self.fates[candidate.id] = Fate(fate, reason, candidate, known.gain, known.gain_ci)
+
+
+def _why_it_stays(verified: Verified | str | None) -> str:
+    """Why a technique that gives nothing in the final set is in it all the same; `verified` is the set without it, where that was asked."""
+    if verified is None:
+        return ""
+    if isinstance(verified, str):
+        return f", which could not be verified without it ({verified})"
+    return f", which {'did not verify' if verified.passed is False else 'could not be verified'} without it"

@@ -147,7 +147,7 @@ def _work(study: Study) -> tuple[StudyRecord, SaturateError | None]:
     study.isolation = bench.isolation
     try:
         with in_our_words(request.directory):
-            store.add_seconds("total", time.monotonic() - study.started)
+            bench.book()
     except KeyboardInterrupt:
         interrupted = True
     except SaturateError as error:
@@ -292,7 +292,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         study.aa = racer.run("A/A", base, base, AA, min(end, began + NOISE_SHARE * budget_s), share_base=True)
         patience = min(end, began + PATIENCE_SHARE * budget_s)
         for most in range(AA.max_pairs + 1, PATIENT_AA.max_pairs + 1):
-            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience or not deadline.time_for_another(study.aa, began, end):
+            if _floor(study.aa) <= HOPELESS_NOISE or time.monotonic() > patience or not deadline.time_for_another(study.aa, end):
                 break
             study.say(f"  {_floor(study.aa):.0%}, which may be chance: more pairs")
             study.aa = racer.run("A/A", base, base, replace(PATIENT_AA, max_pairs=most), patience, min_pairs=most)
@@ -334,7 +334,6 @@ def _floor(aa: Result) -> float:
 def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[[str], None]) -> Result:
     """In three fresh pairs, the third of a large gain only if it ends in time; and in more as long as the interval is wide and
     time lasts. Its width is no ratio, so going on because of it favours neither side."""
-    began = time.monotonic()
     result = racer.run(words.FINAL_RACE, before, kept, replace(FINAL, max_pairs=2), end, min_pairs=2)
     for most in range(3, MOST_FINAL_PAIRS + 1):
         low, high = result.gain_ci or (-1.0, math.inf)
@@ -343,7 +342,7 @@ def _final_race(racer: Racer, before: Set, kept: Set, end: float, say: Callable[
         usual, small = most <= FINAL.max_pairs, low < SMALL_GAIN
         if len(result.pairs) < most - 1 or not (usual or wide):
             break
-        if not (usual and small) and not deadline.time_for_another(result, began, end):
+        if not (usual and small) and not deadline.time_for_another(result, end):
             break
         if not usual:
             say(f"  [{low:+.1%}, {high:+.1%}] is wide: another pair")
@@ -397,7 +396,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     elif len(study.final.pairs) < (promised := _promised_pairs(low)):
         pairs = words.count(len(study.final.pairs), "pair")
         study.notes.append(f"{pairs} of processes only: the budget ended before the final race had the {promised} that it should have")
-    study.tuned = (study.store.answer("tuned") or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
+    study.tuned = (study.store.answer(baseline.tuned_question(kept)) or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
 
