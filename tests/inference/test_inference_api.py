@@ -44,6 +44,31 @@ def test_samples_that_cannot_be_counted_are_refused_before_a_search_for_throughp
                           workdir=tmp_path / "run", time="5s")
 
 
+def test_inputs_of_which_nobody_can_make_others_are_refused_by_name_for_throughput(tmp_path: Path) -> None:
+    """It was a TypeError of ours."""
+    class Takes(torch.nn.Module):
+        def forward(self, x: Any, how: Any) -> Any:
+            return x * 2
+
+    with pytest.raises(UsageError, match="other batch sizes can be made") as caught:
+        saturate.optimize(Takes(), [(torch.zeros(4, 4), torch.device("cpu"))], objective="throughput", workdir=tmp_path / "run", time="5s")
+    assert "torch.device" in str(caught.value.cause)
+
+
+def test_a_search_without_a_workdir_leaves_the_command_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`saturate optimize` refused its own default afterwards: a folder that holds something, and in which no search has worked."""
+    monkeypatch.chdir(tmp_path)
+    killed = tmp_path / "work" / "processes" / "process-0123abcd"
+    (killed / "scratch").mkdir(parents=True)
+    (tmp_path / "work" / "lock").touch()
+    (tmp_path / "work" / "source").mkdir(mode=0o700)
+    for workdir in (None, "work"):
+        saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)] * 2, workdir=workdir, time="3s", only=["tf32-products"], threads=1,
+                          progress=lambda text: None)
+    assert folders.workplace(Path(".saturate/optimize")) == tmp_path / ".saturate" / "optimize"
+    assert list((tmp_path / ".saturate").glob("*/report.html")) and not (killed / "scratch").exists()
+
+
 @pytest.mark.parametrize("time", ["soon", None, float("nan"), -1, 0])
 def test_a_time_that_is_none_ends_a_pick_before_its_folder_is_touched(tmp_path: Path, time: Any) -> None:
     lab = SimpleNamespace(budget=saturate.Budget(max_drop=0.1), folder=tmp_path / "run")

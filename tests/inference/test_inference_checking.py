@@ -167,6 +167,8 @@ def test_a_sound_check_passes_its_controls():
     assert found.problem is None and found.notes == () and found.spread == 0
     assert found.noise is not None and found.noise < 0.6
     assert found.baseline.scores is not None
+    timed = controls(lambda run: {"right": right(run), "seconds": random.random()}, run, Budget(0.02, metric="right"))
+    assert timed.problem is None and timed.notes == (), "its other entries may be anything"
     lower = controls(loss, run, Budget(0.02, higher_is_better=False))
     assert lower.problem is None and lower.noise is not None and lower.noise > 1
 

@@ -340,9 +340,7 @@ def ending(world: World, times: int, how: str, *, outside: bool = True) -> None:
             left[0] -= 1
             if left[0] < 0:
                 return then(*given, **named)
-            error = WorkerFailed("failed", "ended by signal 9")
-            error.outside = outside         # type: ignore[attr-defined]
-            raise error
+            raise WorkerFailed("failed", "ended by signal 9", outside)
         return call
 
     def load(candidate: Candidate) -> FakeWorker:
@@ -369,6 +367,22 @@ def test_a_process_of_the_artifact_that_is_ended_from_outside_is_tried_once_more
     else:
         assert won is None and found.outside and "signal 9" in found.reason and result.open_ones(search) == [found]
     assert all(worker.closed for worker in world.workers)
+
+
+@pytest.mark.parametrize(("error", "fate"), [(WorkerFailed("timeout", "storing took longer than 60 s"), "failed"),
+                                             (WorkerFailed("failed", "ended by signal 9", outside=True), "not_deployable")])
+def test_what_ends_from_outside_or_of_the_time_while_it_is_stored_stays_open(error: WorkerFailed, fate: str) -> None:
+    """The load path knew that; of storing only the words were left, and "nothing helps" was said."""
+    world = World({"run": 0.5})
+    search = walk(world, RUN)
+
+    def deploy(found: Any) -> Any:
+        raise confirm.NotDeployable(error.reason) from error
+
+    world.deploy = deploy       # type: ignore[method-assign]
+    assert champion(search, world) == (None, None)
+    found = next(iter(search.tried.values()))
+    assert found.fate == fate and error.reason in found.reason and result.open_ones(search) == [found]
 
 
 def test_an_artifact_that_ends_its_process_itself_is_not_tried_again() -> None:

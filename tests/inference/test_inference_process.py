@@ -346,6 +346,10 @@ def test_a_hang_is_given_what_is_left_of_the_search_and_not_ten_minutes(start: C
         with pytest.raises(WorkerFailed) as caught:
             ask()
         assert (caught.value.kind, caught.value.alive) == ("timeout", False) and "took longer" in caught.value.reason
+    worker.frozen = False
+    with pytest.raises(WorkerFailed, match="took longer") as caught:
+        worker.freeze()     # as a lane does in the end, whatever its block ended of: "it closed the connection" was the reason then
+    assert caught.value.kind == "timeout"
 
 
 def test_a_check_may_ask_for_more_than_the_inputs_hold(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:

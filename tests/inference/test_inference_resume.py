@@ -140,6 +140,9 @@ def test_a_search_is_known_by_training_versions_and_machine(monkeypatch: pytest.
     monkeypatch.setattr(api, "__version__", "another")
     others.append(key())
     monkeypatch.undo()
+    monkeypatch.setattr(api.hardware, "gpu_name", lambda torch, device: "NVIDIA H200")      # an H100 has the same capability
+    others.append(key())
+    monkeypatch.undo()
     assert len({key(), *others}) == len(others) + 1
     assert key(change(cpu_flags=frozenset(("avx512f", "avx2")))) == key()
 

@@ -52,9 +52,9 @@ PRUNE = technique("prune", "train", "convergence", (Touch("weights-trained"),))
 
 
 class WorkerFailed(Exception):
-    def __init__(self, kind: str, reason: str):
+    def __init__(self, kind: str, reason: str, outside: bool = False):
         super().__init__(reason)
-        self.kind, self.reason = kind, reason
+        self.kind, self.reason, self.outside = kind, reason, outside
 
 
 class CheckFailed(Exception):

@@ -24,7 +24,20 @@ import msgspec
 
 from saturate import __version__
 from saturate.errors import CheckUnusable, EnvironmentProblem, UsageError, WorkloadFailed
-from saturate.inference import checking, confirm, examples, folders, guards, here, identity, plan, samples, users_code
+from saturate.inference import (
+    checking,
+    confirm,
+    examples,
+    folders,
+    guards,
+    hardware,
+    here,
+    identity,
+    plan,
+    samples,
+    structure,
+    users_code,
+)
 from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.checking import CheckFailed
@@ -98,10 +111,10 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     if threads is not None and (not isinstance(threads, numbers.Integral) or isinstance(threads, bool) or threads < 1):
         raise UsageError(f"threads is {threads!r}", remedy="a whole number, at least 1, or None for as many as torch takes")
     trainer = Train(*train) if isinstance(train, tuple) else train
-    folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / "optimize" / secrets.token_hex(4))
+    folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / f"optimize-{secrets.token_hex(4)}")
     say = progress or _to_stderr
     with FolderLock(folder, "workdir (--workdir DIR)"):
-        clear_away(folder)
+        clear_away(folder / "processes")
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
             say(note)
@@ -193,7 +206,12 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
 
 def refuse_one_size(torch: Any, source: Source) -> None:
     """Raise UsageError for inputs of which no other number of samples can be made: nobody could say what serves most of them."""
-    if examples.of_size(torch, source.inputs(torch)[0], 1) is None:
+    try:
+        known = examples.of_size(torch, source.inputs(torch)[0], 1) is not None
+    except structure.NotDescribable as error:
+        raise UsageError("the objective throughput needs inputs of which other batch sizes can be made", cause=str(error),
+                         remedy='objective="latency", or a model that takes tensors, plain data and containers of them') from error
+    if not known:
         raise UsageError("the objective throughput needs inputs with a batch dimension",
                          cause="the tensors of a batch do not share a first dimension, so samples cannot be counted, and there is no other batch size",
                          remedy='objective="latency", or a model that keeps what is no sample in itself (an attribute, functools.partial)')
@@ -300,12 +318,14 @@ def apart(train: Train, used: samples.Seen, limit_s: float) -> list[str]:
 
 def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]) -> str:
     """What all of a search's results depend on: what was given, versions, and the machine."""
+    import torch
+
     facts = lab.facts
     assert facts is not None
     given = source.model_hash, source.inputs_hash, source.train_hash, lab.threads, *sorted(source.switches.items())
     aim = objective, sorted(limits.items())                 # what is over a limit, and how memory is measured
     here = __version__, facts.torch, sorted(facts.installed.items()), sorted(facts.cpu_flags), machine.cpu_name(), source.device, facts.capability
-    return _digest(given, aim, here)
+    return _digest(given, aim, here, hardware.gpu_name(torch, source.device))
 
 
 def rests(lab: Lab) -> dict[str, str]:

@@ -244,17 +244,12 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
     try:
         artifact = yard.deploy(found)
     except NotDeployable as error:
-        found.fate, found.reason = "not_deployable", str(error)
-        progress(f"{found.candidate.label()}: cannot be stored, {error}")
+        _not_deployed(found, error.__cause__ or error, f"it cannot be stored: {error}", progress)
         return None
     try:
         confirmed = once_more(lambda: _served(found, artifact, yard, check_failed), failed)
     except failed as error:
-        found.fate, found.reason = "not_deployable", f"its artifact does not serve in a fresh process: {error}"
-        if error.kind == "timeout":             # type: ignore[attr-defined]
-            found.fate, found.reason = "failed", f"timeout: {found.reason}"
-        found.outside = _outside(error)
-        progress(f"{found.candidate.label()}: {found.reason}")
+        _not_deployed(found, error, f"its artifact does not serve in a fresh process: {error}", progress)
         return None
     if confirmed is None:
         return None
@@ -313,6 +308,15 @@ def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Con
     return best
 
 
+def _not_deployed(found: Tried, cause: BaseException, reason: str, progress: Callable[[str], None]) -> None:
+    """What could not be stored or served, by what a process of it ended of, if one did: the time, or what was no fault of its own, leaves
+    open whether it may be the answer."""
+    found.fate, found.reason, found.outside = "not_deployable", reason, _outside(cause)
+    if getattr(cause, "kind", None) == "timeout":
+        found.fate, found.reason = "failed", f"timeout: {reason}"
+    progress(f"{found.candidate.label()}: {found.reason}")
+
+
 def once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
     """What it gives; tried again where it was no fault of the candidate's that a process ended."""
     try:
@@ -323,7 +327,7 @@ def once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
     return trial()
 
 
-def _outside(error: Exception) -> bool:
+def _outside(error: BaseException) -> bool:
     return getattr(error, "outside", False)
 
 

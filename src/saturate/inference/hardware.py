@@ -39,13 +39,13 @@ def here(torch: Any, device: str, threads: int, packages: Sequence[str]) -> Made
     """This machine and the installed versions of `packages`. device: "cpu", "cuda" (the current one) or "cuda:1"."""
     information = machine.cpu_information()
     flags = set((information.get("flags", "") or information.get("Features", "")).split())
-    kind, _, number = device.partition(":")
-    index = int(number) if number.isdecimal() else None
+    kind = device.partition(":")[0]
+    index = _index(device)
     gpu = kind == "cuda" and torch.cuda.is_available()
     return MadeOn(
         device=kind,
         device_index=index,
-        device_name=torch.cuda.get_device_name(index) if gpu else "",
+        device_name=gpu_name(torch, device),
         capability=torch.cuda.get_device_capability(index) if gpu else None,
         architecture=platform.machine(),
         cpu=machine.cpu_name(),
@@ -56,6 +56,17 @@ def here(torch: Any, device: str, threads: int, packages: Sequence[str]) -> Made
         saturate=saturate.__version__,
         versions={name: version for name in packages if (version := _version(torch, name))},
     )
+
+
+def gpu_name(torch: Any, device: str) -> str:
+    """Of a device as in `here`; "" for the CPU."""
+    gpu = device.partition(":")[0] == "cuda" and torch.cuda.is_available()
+    return str(torch.cuda.get_device_name(_index(device))) if gpu else ""
+
+
+def _index(device: str) -> int | None:
+    number = device.partition(":")[2]
+    return int(number) if number.isdecimal() else None
 
 
 def _version(torch: Any, package: str) -> str:

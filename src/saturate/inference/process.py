@@ -230,6 +230,7 @@ class Worker:
         """Stop the process and all that it started. Between requests only; a request thaws it for as long as it
         takes."""
         if not self.frozen:
+            self._refuse_once_ended()
             if self._supervisor.poll() is not None:
                 raise self._ended()
             if not tree.freeze(self._supervisor.pid):
@@ -289,8 +290,7 @@ class Worker:
         with self._lock:                # a check may call from several threads
             if self._stream.fileno() < 0:
                 raise WorkerFailed("failed", "the candidate's process is closed")
-            if self._killed is not None:
-                raise WorkerFailed(self._killed.kind, self._killed.reason, self._killed.log)
+            self._refuse_once_ended()
             frozen = self.frozen
             self.thaw()
             answer = self._exchange((request, arguments), time.monotonic() + limit_s,
@@ -346,6 +346,11 @@ class Worker:
         outside = outcome.kind in NO_ROOM or report.get("ended") == "signal" and not fault
         reason = outcome.reason + (crashes.place(self.output(_DUMP)) if fault and outcome.kind == "killed_by_signal" else "")
         return WorkerFailed("out_of_memory" if outcome.kind in OUT_OF_MEMORY else "failed", reason, log, outside=outside)
+
+    def _refuse_once_ended(self) -> None:
+        """Raise what it ended of, once that is known: whoever asks it again, or freezes it in a `finally`, hides no reason behind another."""
+        if self._killed is not None:
+            raise WorkerFailed(self._killed.kind, self._killed.reason, self._killed.log, outside=self._killed.outside)
 
     def _end(self, kind: Kind, reason: str) -> WorkerFailed:
         """Kill it, and return the exception to raise."""

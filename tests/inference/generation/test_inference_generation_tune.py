@@ -117,6 +117,61 @@ def test_a_way_that_fails_costs_a_row():
     assert (row.fate, row.reason) == ("failed", "RuntimeError: planted")
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_plain_loop_that_ends_beside_a_way_is_started_again_and_the_way_not_blamed(monkeypatch, times):
+    """All later ways were said to fail, and that was remembered."""
+    left, real = [times], tune.Search._plain
+
+    def ends(self, batch, request):
+        if left[0] > 0:
+            left[0] -= 1
+            try:
+                raise WorkerFailed("failed", "ended by signal 11")
+            except WorkerFailed as error:
+                raise tune._PlainEnded(error.reason) from error
+        return real(self, batch, request)
+
+    monkeypatch.setattr(tune.Search, "_plain", ends)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft", "lookup"))
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    if times == 1:
+        assert row.fate == "kept"
+    else:
+        assert row.fate == "failed" and row.reason.startswith("twice the plain loop's own process ended beside it")
+    assert fates(result)["speculative, prompt lookup"] != "failed"
+
+
+def test_a_plain_loop_that_ends_is_told_from_the_way_beside_it():
+    def ends(batch, request):
+        raise WorkerFailed("failed", "ended by signal 11")
+
+    search = tune.Search.__new__(tune.Search)
+    search._base = SimpleNamespace(generate=ends)
+    with pytest.raises(tune._PlainEnded, match="signal 11"):
+        search._plain([[1]], None)
+
+
+def test_a_process_that_ends_in_the_check_is_no_wrong_answer(monkeypatch):
+    """A way that the kernel ended there was rejected for what it does, for good."""
+    search = tune.Search.__new__(tune.Search)
+    search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
+    killed = WorkerFailed("failed", "ended by signal 9", outside=True)
+    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
+    row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
+    with pytest.raises(WorkerFailed, match="signal 9"):
+        search._scored(row, None, "dominated", "", False)
+
+
+def test_a_search_on_another_device_begins_anew():
+    def key(name, device):
+        model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=device)]))
+        fake = SimpleNamespace(__version__="2.13", get_num_threads=lambda: 1,
+                               cuda=SimpleNamespace(is_available=lambda: True, get_device_name=lambda index: name))
+        return remembered.key_of(fake, SimpleNamespace(model=model), SimpleNamespace(source=SimpleNamespace(model_hash="m"), isolated=True), ())
+
+    assert len({key("", "cpu"), key("NVIDIA H100", "cuda:0"), key("NVIDIA H200", "cuda:0")}) == 3
+
+
 def test_other_text_is_rejected(monkeypatch):
     """Drafts that are taken unseen are the fastest, and wrong."""
     from saturate.inference.generation import sampling
@@ -249,7 +304,7 @@ def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, 
     """A way that nobody knows to be faster was closed by it, remembered as such, and "nothing helps" was said."""
     search = tune.Search.__new__(tune.Search)
     search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
-    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=tune.Scores(1.0), problem=None))
+    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=tune.Scores(1.0), problem=None, failure=None))
 
     def compared(scores, turn):
         if verdict == "unusable":

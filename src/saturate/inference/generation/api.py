@@ -263,7 +263,7 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
     if workdir is not None:
         folder = folders.workplace(Path(workdir))
         with FolderLock(folder, "workdir"):
-            clear_away(folder)
+            clear_away(folder / "processes")
             yield folder
     elif isolate:
         with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:

@@ -15,7 +15,8 @@ import msgspec
 
 from saturate import __version__
 from saturate.errors import EnvironmentProblem
-from saturate.inference import identity
+from saturate.inference import hardware, identity
+from saturate.inference.generation.models import device_of
 from saturate.inference.journal import Journal
 from saturate.machine import facts as machine
 from saturate.records.generation import GenerationCandidate
@@ -71,7 +72,9 @@ class Memory:
 def key_of(torch: Any, given: Any, yard: Any, more: Any) -> str:
     """What all of a search's results depend on, for the journal. given: a `recipe.Given`; yard: a `host.Yard`."""
     models = yard.source.model_hash if yard.source else identity.of_model(torch, given.module(torch))
-    here = __version__, torch.__version__, torch.get_num_threads(), yard.isolated, machine.cpu_name()
+    device = str(device_of(given.model))
+    here = (__version__, torch.__version__, torch.get_num_threads(), yard.isolated, machine.cpu_name(), device,
+            hardware.gpu_name(torch, device))
     return hashlib.blake2b(repr((models, here, more)).encode(), digest_size=12).hexdigest()
 
 

