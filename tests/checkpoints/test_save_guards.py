@@ -19,7 +19,7 @@ import pytest
 import torch
 from saving_kit import Disk, applied, as_another, same, state
 
-from saturate.checkpoints import host_memory
+from saturate.checkpoints import host_memory, seams, writer
 from saturate.checkpoints.writer import MOST_PENDING
 
 ROOM = OSError(errno.ENOSPC, "No space left on device")
@@ -217,6 +217,80 @@ def test_a_failed_save_is_not_announced(pending, disk, announce):
     with pytest.raises(OSError, match="No space left"):
         announce(pending)
     assert os.listdir(pending.parent.parent) in (["step1", "step2"], ["step2", "step1"])
+
+
+@pytest.mark.parametrize("where", ["the saving thread", "another thread"])
+def test_after_a_failed_save_nobody_removes_the_last_good_one(pending, disk, where):
+    """`rmtree(..., ignore_errors=True)` swallowed the error with the first file, and removed the others: neither checkpoint was left."""
+    old = pending.parent.parent / "step1"
+    for number in range(3):
+        with as_another():
+            (old / f"shard{number}").write_bytes(b"good")
+    disk.error = ROOM
+    disk.go()
+    purge = lambda: shutil.rmtree(old, ignore_errors=True)      # noqa: E731
+    if where == "another thread":
+        thread = threading.Thread(target=purge)
+        thread.start()
+        thread.join()
+    else:
+        purge()
+        for name in os.listdir(old):
+            try:
+                os.remove(old / name)
+            except OSError:
+                pass
+    assert sorted(os.listdir(old)) == ["model.pt", "shard0", "shard1", "shard2"]
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(state(3), pending)
+    torch.save(state(3), pending)
+    shutil.rmtree(old)
+    assert same(torch.load(pending), state(3))
+
+
+def test_a_failed_save_is_no_error_of_what_is_written_elsewhere(pending, disk, tmp_path):
+    disk.error = ROOM
+    disk.go()
+    os.listdir(pending.parent)
+    (tmp_path / "elsewhere" / "log").write_text("x")
+    assert (pending.parent.parent / "step1" / "model.pt").read_bytes() == b"the last good one"
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(1, pending)
+
+
+@pytest.mark.parametrize(("shown", "code"), [(True, 1), (False, 120)])
+def test_an_error_that_ended_the_script_is_not_told_once_more(tmp_path, shown, code):
+    """Who was told, and went on, has the exit code."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, errno, os, torch\n"
+        "from saturate.agent.context import Context\n"
+        "from saturate.checkpoints import persist\n"
+        "from saturate.techniques import async_checkpoint\n"
+        "context = Context(torch)\n"
+        "async_checkpoint.apply(context, async_checkpoint.Options('thread'))\n"
+        "def full(descriptor, buffers): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "persist.write = full\n"
+        "open('old', 'w').close()\n"
+        "torch.save({'step': 1}, 'model.pt')\n"
+        + ("os.unlink('old')\n" if shown else "try: os.unlink('old')\nexcept OSError: pass\n"))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and (tmp_path / "old").exists(), done.stderr
+    assert done.stderr.count("OSError: [Errno 28]") == 1 and ("Exception ignored" in done.stderr) is not shown, done.stderr
+
+
+def test_a_file_that_is_made_in_memory_waits_for_room(tmp_path, disk, monkeypatch):
+    """Sixteen shards of safetensors were held at once, however large."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    monkeypatch.setattr(writer, "MOST_STAGED_BYTES", 0)
+    with applied("thread"):
+        disk.hold()
+        for number in range(3):
+            safetensors.save_file({"x": torch.full((1000,), float(number))}, tmp_path / f"{number}.safetensors")
+        disk.waits(lambda: safetensors.save_file({"x": torch.ones(1000)}, tmp_path / "3.safetensors"))
+        monkeypatch.setattr(seams, "available_bytes", lambda: 5000)
+        safetensors.save_file({"x": torch.ones(1000)}, tmp_path / "short.safetensors")      # written from the tensors
+        assert sorted(safetensors.load_file(tmp_path / "short.safetensors")["x"].tolist()) == [1.0] * 1000
 
 
 def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.checkpoint")
 
-from saturate.checkpoints import keeper, manifests, pointer  # noqa: E402
+from saturate.checkpoints import keeper, manifests, pointer, target  # noqa: E402
 from saturate.checkpoints.chunks import Store  # noqa: E402
 from saturate.cli import main  # noqa: E402
 
@@ -162,6 +162,18 @@ def test_a_distributed_checkpoint_is_checked_tensor_by_tensor(tmp_path, capsys, 
     assert damaged == ([name] if name else []) and said["exit"] == (3 if name else 0)
     assert said["whole"] == (0 if name == "__0_0.distcp" or way == "no shard" else 1)
     assert said["unknown"] == (1 if way in ("no shard", "of a killed save") else 0)     # the checkpoint does not name it
+
+
+def test_what_a_killed_save_left_is_found_and_what_is_being_saved_told_from_it(tmp_path, capsys):
+    """A save into a folder of its own is never followed by another one there, which would have removed it."""
+    torch.save({"a": 1}, tmp_path / "model.pt")
+    (tmp_path / "step1").mkdir()
+    (tmp_path / "step1" / f"{target.LITTER}01").write_bytes(b"half")
+    now = target.Target(str(tmp_path / "step2.pt"))
+    said = found(capsys, "verify", str(tmp_path))
+    now.discard()
+    left = {check["problem"] for check in said["checks"] if check["kind"] == "leftover"}
+    assert left == {"a process was killed while it saved; it can be removed", "a process saves it now"} and said["exit"] == 0
 
 
 def test_what_is_not_there_is_an_error(folder, capsys):

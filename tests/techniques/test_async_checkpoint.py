@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -273,6 +274,74 @@ def test_distributed_checkpoints(tmp_path, script, clean_environment, ranks):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "not to be copied" in done.stderr
     assert done.stdout.count("2 checkpoint(s) in 4 file(s)") == 1 + ranks       # ranks may write into one line
+
+
+FAILS = """
+    import errno, os, sys, time, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import save
+    from saturate.agent.context import Context
+    from saturate.checkpoints import persist
+    from saturate.techniques import async_checkpoint
+
+    assert not dist.is_initialized()
+    context = Context(torch)
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))     # as when the script is about to make its group
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    state = {"x": torch.arange(1000.0)}
+    write, failures = persist.write, [OSError(errno.ENOSPC, "No space left on device")]
+    def failing(descriptor, buffers):
+        if not rank and failures:
+            raise failures.pop()
+        return write(descriptor, buffers)
+    persist.write = failing
+    torch.save({"rank": rank}, f"meta{rank}.pt")        # fails on one rank alone
+    outcomes = []
+    for step in (1, 2):
+        state["x"] += 1
+        try:
+            later = save(state, checkpoint_id=f"step{step}")        # taken by name
+            outcomes.append(type(later).__name__)
+        except OSError as error:
+            outcomes.append(error.errno)
+    context.undo()
+    found = {"x": torch.zeros(1000)}
+    dcp.load(found, checkpoint_id="step2")
+    assert torch.equal(found["x"], state["x"]) and not os.path.exists("step1"), os.listdir()
+    dist.barrier()
+    time.sleep(0.5)
+    dist.destroy_process_group()
+    print(f"<{rank}{outcomes}>")
+"""
+
+
+def test_a_save_that_failed_on_one_rank_ends_the_next_one_on_all(tmp_path, script, clean_environment):
+    """One rank raised alone, after all had agreed: the others waited for it, or wrote shards of another step into its checkpoint."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script(FAILS))],
+                          cwd=tmp_path, env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"<0[{errno.ENOSPC}, 'Later']>" in done.stdout and f"<1[{errno.EIO}, 'Later']>" in done.stdout
+
+
+def test_a_distributed_checkpoint_that_memory_does_not_hold_twice_is_saved_plainly(tmp_path, monkeypatch, capsys):
+    from torch.distributed import checkpoint as dcp
+
+    from saturate.checkpoints import distributed
+
+    monkeypatch.setattr(distributed, "available_bytes", lambda: 5000)
+    context, state, planner = Context(torch), {"x": torch.arange(1000.0)}, dcp.DefaultSavePlanner()
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))
+    try:
+        found = dcp.save(state, checkpoint_id=tmp_path / "short")
+        assert type(found).__name__ == "Metadata" and "saved plainly: MemoryError: 4,000 bytes" in capsys.readouterr().err
+        monkeypatch.undo()
+        found = dcp.save(state, checkpoint_id=tmp_path / "run" / "step1", planner=planner)
+        assert type(found).__name__ == "Later" and os.listdir(tmp_path / "run") == ["step1"], "who lists its parent waits"
+        assert not hasattr(planner, "state_dict"), "the script's planner holds no copy"
+        caching = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        assert type(dcp.save(state, checkpoint_id=tmp_path / "cached", planner=caching)).__name__ == "Metadata"
+    finally:
+        context.undo()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from saturate.checkpoints import durable, forecast, manifests, pointer, shards
+from saturate.checkpoints import durable, forecast, manifests, pointer, shards, target
 from saturate.checkpoints.chunks import Entry, Store, digest_of
 from saturate.errors import CheckpointDamaged, SaturateError
 
 #: Endings of files that are looked at in a folder; a file that is named is always looked at.
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", shards.ENDING)
+
+
+#: Files that are being written; they stay where a process is killed meanwhile.
+_LEFTOVERS = (durable.TEMPORARY, target.LITTER)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def files_in(folder: Path) -> Iterator[Path]:
     """Files below a folder that look like checkpoints by their names; stores are left out."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not (Path(place) / name / "store.json").exists())
-        yield from (Path(place) / name for name in sorted(names) if name.endswith(ENDINGS) or name.startswith(durable.TEMPORARY))
+        yield from (Path(place) / name for name in sorted(names) if name.endswith(ENDINGS) or name.startswith(_LEFTOVERS))
 
 
 def check_files(files: list[Path]) -> Iterator[Check]:
@@ -119,8 +123,9 @@ def check_file(path: Path, named: bool = True) -> Check:
     """One file, by what its format can tell. `named`: somebody said that it is a checkpoint; of one that only lies in a folder
     its name says no more than that it may be one (tokens are `train.bin` too, images `train.tar`).
     """
-    if path.name.startswith(durable.TEMPORARY):
-        return Check(str(path), "leftover", "unknown", path.stat().st_size, "a process was killed while it saved; it can be removed")
+    if path.name.startswith(_LEFTOVERS):
+        return Check(str(path), "leftover", "unknown", path.stat().st_size, "a process saves it now" if target.is_written(path) else
+                     "a process was killed while it saved; it can be removed")
     found = pointer.read(path)
     if found is not None:
         return _check_pointer(path, found)

@@ -9,6 +9,7 @@ copy its state, which they tell each other on a second group.
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import os
 import time
@@ -19,7 +20,11 @@ from typing import Any
 from saturate import notices
 from saturate.checkpoints import succession
 from saturate.checkpoints.durable import sync_folder
+from saturate.checkpoints.host_memory import available_bytes
 from saturate.checkpoints.writer import Writer
+
+#: What a rank says of a save before it begins; the worst counts.
+_FINE, _PLAINLY, _FAILED = 0, 1, 2
 
 
 class Later:
@@ -31,6 +36,8 @@ class Later:
 
     def __getattr__(self, name: str) -> Any:
         self._wait()
+        if not self._found:
+            raise OSError(errno.EIO, "the checkpoint was not written, so it has no metadata")
         return getattr(self._found[0], name)
 
 
@@ -43,6 +50,7 @@ class Shards:
         self.saved = saved
         self._group: Any = None         # for the saves, which a thread makes
         self._agreement: Any = None     # for what ranks agree on before
+        self._world: Any = None         # whose ranks these are
 
     def save(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -56,7 +64,7 @@ class Shards:
             if like is not None and checkpoint_id is not None:
                 like.reset(checkpoint_id)           # as torch does with it
             folder = Path(os.path.realpath(place))
-            self.writer.wait_for([number for number, job in self.writer.pending.items() if job.path == str(folder)])
+            self.writer.wait_for([number for number, job in list(self.writer.pending.items()) if job.path == str(folder)])
             return self._later(original, state_dict, folder, like, kwargs.get("planner"))
 
         return save
@@ -65,12 +73,12 @@ class Shards:
         from torch.distributed.checkpoint import CheckpointException
 
         began = time.perf_counter()
-        self.writer.raise_failure()
         group = self._private_group()
         state = self._copy_everywhere(state_dict)
         if state is None:
             self.writer.flush()
             return original(state_dict, checkpoint_id=folder, storage_writer=like, planner=planner)
+        planner = copy.copy(planner)        # the script's own would hold our copy until its next save
         way = self.writer.costs.way()
         found: list[Any] = []
         writer = succession.successor(folder, like)
@@ -86,8 +94,8 @@ class Shards:
             succession.tidy(folder, writer, found[0])
             state.clear()
 
-        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state, self.torch))
-        number = self.writer.perform(str(folder), size, write)
+        size = sum(map(_bytes, _tensors(state, self.torch)))
+        number = self.writer.perform(str(folder), size, write)      # nothing else may fail here: the other ranks do it by now
         if way == "sync":
             self.writer.wait_for([number])
             self.writer.raise_failure()
@@ -98,23 +106,36 @@ class Shards:
     def _private_group(self) -> Any:
         distributed = self.torch.distributed
         if not distributed.is_initialized():
-            return None
-        if self._group is None:
+            self._group = self._agreement = self._world = None
+        elif self._world is not distributed.group.WORLD:        # a script may end a group, and make another
             self._group, self._agreement = (distributed.new_group(backend="gloo") for _ in range(2))
+            self._world = distributed.group.WORLD
         return self._group
 
     def _copy_everywhere(self, state_dict: Any) -> dict[str, Any] | None:
-        """The copy, once every rank has its own; None where one could not make it: then none saves in the background."""
+        """The copy, once every rank has its own; None where one could not make it: then none saves in the background. Raises OSError on
+        every rank where an earlier save of one has failed: a rank alone would leave the others in the collectives of this one."""
+        state, outcome = None, _FINE
         try:
-            state = self._copy(state_dict)
-        except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
-            notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
-            state = None
+            self.writer.prepare()
+        except (OSError, RuntimeError, MemoryError) as error:
+            outcome, problem = _FAILED, error
+        else:
+            problem = OSError(errno.EIO, "a checkpoint that another rank saved before was not written")
+            try:
+                state = self._copy(state_dict)
+            except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
+                notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
+                outcome = _PLAINLY
         if self._agreement is not None:
-            failed = self.torch.tensor(int(state is None))
-            self.torch.distributed.all_reduce(failed, group=self._agreement)
-            state = None if failed.item() else state
-        return state
+            worst = self.torch.tensor(outcome)
+            self.torch.distributed.all_reduce(worst, self.torch.distributed.ReduceOp.MAX, group=self._agreement)
+            outcome = int(worst)
+        if outcome == _FAILED:
+            self.writer.flush()             # a save that failed on all ranks is known to some of them earlier
+            self.writer.raise_failure()
+            raise problem
+        return None if outcome == _PLAINLY else state
 
     def _copy(self, state_dict: Any) -> dict[str, Any]:
         """Every tensor in host memory of its own, every other object copied."""
@@ -123,11 +144,17 @@ class Shards:
 
         state = {key: value.state_dict() if isinstance(value, Stateful) else value
                  for key, value in state_dict.items()}
-        if any(tensor.device.type != "cpu" for tensor in _tensors(state, self.torch)):
+        given = _tensors(state, self.torch)
+        size, available = sum(map(_bytes, given)), available_bytes()
+        if available is not None and size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > available // 2:
+            raise MemoryError(f"{size:,} bytes of each rank here, and {available:,} are free")
+        if any(tensor.device.type != "cpu" for tensor in given):
             state = _offload_state_dict_to_cpu(state, type_check=False)
         with self.torch.no_grad():      # what a graph holds does not copy itself
-            copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                      for tensor in _tensors(state, self.torch) if not tensor.is_leaf}
+            known = {id(tensor) for tensor in given}
+            copies = {id(tensor): tensor for tensor in _tensors(state, self.torch) if id(tensor) not in known}      # copied by now
+            copies |= {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                       for tensor in _tensors(state, self.torch) if not tensor.is_leaf}
             return copy.deepcopy(state, copies)
 
 
@@ -137,7 +164,12 @@ def _usual(options: dict[str, Any]) -> bool:
 
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     writer, planner = options.pop("storage_writer", None), options.pop("planner", None)
-    return not options and (writer is None or succession.follows(writer)) and (planner is None or type(planner) is DefaultSavePlanner)
+    return not options and (writer is None or succession.follows(writer)) and (planner is None or _is_plain(planner, DefaultSavePlanner))
+
+
+def _is_plain(planner: Any, plain: type) -> bool:
+    """Whether it plans each save anew: one that keeps its plan keeps the names of the shards, which the checkpoint before has."""
+    return type(planner) is plain and not getattr(planner, "_enable_plan_caching", False)
 
 
 def _of_disk(error: BaseException) -> BaseException:
@@ -149,6 +181,12 @@ def _of_disk(error: BaseException) -> BaseException:
             return one
         waiting += filter(None, (one.__cause__, one.__context__))
     return error
+
+
+def _bytes(tensor: Any) -> int:
+    """Of what this rank has of it."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.element_size())
 
 
 def _tensors(value: Any, torch: Any) -> list[Any]:

@@ -11,6 +11,9 @@ is no event for `os.stat`. With nothing pending the price is one look at an empt
     removals (unlink, rename, rmdir)    wait for everything: the last good one must not go before the next is there
     barriers, programs, exits           wait for everything
 
+After a save that failed, reads of that very file, creations near it by the thread that saved, removals and programs raise
+its error, until the next save has.
+
 A forked child does not delay its parent (loader workers are forked all the time): it waits by itself when it looks,
 removes or starts a program, and does not when it ends. So does what it forks in turn.
 """
@@ -31,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from saturate.checkpoints.own_calls import inside, quiet
-from saturate.checkpoints.writer import Job, Writer
+from saturate.checkpoints.writer import Failure, Job, Writer
 
 _READS = ("stat", "lstat", "access", "readlink", "chmod", "chown", "lchown", "utime", "getxattr", "setxattr",
           "listxattr", "removexattr")
@@ -68,7 +71,7 @@ class Guards:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        for names, before in ((_READS, self._read), (_LISTS, self._list), (_REMOVALS, self._everything),
+        for names, before in ((_READS, self._read), (_LISTS, self._list), (_REMOVALS, self._remove),
                               (_CREATIONS, self._create), (_PROGRAMS, self._everything)):
             for name in names:
                 if hasattr(os, name):
@@ -126,7 +129,7 @@ class Guards:
 
     def _list(self, path: Any = ".", *_: Any) -> None:
         place = _canonical("." if path is None else path, None, of_descriptor=True)
-        self._wait(lambda job: place is not None and (job.folder == place or _is_of(job, place)))
+        self._wait(lambda job: place is not None and (place in (job.folder, os.path.dirname(job.path)) or _is_of(job, place)))
 
     def _create(self, src: Any = None, dst: Any = None, *_: Any, dst_dir_fd: int | None = None,
                 dir_fd: int | None = None, **__: Any) -> None:
@@ -134,9 +137,13 @@ class Guards:
         linked = [_canonical(src, None)]
         if place is not None and isinstance(src, (str, bytes, os.PathLike)):        # a symbolic link counts from its folder
             linked.append(_canonical(os.path.join(os.path.dirname(place), os.fsdecode(src)), None))
-        self._wait(lambda job: (place is not None and _below(job, os.path.dirname(place)))
-                   or any(one is not None and (_is_of(job, one) or _below(job, one)) for one in linked))
-        self.writer.raise_failure()
+
+        def concerns(job: Job | Failure) -> bool:
+            return (place is not None and _below(job, os.path.dirname(place))) or any(
+                one is not None and (_is_of(job, one) or _below(job, one)) for one in linked)
+
+        self._wait(concerns)
+        self.writer.refuse(lambda failure: _is_mine(failure) and concerns(failure))
 
     def _open(self, file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> None:
         self._opens(_canonical(file, None), isinstance(mode, str) and bool(set(mode) & set("wax+")))
@@ -150,24 +157,26 @@ class Guards:
         # A folder is opened to be listed, synced or removed with all that it holds.
         if writes:
             self._wait(lambda job: _below(job, os.path.dirname(place)))
-            self.writer.raise_failure()
-        elif self._wait(lambda job: _is_of(job, place) or _below(job, place)) or self._failed(place):
-            self.writer.raise_failure()
+            self.writer.refuse(lambda failure: _is_mine(failure) and _below(failure, os.path.dirname(place)))
+        else:
+            self._wait(lambda job: _is_of(job, place) or _below(job, place))
+            self.writer.refuse(lambda failure: _is_mine(failure) and _is_of(failure, place))
 
-    def _failed(self, place: str) -> bool:
-        return any(failure.path == place for failure in self.writer.failures)
+    def _remove(self, path: Any = None, *_: Any, dir_fd: int | None = None, src_dir_fd: int | None = None, **__: Any) -> None:
+        """The last good one may be what goes: whichever thread removes it, where it lies near."""
+        place = _canonical(path, dir_fd if dir_fd is not None else src_dir_fd)
+        self._wait(lambda job: True)
+        self.writer.refuse(lambda failure: _is_mine(failure) or place is None or place.startswith(os.path.dirname(failure.folder).rstrip("/") + "/"))
 
-    def _wait(self, concerns: Callable[[Job], bool]) -> bool:
-        """Wait for the jobs that it concerns; whether there were any."""
-        found = [job.number for job in list(self.writer.pending.values()) if concerns(job)]
-        self.writer.wait_for(found)
-        return bool(found)
+    def _wait(self, concerns: Callable[[Job], bool]) -> None:
+        """Wait for the jobs that it concerns."""
+        self.writer.wait_for([job.number for job in list(self.writer.pending.values()) if concerns(job)])
 
     # -- processes -------------------------------------------------------------------------------------------------
 
     def _everything(self, *_: Any, **__: Any) -> None:
         self._wait(lambda job: True)
-        self.writer.raise_failure()
+        self.writer.refuse(_is_mine)
 
     def _kill(self, pid: int, number: int) -> None:
         if pid in (0, os.getpid(), -os.getpgrp()) and number:
@@ -234,8 +243,10 @@ class Guards:
             return
         with quiet():
             self.writer.close()
-        if self.writer.failures:
-            sys.stdout = _Failing(sys.stdout, self.writer.failures[0].error)
+        ended_by_one = hasattr(sys, "last_value")       # an exception that nobody caught was shown
+        failures = [failure for failure in self.writer.failures if not (failure.told and ended_by_one)]
+        if failures:
+            sys.stdout = _Failing(sys.stdout, failures[0].error)
 
     def undo(self) -> None:
         with quiet():
@@ -305,11 +316,16 @@ def _canonical(path: Any, dir_fd: int | None, of_descriptor: bool = False) -> st
         return None
 
 
-def _below(job: Job, folder: str) -> bool:
-    """Whether what is pending lies in `folder`, at any depth."""
+def _is_mine(failure: Failure) -> bool:
+    """Whether this thread saved it: others would not have heard of it from a plain save either."""
+    return failure.thread == threading.get_ident()
+
+
+def _below(job: Job | Failure, folder: str) -> bool:
+    """Whether what is pending, or failed, lies in `folder`, at any depth."""
     return job.folder == folder or job.folder.startswith(folder.rstrip("/") + "/")
 
 
-def _is_of(job: Job, place: str | None) -> bool:
-    """Whether `place` is what is pending, or a part of it."""
+def _is_of(job: Job | Failure, place: str | None) -> bool:
+    """Whether `place` is what is pending, or failed, or a part of it."""
     return place is not None and (job.path == place or (job.path == job.folder and place.startswith(job.path + "/")))

@@ -18,6 +18,7 @@ from typing import Any
 from saturate import notices
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards, holders
+from saturate.checkpoints.host_memory import available_bytes
 from saturate.checkpoints.own_calls import inside
 from saturate.checkpoints.staging import Recorder
 from saturate.checkpoints.target import Unsuitable
@@ -67,12 +68,19 @@ class Saves:
         original, serialize = module.serialize_file, module.serialize
 
         def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-            content = serialize(tensors, *args, **kwargs)
-            try:
-                self.hand_over(os.fspath(filename), "", [("", content, len(content))], archive.DEFAULT_ALIGNMENT)
-            except Unsuitable:
-                self.writer.wait_for(list(self.writer.pending))
-                original(tensors, filename, *args, **kwargs)
+            if _held(tensors):
+                try:
+                    content = serialize(tensors, *args, **kwargs)
+                    self.hand_over(os.fspath(filename), "", [("", content, len(content))], archive.DEFAULT_ALIGNMENT)
+                    return
+                except (OSError, sys.modules["safetensors"].SafetensorError):
+                    raise
+                except Unsuitable:
+                    pass
+                except Exception as failure:  # noqa: BLE001 - a guest fails open: whatever is wrong with us, the file is saved
+                    notices.tell(f"saturate: {filename} is saved plainly: {type(failure).__name__}: {failure}\n")
+            self.writer.wait_for(list(self.writer.pending))
+            original(tensors, filename, *args, **kwargs)
 
         return serialize_file
 
@@ -171,6 +179,14 @@ def _imported(name: str) -> Any:
         return None
 
 
+def _held(tensors: Any) -> bool:
+    """Whether memory holds the file of these beside them, which safetensors writes from the tensors themselves. It is given their bytes,
+    or (from release 0.7 on) says where they are."""
+    available = available_bytes()
+    size = sum(len(one["data"]) if isinstance(one, dict) else one.data_len for one in tensors.values())
+    return available is None or size <= available // 2
+
+
 #: Modules of Lightning that hold the name of its writer.
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 
@@ -195,13 +211,14 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
         for user, name, _ in holders([id(opens)]):
             replace(user, name, held)                   # its users took it by name
         covered.append("safetensors")
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    # Before a script makes its group, its launcher has said that there will be one.
+    ranks = torch.distributed.is_available() and (torch.distributed.is_initialized() or "WORLD_SIZE" in os.environ)
     module = (_imported if ranks else sys.modules.get)("torch.distributed.checkpoint")
     if module is not None and torch.distributed.is_available():
         shards = distributed.Shards(torch, writer, guards.hold_signals)
         held = shards.save(module.save)
-        for owner in (module, sys.modules["torch.distributed.checkpoint.state_dict_saver"]):
-            replace(owner, "save", held)
+        for user, name, _ in holders([id(module.save)]):
+            replace(user, name, held)
         covered.append("torch.distributed.checkpoint")
     for name in _LIGHTNING:
         module = sys.modules.get(name)

@@ -17,7 +17,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from saturate.checkpoints import archive
@@ -51,13 +51,12 @@ class Recorder:
 
 @dataclass
 class Staged:
-    """A snapshot: where in the arena each record lies. `keep`: what is still being read, which must not be freed."""
+    """A snapshot: where in the arena each record lies."""
 
     arena: Arena | None
     records: list[tuple[str, int, int]]             # name, bytes, offset in the arena
     alignment: int = archive.DEFAULT_ALIGNMENT
     event: Any = None                               # of the side stream, after its last copy
-    keep: list[Any] = field(default_factory=list)
     content: bytes = b""                            # instead of an arena: what cannot change needs no copy
 
     def wait(self) -> None:
@@ -65,7 +64,6 @@ class Staged:
         event, self.event = self.event, None
         if event is not None:
             event.synchronize()
-        self.keep.clear()
 
     def contents(self) -> Iterator[memoryview]:
         view = memoryview(self.arena.memory if self.arena is not None else self.content)
@@ -152,7 +150,9 @@ def _from_device(torch: Any, staged: Staged, remote: list[tuple[Any, Any]]) -> N
     for place, source in remote:
         if source.device != device:
             place.copy_(source)
-    staged.event, staged.keep = event, remote
+        else:
+            source.record_stream(side)      # free memory as soon as it is copied, not when its turn to be written comes
+    staged.event = event
 
 
 def _as_bytes(torch: Any, storage: Any) -> Any:

@@ -41,6 +41,8 @@ def successor(folder: Path, like: Any = None) -> Any:
     writer.reset(folder)
     writer.fs = _renaming_only(type(writer.fs))()
     writer.thread_count = 1         # others would be threads of the script to our guards, and wait for what they are to write
+    writer.per_thread_copy_ahead = 0    # all of it is in host memory; torch would make a context on GPU 0 to copy ahead, on every rank
+    writer.sync_files = True        # the old shards go when the new ones are there, also after a power failure
     writer.before, writer.prefix = set(), ""
     return writer
 

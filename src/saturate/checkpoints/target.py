@@ -110,6 +110,19 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
+def is_written(path: Path) -> bool:
+    """Whether a process is writing this temporary file."""
+    if not path.name.startswith(LITTER):
+        return False                # nobody locks others
+    try:
+        with open(path, "rb") as file:
+            return not _lock(file.fileno())
+    except FileNotFoundError:
+        return True                 # it has become the real one
+    except OSError:
+        return False
+
+
 def remove_litter(folder: str) -> None:
     """Remove temporary files of processes that were killed while they wrote."""
     for name in os.listdir(folder):

@@ -5,8 +5,9 @@
     flush       before the process ends
 
 Files become durable in the order in which they were saved, so nothing that was saved later (a pointer, for one) is on
-disk before what it points to. A save that fails in the background is said on stderr at once; its OSError is raised in
-the thread that saved, by the next save or the next change to files there, and at the latest it is the exit code.
+disk before what it points to. A save that fails in the background is said on stderr at once. Its OSError is raised in
+the thread that saved, by the next save; until then whatever would announce the checkpoint, or remove what may be the last
+good one, raises it each time (who cleans up passes over an error). At the latest it is the exit code.
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ class Job:
 
 @dataclass
 class Failure:
+    """`told`: somebody got the error as an exception."""
+
     path: str
+    folder: str
     error: OSError
     thread: int
+    told: bool = False
 
 
 class Writer:
@@ -166,14 +171,15 @@ class Writer:
         """A snapshot, once there is room for it; None when this save must be synchronous."""
         if way == "sync":
             return None
-        if len(records) == 1 and isinstance(records[0][1], bytes):
-            return staging.Staged(None, [(records[0][0], size, 0)], alignment, content=records[0][1])
+        made = records[0][1] if len(records) == 1 and isinstance(records[0][1], bytes) else None     # nothing changes it: no copy
         needed = staging.staged_bytes(records)
         while True:
             with self._condition:
                 room = sum(job.size for job in self.pending.values()) + size <= max(3 * size, MOST_STAGED_BYTES)
-                arena = self._pool.take(needed) if room else None
+                arena = self._pool.take(needed) if room and made is None else None
                 oldest = next(iter(self.pending), None)
+            if room and made is not None:
+                return staging.Staged(None, [(records[0][0], size, 0)], alignment, content=made)
             if arena is not None:
                 break
             if oldest is None:
@@ -193,25 +199,34 @@ class Writer:
         self.raise_failure()        # of what it may be a pointer to
         persist.write(target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records)))
 
-    def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
-        """Have the thread do something that makes the files of `folder` durable; the number of the job. Raises earlier
-        failures."""
+    def prepare(self) -> None:
+        """Before ranks agree on a save: whatever can go wrong with `perform` goes wrong here. Raises earlier failures."""
         self._finish_before()
         self.raise_failure()
+        with quiet():
+            self._leave_room()
+            with self._condition:
+                self._start()
+
+    def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
+        """Have the thread do something that makes the files of `folder` durable; the number of the job. After `prepare`."""
         with quiet():
             folder = os.path.realpath(folder)
             return self._enqueue(folder, folder, action, None, None, size)
 
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
+            try:
+                self._thread.start()
+            except (RuntimeError, MemoryError):     # no room for its stack: the next save tries again
+                self._thread = None
+                raise
+
     def _enqueue(self, path: str, folder: str, perform: Callable[[], None], abandon: Callable[[], None] | None,
                  staged: staging.Staged | None, size: int) -> int:
         with self._condition:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="saturate-checkpoints", daemon=True)
-                try:
-                    self._thread.start()
-                except (RuntimeError, MemoryError):     # no room for its stack: the next save tries again
-                    self._thread = None
-                    raise
+            self._start()
             self._number += 1
             job = Job(self._number, path, folder, perform, abandon, staged, size, threading.get_ident())
             self.pending[job.number] = job
@@ -236,6 +251,7 @@ class Writer:
             except BaseException as error:  # noqa: BLE001 - whatever it is (torch's CheckpointException is no Exception), the script must learn it
                 failure = _plain(error, job.path)
             self._finish(job, failure)
+            del job, failure        # what they hold would live until the next checkpoint
 
     def _write_staged(self, target: Target, way: str, request: dict[str, Any], staged: staging.Staged) -> None:
         try:
@@ -265,7 +281,7 @@ class Writer:
                          "the error is raised at the next save or when the process ends\n")
         with self._condition:
             if failure is not None:
-                self.failures.append(Failure(job.path, failure, job.thread))
+                self.failures.append(Failure(job.path, job.folder, failure, job.thread))
                 self._give_up_after(job)
             self._remove(job)
             struct.pack_into("=q", self._finished, 0, min(self.pending, default=self._number + 1) - 1)
@@ -275,6 +291,8 @@ class Writer:
         """What the same thread saved after it, it would not have saved had it known; a pointer to it, for one."""
         for job in [job for job in self._queue if job.thread == failed.thread and job.abandon is not None]:
             self._queue.remove(job)
+            if job.staged is not None:
+                job.staged.wait()       # a copy from a GPU may still be on its way into memory that is given back
             try:
                 job.abandon()
             except OSError as error:
@@ -328,6 +346,13 @@ class Writer:
                 return
             self.failures.remove(mine)
         raise mine.error
+
+    def refuse(self, concerns: Callable[[Failure], bool]) -> None:
+        """Raise the first failure that it concerns. It stays: a save has yet to raise it."""
+        found = next((one for one in list(self.failures) if concerns(one)), None)
+        if found is not None:
+            found.told = True
+            raise found.error
 
     def flush(self) -> None:
         """Until nothing is pending. A forked child ends without: it is the training that may not."""
