@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,66 @@ def test_a_default_device_and_number_format_of_the_script_do_not_change_what_is_
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, plain) and set(plain.tolist()) == {1 - 2.0**-9, 1 + 2.0**-9}
+
+
+#: Both replicas, after each update: how far they are apart.
+RANKS = """
+import torch, torch.nn as nn, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+bare = nn.Linear(8, 1)
+model = nn.parallel.DistributedDataParallel(bare)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    both = [torch.zeros(1, 8) for _ in range(2)]
+    dist.all_gather(both, bare.weight.detach())
+    with open(f"apart{dist.get_rank()}", "a") as file:
+        print(float((both[0] - both[1]).abs().max()), file=file)
+    optimizer.zero_grad(); model(torch.ones(4, 8)).square().mean().backward(); optimizer.step()
+"""
+
+
+def test_every_rank_is_perturbed_alike(script, start, tmp_path: Path) -> None:
+    """Of one replica alone, the averaged gradient showed a half: honest candidates, which round on all, were rejected."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": {"relative": 2.0**-5, "seed": 1}}
+    start(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script(RANKS)), capture=capture,
+          step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+    first, second = series.read(folder).samples[:2]
+    assert max(abs(a - b) / abs(a) for a, b in zip(first, second)) > 2.0**-7, "it was perturbed"
+    apart = (tmp_path / "apart0").read_text().split()
+    assert len(apart) >= 6 and set(apart) == {"0.0"}
+
+
+#: As many repositories do: the loader runs in a thread, some batches ahead.
+AHEAD = """
+import queue, sys, threading, torch, torch.nn as nn
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.arange(4000.0).reshape(-1, 4))
+def ahead(loader):
+    batches = queue.Queue(4)
+    threading.Thread(target=lambda: [batches.put(batch) for batch in loader], daemon=True).start()
+    while True: yield batches.get()
+net = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+while True:
+    for (x,) in ahead(loader) if "ahead" in sys.argv else loader:
+        net(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_batches_that_a_thread_takes_ahead_are_not_those_of_an_update(script, start, tmp_path: Path) -> None:
+    """How many that are changes with the speed of a step: what made it faster was "computed from other data"."""
+    def digests(*arguments: str) -> list[str]:
+        folder = tmp_path / "-".join(["recorded", *arguments])
+        folder.mkdir()
+        capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
+        start(str(script(AHEAD)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        return list(series.read(folder).digests)
+
+    assert all(digests()) and set(digests("ahead")) == {""}
 
 
 #: Adjustments of a ten-millionth in numbers of millions; with an argument, beside a tensor in float32.

@@ -37,6 +37,34 @@ def test_aligned_runs_have_no_dropout(script, tmp_path):
     assert without_dropout(script, tmp_path / "cache", "aligned", "eager") == "True"
 
 
+SCRIPTED = """
+import torch, torch.nn.functional as F
+from saturate.agent import randomness
+randomness.align(torch, 20)
+
+@torch.jit.script
+def bias_dropout_add(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x + bias, p=0.9, training=True)
+
+@torch.jit.script
+def attention(q: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+x, y = torch.randn(4, 4), torch.randn(2, 3, 8)
+layer = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.9)))
+heads = torch.jit.script(torch.nn.MultiheadAttention(8, 2, dropout=0.9, batch_first=True))
+print(torch.equal(bias_dropout_add(x, x), x + x), torch.equal(layer(x), layer(x)), torch.equal(heads(y, y, y)[0], heads(y, y, y)[0]),
+      attention(y.unsqueeze(0)).isfinite().all().item(), torch.equal(F.dropout(x, 0.9), x))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torchscript_compiles_has_no_dropout_either(script):
+    """It reads the source of what is called: aligned runs of scripts with fused kernels of their own ended there."""
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script(SCRIPTED))], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True"] * 5, done.stderr
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
 def test_an_aligned_run_gets_no_compiled_dropout_from_the_cache_of_an_ordinary_one(script, tmp_path):
     """Seen on a public REINFORCE script: torch.compile was rejected because its aligned run had dropout."""

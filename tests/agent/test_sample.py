@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from saturate.agent import capture, observe
-from saturate.agent.sample import all_strided, digest, few, spread, strided, totals
+from saturate.agent.sample import all_strided, digest, entries_of, few, spread, strided, totals
 
 
 def test_few() -> None:
@@ -21,6 +21,28 @@ def test_strided() -> None:
     assert strided(torch.arange(100.0).reshape(10, 10), 4) == [0.0, 25.0, 50.0, 75.0]
     assert strided(torch.empty(0), 4) == []
     assert strided(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), 4) == [1.0, 1.0]
+
+
+def test_tensors_of_any_class_and_layout_have_entries() -> None:
+    """A volume of MONAI's was taken apart into millions of objects where it was indexed; a sparse batch ended the agent."""
+    class Volume(torch.Tensor):
+        def __getitem__(self, index):
+            raise AssertionError("it would be taken apart")
+
+    dense = torch.arange(9.0).reshape(3, 3)
+    assert entries_of(torch, dense.as_subclass(Volume), 64) == dense.flatten().tolist()
+    assert entries_of(torch, torch.nn.Parameter(dense), 64) == dense.flatten().tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+            assert sorted(entries_of(torch, sparse, 64)) == [float(value) for value in range(1, 9)]
+        assert entries_of(torch, torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), 64) == [1.0] * 3
+
+    class Strange(torch.Tensor):
+        def detach(self):
+            raise NotImplementedError
+
+    assert entries_of(torch, dense.as_subclass(Strange), 64) == []
 
 
 def test_what_is_not_contiguous_is_read_in_the_same_order() -> None:

@@ -664,3 +664,18 @@ while True:
 """)))
     trial.wait_ready()
     assert trial.ask("facts")["autocast"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("world", "steps", "seconds", "waits"), [(1, 10, 19.0, True), (1, 10, 21.0, False), (1, 201, 1.0, False),
+                                                                   (2, 10, 300.0, True), (2, 51, 1.0, False)])
+def test_ranks_count_how_long_they_wait_for_an_optimizer_that_never_steps(world, steps, seconds, waits, monkeypatch):
+    """By their clocks, one came to the gate a step before the other, which waited for it in the next all-reduce."""
+    from types import SimpleNamespace
+
+    from saturate.agent import observe
+    from saturate.agent import session as sessions
+
+    monkeypatch.setattr(observe, "world_size", lambda: world)
+    monkeypatch.setattr(sessions, "_CLOCK", lambda: int(1e9 * seconds))
+    session = SimpleNamespace(plan={}, boundaries=steps, _woke=0, optimizers=SimpleNamespace(waiting=lambda: True))
+    assert sessions.Session.unsettled(session) is waits

@@ -42,6 +42,12 @@ def same(first, second):
         for a, b in zip(first[0], second[0])))
 
 
+def test_a_default_device_of_the_script_is_not_that_of_its_rows():
+    with torch.device("meta"):          # as a GPU would be: other than where the data lies
+        found = rows.Rows(TensorDataset(torch.arange(6, device="cpu"))).__getitems__([1, -1])
+    assert found[0].tolist() == [1, 5]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [data, lambda: Subset(data(), range(3, 20)), lambda: Subset(Subset(data(), [5, -1, 2, 2]), [0, 3, 1])])
 def test_the_same_batches(on, make, workers, monkeypatch):

@@ -53,6 +53,15 @@ class Before(AsItGoes):
         yield from order
 
 
+class AtOnce(AsItGoes):
+    """No generator: it draws where it is asked for its iterator, as many samplers of buckets do."""
+
+    def __iter__(self):
+        order = list(range(24))
+        random.shuffle(order)
+        return iter(order)
+
+
 class ItsOwn(AsItGoes):
     def __iter__(self):
         generator = torch.Generator()
@@ -112,6 +121,7 @@ def test_later_epochs_are_in_the_same_order_where_the_sampler_has_a_generator(sc
     lambda generator: AsItGoes(lambda: random.randrange(24)),
     lambda generator: AsItGoes(lambda: int(numpy.random.randint(24))),
     lambda generator: torch.utils.data.RandomSampler(Numbers(), replacement=True, num_samples=70, generator=generator),
+    lambda generator: AtOnce(None),
 ])
 def test_what_a_sampler_draws_between_two_batches_is_drawn_when_it_would_be(sampler):
     plain, changed = orders(left, sampler=sampler)

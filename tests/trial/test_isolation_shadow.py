@@ -168,3 +168,9 @@ def test_sqlite_uri_and_safetensors(installed):
     fake.serialize_file({}, "m.safetensors")
     assert written == [str(installed / "shadow") + str(installed / "user" / "m.safetensors")]
     assert fake.safe_open("x.txt") == str(installed / "user" / "x.txt")
+    Path("tokenizer.json").write_text("{}")
+    there = str(installed / "shadow") + str(installed / "user" / "tokenizer.json")
+    fake = types.SimpleNamespace(memory_map=lambda path, mode: (path, mode), Tokenizer=types.SimpleNamespace(from_file=lambda path: path))
+    redirect.on_pyarrow(fake)
+    redirect.on_tokenizers(fake)
+    assert fake.memory_map("tokenizer.json") == (there, "r") and fake.Tokenizer.from_file("tokenizer.json") == there

@@ -103,6 +103,7 @@ def test_who_asks_for_input_gets_the_remedy_whatever_is_printed_afterwards() -> 
 @pytest.mark.parametrize("log", [
     f"{_RAISED}OSError: [Errno 25] Inappropriate ioctl for device\nbye\n", f"{_RAISED}_curses.error: setupterm: could not find terminal\n",
     "stty: 'standard input': Inappropriate ioctl for device\n",
+    f"stty: 'standard input': Inappropriate ioctl for device\n{_RAISED}ValueError: not enough values to unpack (expected 2, got 0)\n",
 ])
 def test_a_command_that_needs_a_terminal_is_told_that_there_is_none(log) -> None:
     """Seen: it was told to work without saturate first, which it does."""

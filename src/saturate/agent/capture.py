@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import weakref
 import zlib
 from array import array
@@ -39,6 +40,7 @@ class Capture:
         self._used: dict[int, Any] = {}     # what the backward passes of this update trained, in the order of their graphs
         self._roles = 0
         self._batches: list[str] = []
+        self._fetching: set[int] = set()    # threads that took batches out of loaders
         self._log: Any = None
         self._samples: Any = None
         self._code = "f"                    # of the samples' number format, as arrays name it
@@ -53,9 +55,10 @@ class Capture:
         import torch
 
         self.hold_algorithms(torch)
+        self._fetching.add(threading.get_ident())
         value = 0
         for tensor in tensors:
-            seen = sample.spread(tensor, _DIGEST_ENTRIES).tolist()
+            seen = sample.entries_of(torch, tensor, _DIGEST_ENTRIES)
             value = zlib.crc32(repr((tuple(tensor.shape), seen)).encode(), value)
         self._batches.append(f"{value:08x}")
 
@@ -87,6 +90,8 @@ class Capture:
         self._roles = session.succeeded
         if self.rank == 0 and self.updates < self.plan["updates"]:
             self._write(session)
+        if self.updates == 1 and self.plan.get("perturb"):      # on every rank: gradients are averaged over all of them
+            _perturb(session.torch, self._parameters, **self.plan["perturb"])
         session.losses.clear()
         self._batches.clear()
         self.updates += 1
@@ -150,14 +155,14 @@ class Capture:
         for buffer, (_, _, entries) in zip(held, self._buffers):
             row = now.get(id(buffer), [])
             values += row if len(row) == entries else [math.nan] * entries      # a cache that grew, or was dropped
+        # How far a thread of the script's own is ahead of the update that ends here is another thing each time.
+        ahead = bool(self._fetching - {threading.get_ident()})
         record = {"update": self.updates, "losses": sample.totals(session.losses),
-                  "grad_norm": _total(session.torch, norms), "digest": "".join(self._batches)}
+                  "grad_norm": _total(session.torch, norms), "digest": "" if ahead else "".join(self._batches)}
         array(self._code, values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")
         self._log.flush()
-        if self.updates == 1 and self.plan.get("perturb"):
-            _perturb(session.torch, self._parameters, **self.plan["perturb"])
 
 
 def _buffer(module: Any, name: str) -> Any:
@@ -174,6 +179,8 @@ def _of_numbers(torch: Any, buffer: Any) -> bool:
 
 
 def _norm(torch: Any, gradient: Any) -> Any:
+    """Of a sharded one, of this rank's shard: that of the whole is a collective, and the other ranks take no part in it."""
+    gradient = sample.local(gradient)
     dense = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.linalg.vector_norm(_common.reals(dense.detach(), torch))
 
@@ -190,6 +197,6 @@ def _perturb(torch: Any, parameters: list[Any], relative: float, seed: int) -> N
     script has made the default."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     with torch.no_grad():
-        for p in parameters:
+        for p in map(sample.local, parameters):
             signs = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8, device="cpu").to(p.device) * 2 - 1
             sample.perturb(torch, p, relative, signs)

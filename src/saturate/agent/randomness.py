@@ -7,10 +7,12 @@ process draws it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import sys
+import types
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -72,13 +74,15 @@ def align(torch: Any, seed: int) -> None:
     _once_imported(_COMPILER_SETTINGS, _draw_as_eager)
     functional = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, _never_drops(getattr(functional, name)))
+        setattr(functional, name, _never_drops(torch, name))
     attention = functional.scaled_dot_product_attention
 
     @functools.wraps(attention)
     def without_dropout(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> Any:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
+    with contextlib.suppress(AttributeError, ImportError):      # to TorchScript it stays the operator, which may drop; eager code calls this
+        torch.jit._builtins._register_builtin(without_dropout, "aten::scaled_dot_product_attention")
     functional.scaled_dot_product_attention = without_dropout
     _no_recurrent_dropout(torch)
     _seed_each_batch(torch, seed)
@@ -104,12 +108,18 @@ def _draw_as_eager(settings: Any) -> None:
         entry.default = True
 
 
-def _never_drops(original: Any) -> Any:
-    @functools.wraps(original)
-    def identity(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return input
+def _never_drops(torch: Any, name: str) -> Any:
+    """A dropout that drops nothing. A script may have TorchScript compile what calls it: that reads the source, by the names of the module
+    that a function is of, so this one has the module of torch's own, and no `__wrapped__`."""
+    functional = torch.nn.functional
+    function = types.FunctionType(_identity.__code__, vars(functional), name, _identity.__defaults__)
+    function.__annotations__ = {"input": torch.Tensor, "p": float, "training": bool, "inplace": bool, "return": torch.Tensor}
+    function.__module__, function.__qualname__, function.__doc__ = functional.__name__, name, getattr(functional, name).__doc__
+    return function
 
-    return identity
+
+def _identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:     # noqa: F821 - of torch.nn.functional
+    return input
 
 
 def _no_recurrent_dropout(torch: Any) -> None:

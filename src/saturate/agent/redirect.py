@@ -80,7 +80,7 @@ def for_writing(path: Any, copy: bool) -> Any:
 
 def callbacks() -> dict[str, Callable[[Any], None]]:
     """What to call right after a module of that name was imported. torch is not here: the agent calls `on_torch`."""
-    return {"sqlite3": on_sqlite3, "safetensors": on_safetensors}
+    return {"sqlite3": on_sqlite3, "safetensors": on_safetensors, "pyarrow": on_pyarrow, "tokenizers": on_tokenizers}
 
 
 def on_torch(torch: Any) -> None:
@@ -169,6 +169,22 @@ def on_safetensors(module: Any) -> None:
         return safe_open(for_reading(filename), *arguments, **keywords)
 
     module.serialize_file, module.safe_open = write, read
+
+
+def on_pyarrow(module: Any) -> None:
+    """Hugging Face's datasets write their files through Python, and map them by this."""
+    memory_map = module.memory_map
+
+    def mapped(path: Any, mode: str = "r") -> Any:
+        return memory_map(for_reading(path) if mode == "r" else for_writing(path, copy=True), mode)
+
+    module.memory_map = mapped
+
+
+def on_tokenizers(module: Any) -> None:
+    """What was downloaded through Python is read by Rust."""
+    from_file = module.Tokenizer.from_file
+    module.Tokenizer.from_file = staticmethod(lambda path: from_file(for_reading(path)))
 
 
 class _Patches:

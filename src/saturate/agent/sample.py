@@ -46,8 +46,28 @@ def _strided(parameter: Any, entries: int) -> Any:
     """As `strided`, where the tensor is."""
     import torch
 
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return _common.reals(spread(local, entries), torch).reshape(-1)
+    return _common.reals(spread(local(parameter), entries), torch).reshape(-1)
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a sharded tensor, in its own memory; any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def entries_of(torch: Any, tensor: Any, entries: int) -> list[Any]:
+    """Up to `entries` values of a tensor of any class and layout; none of one that cannot be read like that."""
+    try:
+        plain = local(tensor.detach())
+        if plain.layout is torch.sparse_coo:
+            plain = plain.coalesce().values()
+        elif plain.is_nested or plain.layout is not torch.strided:
+            plain = plain.values()
+        # A class that only adds functions (a volume with its geometry) may do anything where it is indexed.
+        if type(plain) is not torch.Tensor and type(plain).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            plain = plain.as_subclass(torch.Tensor)
+        return list(spread(plain, entries).tolist())
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return []
 
 
 def spread(tensor: Any, entries: int) -> Any:

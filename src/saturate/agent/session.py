@@ -28,7 +28,7 @@ _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
 MOST_TOKENS = 2048
 
 #: How long an optimizer that was built may keep the step from being settled.
-MOST_WAITING_STEPS = 200
+MOST_WAITING_STEPS, MOST_WAITING_STEPS_OF_RANKS = 200, 50
 MOST_WAITING_NS = 20_000_000_000
 
 #: A step of an optimizer that evaluates its closure this often, or a few times and for this long, is no step to wait for.
@@ -298,10 +298,12 @@ class Session(Guest):
 
     def unsettled(self) -> bool:
         """Whether an optimizer still waits for its first step: five critic steps look like steps until the generator's.
-        Not for ever: some optimizers are built and never used."""
-        if self.plan.get("step") or self.boundaries > MOST_WAITING_STEPS or _CLOCK() - self._woke > MOST_WAITING_NS:
+        Not for ever: some optimizers are built and never used. Ranks count, for all must come to the gate at one step."""
+        if self.plan.get("step") or self.boundaries > MOST_WAITING_STEPS:
             return False
-        return self.optimizers.waiting()
+        if observe.world_size() > 1:
+            return self.boundaries <= MOST_WAITING_STEPS_OF_RANKS and self.optimizers.waiting()
+        return _CLOCK() - self._woke <= MOST_WAITING_NS and self.optimizers.waiting()
 
     def _await(self) -> None:
         """Look out for the step that the user named; one that does not exist here is reported."""

@@ -49,7 +49,7 @@ class Rows:
         while type(dataset) is torch.utils.data.Subset:
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
-        wanted = torch.tensor([int(index) for index in indices])
+        wanted = torch.tensor([int(index) for index in indices], device="cpu")    # whatever the script has made the default
         size = len(dataset)
         wanted = torch.where(wanted < 0, wanted + size, wanted)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < size:

@@ -210,6 +210,16 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
+class _Asked:
+    """A sampler whose iterator is there: one that draws where it is asked for it must not be asked twice."""
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self._iterator
+
+
 def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
     """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
@@ -229,10 +239,13 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
         if loader not in given:
             return reset(self, loader, first_iter)
         ahead, self._prefetch_factor = self._prefetch_factor, 0
+        indices = self._index_sampler
+        if first_iter:      # torch has asked it once by now, and without workers it asks no second time
+            self._index_sampler = _Asked(self._sampler_iter)
         try:
             reset(self, loader, first_iter)
         finally:
-            self._prefetch_factor = ahead
+            self._prefetch_factor, self._index_sampler = ahead, indices
         orders.pop(self, None)
         sampler = loader._index_sampler
         order = DrawnAhead(self._sampler_iter, sampler, functools.partial(_say_order, type(getattr(sampler, "sampler", sampler)).__name__))

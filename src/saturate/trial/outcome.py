@@ -105,7 +105,7 @@ PIPED_INPUT = ("what waits on standard input is a pipe's, which can be read only
                "in `saturate tune -- COMMAND < FILE`")
 
 #: What a command that asks its terminal for something is told: trials have none.
-_ASKED_TERMINAL = re.compile(r"Inappropriate ioctl for device|^_curses\.error")
+_ASKED_TERMINAL = re.compile(r"Inappropriate ioctl for device|^_curses\.error", re.MULTILINE)
 _NO_TERMINAL = ("trials write to a file and have no terminal: let the command do without one (shutil.get_terminal_size() in place of "
                 "os.get_terminal_size(), say)")
 
@@ -180,9 +180,9 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
     if _TRACEBACK in log:
         said = exception_line(log)
-        return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(said))
+        return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(log))
     said = _last_line(log)
-    return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(said))
+    return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(log))
 
 
 def ran_out_of_memory(outcome: Outcome) -> bool:
@@ -286,9 +286,10 @@ def decisive(log: str) -> str:
     return "".join(lines[start:])
 
 
-def _for_terminal(said: str) -> str:
-    """The remedy where the command failed for want of a terminal; "" where it did not."""
-    return _NO_TERMINAL if _ASKED_TERMINAL.search(said) else ""
+def _for_terminal(log: str) -> str:
+    """The remedy where the command failed for want of a terminal; "" where it did not. `stty` says so, and the exception that follows
+    is of what the script made of its silence."""
+    return _NO_TERMINAL if _ASKED_TERMINAL.search(log) else ""
 
 
 def _exceptions(log: str) -> list[tuple[str, str, str]]:

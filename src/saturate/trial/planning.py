@@ -6,6 +6,7 @@ with the reason the kernel gave.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import os
@@ -38,6 +39,9 @@ _SHARED = (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "t
 #: Decoded samples go there too, whatever the user chose: a trial must not fill the user's own cache. A trial may make this
 #: many seconds' worth of them before its first step, so that it shows a warm cache.
 SAMPLES_AHEAD_S = 20
+
+#: Folders that are a cache by what they are called; all others the user has named by a variable.
+_OF_HOME = (".cache", ".triton", ".nv")
 
 _decisions: dict[tuple[object, ...], tuple[bool, str]] = {}
 
@@ -106,6 +110,10 @@ def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
     guarded = landlock.abi() > 0
     attributes = guarded and _attributes_guarded()
     scratch = str(make_scratch(Path(plan.run_dir)))
+    for cache in plan.caches:       # one that is no folder yet would be written to the shadow, anew in each trial
+        if os.path.basename(cache) not in _OF_HOME:
+            with contextlib.suppress(OSError):          # a home that nobody may write to
+                os.makedirs(cache, exist_ok=True)
     return plan._replace(
         mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
         environment=plan.environment | {"TMPDIR": scratch},
