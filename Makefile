@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
+# Tests have one thread each. Each process of theirs takes a gigabyte or two with what it starts.
+SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
+
 .PHONY: demo test test-all lint bench docs clean
 
 demo: $(VENV)/.installed          ## tune the char-GPT example: a few minutes on two cores
@@ -11,10 +14,10 @@ demo: $(VENV)/.installed          ## tune the char-GPT example: a few minutes on
 
 test: $(VENV)/.tested             ## lint, and all tests but the slow ones
 	$(BIN)/ruff check src tests bench examples
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 test-all: $(VENV)/.tested         ## the slow tests as well
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not gpu"
 
 # In order; one that misses its targets does not keep the others from running.
 BENCHMARKS := overhead.py flops.py step_split.py diagnosis.py verify.py trace_readers.py "aa.py --simulated" "aa.py --real 40" \

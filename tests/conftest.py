@@ -18,6 +18,9 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # What a test imports of ONNX Runtime itself reports to nobody.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+# What is printed is as wide as a terminal that says nothing of its width, also where tests run side by side.
+os.environ.pop("COLUMNS", None)
+
 # Under nohup, or in the background of a script, SIGHUP and SIGINT are ignored, and every process that a test starts would
 # inherit that. A handler is not inherited: with one, children start with the default.
 for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, signal.default_int_handler)):
