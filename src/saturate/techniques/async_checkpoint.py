@@ -30,7 +30,8 @@ How it is applied
 -----------------
 torch's zip writer is replaced by one that stages. Functions of `os`, `open`, ways to start processes and distributed
 barriers ask first whether a file is pending that they could see, announce (`latest`) or outlive. A failed write is said
-on stderr, and its OSError is raised by the next save; at the end it makes the exit code nonzero. Files that are not
+on stderr, and its OSError is raised by the next save, and until then by what would announce a checkpoint beside it or
+remove another one; at the end it makes the exit code nonzero. Files that are not
 regular, have hard links or may not be replaced are saved plainly. So are saves in torch's old format, into memory, and
 into files that the script opened itself (`with open(path, "wb") as f: torch.save(state, f)`), which stay as slow as they
 were: what it does with them next (write on, fsync, rename) must find all bytes there. Give `torch.save` the path instead.
