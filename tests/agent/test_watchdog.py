@@ -138,9 +138,34 @@ print("done")
 """
 
 
+#: Six blocks that are computed again in the backward pass, which begins a pass of its own for each, from what they gave.
+RECOMPUTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6)); head = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD([*blocks.parameters(), *head.parameters()], lr=1e-4)
+for step in range(1, 160):
+    hidden = (torch.ones(4, 8) * (1 + 1000 * (step > 100))).requires_grad_()
+    for block in blocks: hidden = checkpoint(block, hidden, use_reentrant=True)
+    head(hidden / hidden.detach().abs().mean()).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()
+print("done")
+"""
+
+
+def test_what_is_computed_again_in_a_backward_pass_is_no_loss(tmp_path):
+    """The sums of hidden values were taken for losses, and a healthy run ended."""
+    (tmp_path / "train.py").write_text(RECOMPUTED)
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "-W", "ignore", "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("steps, bad, said", [(60, 41, ""), (9, 3, "done\n")])
-def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, frozen, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("model = ", "import gc; gc.freeze(); model = ") if frozen else SCRIPT)
     environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
     done = subprocess.run([sys.executable, "train.py", str(steps), str(bad)], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, timeout=120)

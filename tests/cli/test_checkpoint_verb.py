@@ -212,10 +212,10 @@ def test_export_from_a_store_that_moved(folder, capsys):
 def test_export_that_cannot_write_changes_nothing(folder, capsys):
     before = sorted(path.name for path in folder.iterdir())
     code, _, err = run(capsys, "export", "ckpt_3.pt", "-o", "no/such/folder.pt")
-    assert code == 1 and "nothing was changed" in err
+    assert code == 3 and "nothing was changed" in err
     os.mkfifo(folder.parent / "pipe")
     code, _, err = run(capsys, "export", "ckpt_3.pt", "-o", str(folder.parent / "pipe"))
-    assert code == 1 and "Not a regular file" in err and (folder.parent / "pipe").is_fifo()
+    assert code == 3 and "Not a regular file" in err and (folder.parent / "pipe").is_fifo()
     assert sorted(path.name for path in folder.iterdir()) == before
 
 

@@ -34,11 +34,24 @@ why = "{BELL}"
 def test_no_control_character_reaches_the_terminal(words, recipe, capsys):
     if words == ["validate"]:
         recipe.write_text(recipe.read_text() + f'"{BELL}" = 1\n')
+    else:
+        recipe.write_text(recipe.read_text().replace('kind = "jemalloc"', f'kind = "jemalloc", "{BELL}" = 1'))
     other = recipe.with_name("empty.toml")
     other.touch()
     main(["recipe", *words, str(recipe), *([str(other)] if words == ["diff"] else [])])
     shown = "".join(capsys.readouterr())
     assert shown and all(char.isprintable() or char == "\n" for char in shown)
+
+
+def test_no_name_of_a_recipes_own_does_either(tmp_path, capsys):
+    """Keys of options, ids that are there twice, and the file's own name were printed as they are."""
+    path = tmp_path / "x\x1b[31m.toml"
+    entry = f'[[technique]]\nid = "gc-freeze"\noptions = {{ "{BELL}" = 1 }}\n[[technique]]\nid = "a{BELL}"\n'
+    for text in (f"schema = 1\n{entry}{entry}", ""):
+        path.write_text(text, encoding="utf-8")
+        main(["recipe", "validate", str(path)])
+        shown = "".join(capsys.readouterr())
+        assert shown and all(char.isprintable() or char == "\n" for char in shown)
 
 
 def test_the_lines_to_write_by_hand_hold_no_command_of_a_recipes(recipe, capsys):

@@ -57,6 +57,12 @@ def test_lines_stay_as_they_are_and_the_bar_goes_at_the_end():
     assert "after" in last and "budget" not in last, "the bar is gone"
 
 
+def test_what_it_quotes_does_not_drive_the_terminal():
+    said = _SAID.replace('say("second")', 'say("RuntimeError: \\x1b]0;mine\\x07\\x1b[2J")')
+    seen = on_terminal(said)
+    assert "RuntimeError: \ufffd]0;mine\ufffd\ufffd[2J" in seen and "\x1b]0" not in seen
+
+
 def test_without_colours_or_a_terminal_that_draws():
     assert not re.search(r"\x1b\[[0-9;]*m", on_terminal(_SAID, NO_COLOR="1"))
     dumb = on_terminal(_SAID, TERM="dumb")

@@ -318,6 +318,71 @@ def test_a_file_that_is_written_anew_between_epochs_acts(root, on, monkeypatch, 
     assert told_of(capfd) == "" and "dropped" not in told(context)
 
 
+class Masked(cases.Files):
+    """The commonest datasets of segmentation: what the path of a mask is made from is held, and not the path."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        with open(self.paths[index].replace("images", "masks").replace(".bin", ".mask"), "rb") as file:
+            return image, len(file.read()), label
+
+
+def test_files_whose_paths_items_are_made_with_are_watched(tmp_path):
+    """Masks that were drawn anew were served as they had been, from the store of an earlier run."""
+    root = cases.write(tmp_path / "images")
+    (tmp_path / "masks").mkdir()
+    dataset = Masked(root)
+    for path in map(Path, dataset.paths):
+        (tmp_path / "masks" / f"{path.stem}.mask").write_bytes(b"1234")
+    found = cache_probe.probe(dataset, len(dataset))
+    assert not found.refusal and any(path.endswith(".mask") for path in found.opened)
+    files = {}
+    before = cache._key(dataset, found, 1, files)
+    last = tmp_path / "masks" / f"{Path(dataset.paths[-1]).stem}.mask"
+    assert str(last) in files and before == cache._key(dataset, found, 1)
+    (tmp_path / "masks" / "notes.txt").write_text("of another kind")
+    assert before == cache._key(dataset, found, 1)
+    last.write_bytes(b"12345")
+    assert before != cache._key(dataset, found, 1)
+    assert cache_key.beside(["/etc/localtime", "/proc/self/stat", cases.__file__], {}) == {}
+
+
+def test_a_file_that_is_written_anew_acts_also_where_workers_persist(root, on, monkeypatch):
+    monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
+    monkeypatch.setattr(cache, "LOOKED_S", 60.0)
+    context = on()
+    dataset = cases.Files(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=2, persistent_workers=True)
+    first = torch.cat([images for images, _ in loader])
+    assert torch.equal(torch.cat([images for images, _ in loader]), first)
+    Path(dataset.paths[7]).write_bytes(bytes(60))
+    images = torch.cat([images for images, _ in loader])
+    assert images[7].abs().sum() == 0 and torch.equal(images[8:], first[8:])
+    assert "files that its items are made from were changed" in told(context)
+
+
+class Stacked(cases.Files):
+    def __getitems__(self, indices):
+        return torch.stack([self[index][0] for index in indices])
+
+
+def test_a_dataset_that_makes_one_tensor_of_a_batch_is_left_alone(root):
+    dataset = Stacked(root)
+    assert cache_probe.examine(dataset, len(dataset)).refusal == "its __getitems__ returns a Tensor"
+
+
+def test_the_stores_of_a_run_share_their_room(monkeypatch):
+    """Each fold of a cross-validation took half of what was free then, until a checkpoint found no room."""
+    limits = []
+    monkeypatch.setattr(cache_store, "create", lambda folder, name, key, slots, limit, share: limits.append((limit, share)))
+    caches = cache.Caches(torch, None, 0, 0.0)
+    monkeypatch.setattr(caches, "_free_share", lambda: 10_000_000)
+    for number in range(3):
+        caches._store(bytes([number]), 100, 40_000)
+    assert [limit > 0 for limit, _ in limits] == [True, True, True] and sum(limit for limit, _ in limits[-1:]) < 2_000_000
+    assert limits[0][1] == limits[1][1] == cache_store.WHOLE > limits[2][1]
+
+
 def test_files_are_looked_at_for_a_share_of_the_time(root):
     path = root / "00.bin"
     files = cache._Files({str(path): cache_key.stamp(path.stat())})

@@ -20,7 +20,13 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from saturate.data.glance import glance, open_file, own_generator, unseeded_source  # noqa: E402
+from saturate.data.glance import (  # noqa: E402
+    glance,
+    open_connection,
+    open_file,
+    own_generator,
+    unseeded_source,
+)
 
 next(tempfile._get_candidate_names())       # the standard library's own generator is there from now on
 LEVEL = types.SimpleNamespace(noise=0.1)
@@ -195,6 +201,18 @@ class Augments(torch.utils.data.Dataset):
 
     def noise(self, index):
         return numpy.random.RandomState(index).rand() + len(mkdtemp.__name__)
+
+
+def test_what_a_library_of_c_holds_open_is_seen_whatever_module_it_says_it_is_of(monkeypatch):
+    """lmdb's classes say `builtins`: forked workers filled its table of readers, and the training's own reads failed."""
+    lmdb = types.ModuleType("lmdb")
+    lmdb.Environment = type("Environment", (), {"__module__": "builtins"})
+    held = types.SimpleNamespace(env=lmdb.Environment(), other=type("Environment", (), {})())
+    assert open_file(held) == "" == open_connection(held), "some other library's"
+    monkeypatch.setitem(sys.modules, "lmdb", lmdb)
+    assert open_file(held) == open_connection(held) == "Environment"
+    fasta = type("FastaFile", (), {"__module__": "pysam.libcfaidx"})()
+    assert open_file([fasta]) == "FastaFile"
 
 
 @pytest.mark.parametrize("draw, name", [

@@ -31,7 +31,7 @@ CASES = [
     Case(
         "input-bound",
         base(input_wait=0.339, input_wait_raw=0.396, busy=0.56),
-        lost=0.339,
+        lost=0.396,
         edges=(("input_wait", 0.10, 0.0999),),
         missing=("input_wait",),
         quiet={

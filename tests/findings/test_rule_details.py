@@ -51,7 +51,7 @@ def lost(finding: Finding) -> float:
             {"communication__compared": 3, "communication__world_size": 4},
             "late, as the last of 3 ranks that were compared; the run has 4.",
         ),
-        ("fragmentation", {"memory__fragmentation": 0.5}, "retry 3 times and 50.0 % of the reserved"),
+        ("fragmentation", {"memory__fragmentation": 0.5, "memory__held": 0.95}, "retry 3 times and 50.0 % of the reserved"),
         ("graph-breaks", {"compiler__graph_breaks": 1, "compiler__graph_break_reasons": ()}, "has 1 graph break."),
         ("recompilation", {"compiler__compile_share": None}, "in 20 steps: size of x changed."),
         ("recompilation", {"compiler__recompile_reasons": ("a\n  b" + 200 * "c",)}, "c..."),
@@ -186,8 +186,12 @@ def test_what_is_above_the_roof_counts_for_the_ceiling_only_where_it_is_known():
     rule = "nothing-to-gain"
     assert lost(found(rule, base(busy=0.95))) == pytest.approx(0.05)
     assert found(rule, base(busy=0.95)).confidence == "medium"
-    answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", recoverable=0.1), OperatorSeen("y"))))
-    assert lost(answer) == pytest.approx(0.15) and answer.confidence == "high" and len(answer.evidence) == 2
+    answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.3, recoverable=0.02), OperatorSeen("scan", share=0.65))))
+    assert lost(answer) == pytest.approx(0.05) and answer.confidence == "medium", "nothing is known of most of the time"
+    answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.7, recoverable=0.05), OperatorSeen("scan", share=0.25))))
+    assert lost(answer) == pytest.approx(0.35) and answer.confidence == "medium", "a quarter of it may be slow"
+    answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.9, recoverable=0.1), OperatorSeen("y", share=0.05))))
+    assert lost(answer) == pytest.approx(0.2) and answer.confidence == "high" and len(answer.evidence) == 2
     assert RULES[rule].detect(on_cpu(busy=0.5, input_wait=0.0, overhead=0.0)) is None, "what was seen goes first"
     assert RULES[rule].detect(base(input_wait=0.0, overhead=0.0)) is None, "of a device, only its own busy time"
 

@@ -19,7 +19,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.records.analysis import Analysis, Operator, Profile, Roofline
 from saturate.records.ceilings import Ceilings
 from saturate.records.facts import Facts, LoaderFacts, MachineFacts, ModuleFacts
-from saturate.records.observations import Observations, OperatorSeen
+from saturate.records.observations import CommunicationSeen, Observations, OperatorSeen
 from saturate.study import memory, unprofiled, waits
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, _timed_steps, nothing, recorded_steps
@@ -139,6 +139,26 @@ def test_coverage_is_that_of_the_count():
 ])
 def test_number_format(changes, name):
     assert diagnose.number_format(facts(**changes)) == name
+
+
+def test_how_much_of_its_communication_was_waiting_is_asked_of_the_rank_whose_communication_it_is():
+    """The mean over all ranks hid that rank 0, which others waited for, did not wait."""
+    stragglers = [SimpleNamespace(rank=0, wait_ns=0, transfer_ns=12_000_000, late_ns=30_000_000),
+                  SimpleNamespace(rank=1, wait_ns=30_000_000, transfer_ns=12_000_000, late_ns=0)]
+    for rank, share in ((0, 0.0), (1, 30 / 42), (2, None)):
+        analysis = SimpleNamespace(stragglers=stragglers, devices=[SimpleNamespace(rank=rank, steps=1)])
+        seen = diagnose._communication(CommunicationSeen(), facts(world_size=2), analysis, {"communication": 12}, 100)
+        assert seen.peer_wait == (None if share is None else pytest.approx(share)) and seen.compared == 2 and seen.slowest_rank == 0
+
+
+@pytest.mark.parametrize(("device", "kernels", "name"), [
+    ("cuda", ["sm80_xmma_fprop_implicit_gemm_tf32f32"], "tfloat32"), ("cuda", ["ampere_sgemm_128x64_nn"], "float32"),
+    ("cpu", ["sm80_xmma_fprop_implicit_gemm_tf32f32"], "float32")])
+def test_convolutions_take_tf32_though_it_is_not_allowed_for_products(device, kernels, name):
+    """Their rate was held against that of float32, an eighth of it."""
+    operators = [SimpleNamespace(flops=80, kernels=kernels), SimpleNamespace(flops=20, kernels=["sgemm"]), SimpleNamespace(flops=None, kernels=["tf32"])]
+    analysis = SimpleNamespace(devices=[SimpleNamespace(roofline=SimpleNamespace(operators=operators))])
+    assert diagnose.number_format(facts(device=device), analysis) == name
 
 
 # -- memory, lines -----------------------------------------------------------------------------------------------------

@@ -343,3 +343,15 @@ def test_an_entry_that_is_not_as_it_was_written_has_a_name(change, tmp_path):
         db.execute(change)
     with pytest.raises(StudyDamaged):
         everything()
+
+
+def test_an_entry_that_is_no_json_is_damage_though_its_digest_fits(tmp_path):
+    """One study out of a tarball stopped every new one in its folder with a traceback."""
+    for number, text in enumerate(("{", "[" * 100_000)):
+        study = Store(tmp_path / f"abcdef-0101-00000{number}")
+        study._write("meta", "identity", text)
+        with pytest.raises(StudyDamaged, match="not a readable study"):
+            study.meta("identity")
+        study.close()
+    told = []
+    assert find_unfinished(tmp_path, "x", told.append) is None and len(told) == 2

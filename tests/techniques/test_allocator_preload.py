@@ -49,9 +49,12 @@ def test_a_recipe_preloads_in_the_command_and_says_when_the_loader_refuses(libra
     command = [sys.executable, "-m", "saturate", "run", str(recipe), "--", sys.executable, str(script(TRAIN.replace("STEPS", "9")))]
     for path, said in ((library, ""), (str(tmp_path / "libtcmalloc-none.so"), "allocator did not take effect: not_applied")):
         recipe.write_text(f'schema = 1\n[[technique]]\nid = "allocator"\n[technique.options]\nkind = "tcmalloc"\nlibrary = "{path}"\n')
-        done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        trusted = {**clean_environment, "LD_LIBRARY_PATH": str(tmp_path)}
+        done = subprocess.run(command, env=trusted, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, f"LD_PRELOAD is {path}\n"), done.stderr
         assert said in done.stderr and ("did not take effect" in done.stderr) == bool(said)
+        done = subprocess.run(command, env=clean_environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.stdout == "" and done.returncode == 2 and f"{path} is not installed on this machine" in done.stderr, "nobody put it there"
 
 
 def test_glibc_keeps_memory_in_a_trial(script, start):

@@ -43,6 +43,7 @@ def test_training_loaders_and_no_others(context):
     shuffled = torch.utils.data.distributed.DistributedSampler(DATA, 2, 0)
     assert sizes(context, batch_size=6, sampler=ordered) == 6 and sizes(context, batch_size=6, sampler=shuffled) == 18
     assert sizes(context, batch_size=20, shuffle=True) == 20, "the dataset does not hold 60"
+    assert sizes(context, batch_size=7, sampler=shuffled) == 7, "this rank's part of it does not hold 21"
     assert sizes(context, shuffle=True) is None
 
 

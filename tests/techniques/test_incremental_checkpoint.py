@@ -46,8 +46,10 @@ for step in range(first, steps):
     if step == 3:
         shutil.copyfile("ckpt_3.pt", "best.pt")
 print("done")
-if os.environ.get("CRASH"):
+if os.environ.get("CRASH") == "exit":
     os._exit(9)
+if os.environ.get("CRASH"):
+    os.abort()
 '''
 
 COMPARE = '''
@@ -128,7 +130,7 @@ def test_a_run_its_files_its_resume_and_its_export(place):
 @pytest.mark.slow
 def test_after_a_crash_the_newest_is_in_the_store_and_training_resumes(place):
     crashed = place.run("train.py", "5", CRASH="1")
-    assert crashed.returncode == 9
+    assert crashed.returncode == -6
     assert place.named() == ["ckpt_2.pt", "ckpt_3.pt", "ckpt_4.pt"]
     (place.folder / "recipe.toml").write_text('schema = 1\n[[technique]]\nid = "zero-grad-none"\n')     # any recipe loads it
     resumed = place.run("train.py", "6", "ckpt_4.pt")
@@ -138,6 +140,13 @@ def test_after_a_crash_the_newest_is_in_the_store_and_training_resumes(place):
     other = Place(plain, place.environment)
     assert other("train.py", "6").returncode == 0
     assert place("compare.py", "ckpt_5.pt", str(plain / "ckpt_5.pt")).returncode == 0, "resumed training differs from uninterrupted"
+
+
+def test_an_end_at_once_leaves_a_plain_file_too(place):
+    """So ends who asks for `os._exit`, and whom the watchdog stops: the newest checkpoint could not be loaded without us."""
+    done = place.run("train.py", "5", CRASH="exit")
+    assert done.returncode == 9, done.stderr
+    assert place.named() == ["ckpt_2.pt", "ckpt_3.pt"] and place("compare.py", "ckpt_4.pt", "true_4.bin").returncode == 0
 
 
 @pytest.mark.slow

@@ -154,6 +154,22 @@ def test_a_worker_that_is_lost_while_a_sampler_draws_ends_no_sampler(capfd):
     assert "has lost a worker" in capfd.readouterr().err
 
 
+def test_a_worker_that_is_killed_between_two_passes_ends_no_training_that_had_none():
+    """Nobody looks then: the next pass waited for its answer."""
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Rows()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        loader = DataLoader(dataset, batch_size=2, **changes)
+        first = [batch.tolist() for batch in loader]
+        os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+        loader._iterator._workers[0].join(10)
+        assert [batch.tolist() for batch in loader] == first and all(worker.is_alive() for worker in loader._iterator._workers)
+    finally:
+        context.undo()
+
+
 def test_a_worker_that_the_script_had_itself_is_nobody_else_s():
     context = Context(torch)
     loader_workers.apply(context, loader_workers.Options(workers=2))

@@ -159,7 +159,7 @@ def test_memory_at_its_peak() -> None:
     for time, allocated, reserved in ((0, 1 << 30, 2 << 30), (5, 16 << 30, 20 << 30), (9, 2 << 30, 24 << 30)):
         made.allocation(time, allocated, reserved)
     made.allocation(7, 31 << 30, 31 << 30, device=-1)
-    assert seen(made.trace()).memory == MemorySeen(used=0.5, fragmentation=0.2)
+    assert seen(made.trace()).memory == MemorySeen(used=0.5, held=0.625, fragmentation=0.2)
 
 
 def test_compilation() -> None:

@@ -53,11 +53,14 @@ def replace(session: Any, owner: Any, name: str, wrapper: Any) -> None:
 
 def _backward(session: Any, torch: Any) -> None:
     original = torch.autograd.backward
+    inside = getattr(torch._C, "_current_graph_task_id", lambda: -1)        # of torch 2.1 on
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensors, tuple) and not torch.overrides.is_tensor_like(tensors):
             tensors = tuple(tensors)        # as torch does, and a generator gives them only once; a GradientEdge is a tuple
+        if inside() != -1:                  # a part of another one, as reentrant checkpointing makes them: what it begins with is no loss
+            return original(tensors, *args, **kwargs)
         session.backward_begins(tensors)
         result = original(tensors, *args, **kwargs)
         session.backward_ends(tensors)

@@ -105,6 +105,7 @@ def leave() -> None:
     """End the process with the exit code that says so. Called by `inject/sitecustomize.py` after everything that the script
     wanted to be called at its end."""
     notices.flush()
+    gc.unfreeze()               # what was frozen is not listed
     for kept in gc.get_objects():
         try:
             if type(kept) in _BUFFERED and stat.S_ISREG(os.fstat(kept.fileno()).st_mode):

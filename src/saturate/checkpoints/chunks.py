@@ -110,7 +110,7 @@ class Store:
                                      remedy="name its folder with --store") from None
         except OSError as error:
             raise _unreadable(folder, error) from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointDamaged(f"{folder / 'store.json'} is not that of a checkpoint store", cause=str(error)) from error
         if schema != SCHEMA:
             raise CheckpointDamaged(f"the checkpoint store in {folder} has format {schema!r}, this saturate reads {SCHEMA}",

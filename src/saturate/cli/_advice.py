@@ -214,7 +214,7 @@ def _forecast(old: Path, new: Path) -> Forecast:
         try:
             samples.append(forecast.sample(path, most_chunks=4096, most_bytes=1 << 28))
         except OSError as error:
-            raise UsageError(f"{path} cannot be read", cause=str(error)) from error
+            raise UsageError(f"{path} cannot be read", cause=str(error), remedy="name two checkpoints of one training") from error
         except ValueError as error:
             raise UsageError(f"{path} cannot be compared", cause=str(error),
                              remedy="name plain files of torch.save or safetensors; saturate checkpoint export makes them") from error

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from saturate.errors import UsageError
+from saturate.errors import SaturateError, UsageError
 from saturate.records.encoding import encoded
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -75,11 +75,31 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     )
 
 
+#: What the verb has printed as its JSON answer: one object, unless it ended before it had any.
+_answers: list[str] = []
+
+
+def no_answer_yet() -> None:
+    """A verb begins."""
+    _answers.clear()
+
+
+def answer_of_failure(error: BaseException) -> None:
+    """The object of `--json` where a verb ended before it had one of its own."""
+    if _answers:
+        return
+    failed = error if isinstance(error, SaturateError) else None
+    told = (failed.message, failed.cause, failed.remedy) if failed else (
+        "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}", "", "")
+    show_json({"schema": 1, "error": {"code": failed.code if failed else "", **dict(zip(("message", "cause", "remedy"), told))}})
+
+
 def show_json(record: Any, stream: TextIO | None = None) -> None:
     """Print a record as one line of JSON. A stream that cannot take all of Unicode gets the rest as JSON escapes it: as Python
     does it for what people read (`\\xe9`), no parser would take it."""
     stream = stream or sys.stdout
     text = encoded(record)
+    _answers.append(text)
     print(text if _takes_everything(stream) else _ascii(text), file=stream, flush=True)
 
 
@@ -109,7 +129,7 @@ def place_of(path: Path, what: str) -> Path:
     except OSError as error:        # a folder that may not be searched, a name that is too long
         cause = error.strerror or str(error)
     if cause:
-        raise UsageError(f"{what} cannot write {path}", cause=cause)
+        raise UsageError(f"{what} cannot write {path}", cause=cause, remedy="name a file in a folder that is there")
     return place
 
 

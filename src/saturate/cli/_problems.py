@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
 from saturate.errors import EnvironmentProblem
+
+#: What the system says of a path that nobody may look at, or that is none.
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 #: What saturate is installed with.
 _LIBRARIES = ("msgspec", "tomlkit", "rich", "pynvml")
@@ -17,6 +21,9 @@ def of_surroundings(error: Exception) -> EnvironmentProblem | None:
         return _of_library(error)
     if isinstance(error, OSError) and _folder_is_gone():
         return EnvironmentProblem("the working directory was removed", cause=str(error), remedy="change to a folder that exists")
+    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
+        return EnvironmentProblem(f"{os.fsdecode(error.filename)} cannot be reached", cause=error.strerror or str(error),
+                                  remedy="check the path, and who may read what lies on it")
     return None
 
 

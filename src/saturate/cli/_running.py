@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from saturate.cli._output import tell
-from saturate.errors import SaturateError
+from saturate.errors import SaturateError, clean
 
 
 class Progress:
@@ -43,7 +43,7 @@ class Progress:
 
     def __call__(self, line: str) -> None:
         seconds = int(time.monotonic() - self.began)
-        text = f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}"
+        text = clean(f"[{seconds // 60:2d}:{seconds % 60:02d}] {line}")     # it may quote the command, or a file
         if self._bar is not None:
             self._unless_gone(lambda: self._bar.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True))
         else:
@@ -131,4 +131,4 @@ def show_log(error: SaturateError) -> None:
         return
     with open(error.evidence, encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
-    tell("\n".join(["", *lines[-30:], "", ""]))
+    tell(clean("\n".join(["", *lines[-30:], "", ""])))

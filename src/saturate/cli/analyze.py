@@ -15,6 +15,7 @@ from typing import Any
 
 from saturate.cli._output import coloured, place_of, show_json, width
 from saturate.errors import EnvironmentProblem, UsageError
+from saturate.records.spelling import suggestion
 
 #: Files on one command line. A run has fewer ranks, and each costs seconds; more is a glob that went wrong.
 MOST = 4096
@@ -94,7 +95,8 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     missing = [path for path in files if _absent(path)]
     if missing:
         raise UsageError(
-            f"there is no file {missing[0]}" + (f", nor {len(missing) - 1:,} more" if missing[1:] else "")
+            f"there is no file {missing[0]}" + (f", nor {len(missing) - 1:,} more" if missing[1:] else ""),
+            remedy=_near(missing[0]) or "check the path; saturate profile -- python train.py records a trace",
         )
     if arguments.trim and _head(files[0]).startswith(b"SQLite format 3"):
         raise UsageError(
@@ -107,10 +109,18 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
         if out is not None:
             places.append(place_of(out, option))
             if any(_same(out, path) for path in files):
-                raise UsageError(f"{option} would overwrite the trace {out}")
+                raise UsageError(f"{option} would overwrite the trace {out}", remedy="name another file")
     if len(places) > len(set(places)):
         raise UsageError("--html and --trim would write to the same file", remedy="name two files")
     return files
+
+
+def _near(path: Path) -> str:
+    """The file beside it that it may have been meant to name."""
+    try:
+        return suggestion(path.name, [entry.name for entry in path.absolute().parent.iterdir()])
+    except OSError:
+        return ""
 
 
 def _absent(path: Path) -> bool:
@@ -148,7 +158,9 @@ def _write(path: Path, text: str) -> None:
     try:
         _replace(path, text)
     except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be written", cause=error.strerror or str(error)) from error
+        raise EnvironmentProblem(
+            f"{path} cannot be written", cause=error.strerror or str(error), remedy="free some space there, or name another place"
+        ) from error
 
 
 def _replace(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from saturate.cli._output import paint, show_json, table
 from saturate.cli._running import Progress, one_signal_interrupts
-from saturate.errors import EnvironmentProblem, SaturateError, UsageError
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError, clean
 from saturate.records.artifact import Manifest
 from saturate.records.bench import BatchRow, BenchRecord, Measured
 
@@ -55,13 +55,13 @@ def execute(arguments: argparse.Namespace) -> int:
                 cause=record.rows[0].artifact.reason,
                 remedy="leave --batch out: then it runs at the size that it was made with",
             )
-    except (SaturateError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown below, after the record
         import msgspec
 
         problem = error
-        record = msgspec.structs.replace(
-            record, reason=error.message if isinstance(error, SaturateError) else "interrupted"
-        )
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "interrupted" if interrupted else getattr(error, "message", f"saturate itself failed: {error}")
+        record = msgspec.structs.replace(record, reason=reason)
     if arguments.json:
         show_json(record)
     elif record.rows:
@@ -118,9 +118,12 @@ def bench(
 
 def _fixed_threads(manifest: Manifest) -> int | None:
     """The threads that a program brings along; None where it takes those of its process."""
-    settings = manifest.settings
-    found = settings.get("threads") or (settings.get("session") or {}).get("threads")
-    return int(found) if found else None
+    session = manifest.settings.get("session") or {}
+    found = manifest.settings.get("threads") or (session.get("threads") if isinstance(session, dict) else session)
+    if found and (not isinstance(found, int) or not 0 < found <= 4096):
+        raise ArtifactDamaged("the artifact's settings name no number of threads", cause=f"threads is {found!r:.80}",
+                              remedy="make it again with saturate optimize")
+    return found or None
 
 
 def _row(
@@ -241,10 +244,10 @@ def shown(record: BenchRecord) -> str:
             lines.append([*[""] * 6, ratio])
         elif row.reason:
             lines.append([*[""] * 6, row.reason])
-    head = [paint(f"{record.candidate}, {words.count(record.threads or 1, 'thread')}", "bold")]
+    head = [paint(clean(f"{record.candidate}, {words.count(record.threads or 1, 'thread')}"), "bold")]
     if record.against:
-        head.append(f"against {record.against}: {record.candidate_against}")
-    return "\n".join([*head, table(lines)])
+        head.append(clean(f"against {record.against}: {record.candidate_against}"))
+    return "\n".join([*head, clean(table(lines))])
 
 
 def sizes(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from saturate.cli import _advice
 from saturate.cli._output import amount, paint, show_json, table
-from saturate.errors import CheckpointDamaged, SaturateError, UsageError
+from saturate.errors import CheckpointDamaged, EnvironmentProblem, UsageError
 
 STORE = Path(".saturate/checkpoints")
 
@@ -122,7 +122,8 @@ def _export(arguments: argparse.Namespace) -> int:
             with pointer.resolved(found, named, arguments.store) as (store, manifest):
                 manifests.copy(store, manifest, target)
         except OSError as error:
-            raise SaturateError(f"{target} could not be written", cause=str(error), remedy="nothing was changed") from error
+            raise EnvironmentProblem(f"{target} was not written", cause=str(error),
+                                     remedy="nothing was changed; name a place with room that you may write to, and see that the store can be read") from error
     size = target.stat().st_size
     if arguments.json:
         show_json(Exported(path=str(target), checkpoint=found and found.checkpoint, size_bytes=size))
@@ -141,15 +142,15 @@ def _gc(arguments: argparse.Namespace) -> int:
 
     for place in arguments.look_in:
         if not place.is_dir():
-            raise UsageError(f"there is no folder {place}")
+            raise UsageError(f"there is no folder {place}", remedy="--look-in names folders that files of checkpoints lie in")
     with Store.open(arguments.store) as store, store.locked(alone=arguments.delete):
         plan = collect.plan(store, arguments.keep, arguments.keep_every, arguments.look_in)
         if arguments.delete:
             try:
                 collect.carry_out(store, plan)
             except OSError as error:
-                raise SaturateError("not everything could be removed", cause=str(error),
-                                    remedy="what is kept is whole; run it again") from error
+                raise EnvironmentProblem("not everything could be removed", cause=str(error),
+                                         remedy="what is kept is whole; see that you may write there, and run it again") from error
     if arguments.json:
         show_json(records.Collected(
             store=str(arguments.store), deleted=arguments.delete, damaged=plan.damaged,

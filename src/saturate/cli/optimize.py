@@ -139,6 +139,8 @@ def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseE
         if found is not None:
             _show(record, sys.stderr)
         return 130, record, interruption
+    except Exception as bug:  # noqa: BLE001 - raised again once the object is printed
+        return 3, nothing(arguments, f"saturate itself failed: {type(bug).__name__}: {bug}", ""), bug
 
 
 def _interrupted(record: OptimizeRecord) -> OptimizeRecord:

@@ -31,7 +31,7 @@ def size(text: str) -> int:
     try:
         return sizes.parse(text)
     except ValueError as error:
-        raise UsageError(f"saturate pack: {error}") from error
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -114,7 +114,7 @@ def _diff(a: str, b: str) -> int:
     from saturate.records import recipe as recipes
 
     lines = recipes.diff(recipes.read(a), recipes.read(b))
-    print("\n".join(lines) or "no differences")
+    print(clean("\n".join(lines)) or "no differences")
     return 0
 
 
@@ -129,7 +129,7 @@ def _validate(path: str, as_json: bool) -> int:
     elif problems:
         rows = [(":".join(str(part) for part in (path, p.line, p.column) if part is not None),
                  ": ".join(filter(None, (_line(p.where()), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]
-        print(table(rows))
+        print(clean(table(rows)))
     else:
-        print(f"{path} is a valid recipe")
+        print(clean(f"{path} is a valid recipe"))
     return 2 if problems else 0

@@ -44,6 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
             notices.tell("saturate: the recipe is empty, so the command runs as it is: nothing watches its loss\n")
         _replace(command, _environment())
     chosen = _chosen(recipe)
+    _refuse_foreign_code(chosen, command)
     doubts = _compare(recipe, command, arguments.strict)
     option = launch.defeated_by(command)
     if option is not None:
@@ -103,7 +104,8 @@ def _replace(command: list[str], environment: dict[str, str]) -> None:
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        raise UsageError(f"cannot start {command[0]}", cause=str(error)) from error
+        raise UsageError(f"cannot start {command[0]}", cause=str(error), remedy="a program, or a file that may be executed and says by its "
+                         "first line what with (#!/bin/sh)") from error
 
 
 def _chosen(recipe: Recipe) -> list[launch.Chosen]:
@@ -117,6 +119,19 @@ def _chosen(recipe: Recipe) -> list[launch.Chosen]:
         raise RecipeError(first.message, cause=first.where(), remedy=first.remedy or "saturate recipe validate FILE lists all problems")
     return [Candidate(registry[entry.id], options_from(registry[entry.id], entry.options)).chosen()
             for entry in recipe.techniques]
+
+
+def _refuse_foreign_code(chosen: list[launch.Chosen], command: list[str]) -> None:
+    """Raise RecipeError for a library that is to be loaded into the command and that nobody has installed here: a recipe may come from
+    anywhere, and a file beside it, too."""
+    from saturate.machine import facts
+
+    for one in chosen:
+        library = one.options.get("library")
+        if library and not facts.is_installed(library, prefix=facts.prefix_of(command[0])):
+            raise RecipeError(f"{one.id}: {library} is not installed on this machine",
+                              cause="it lies in no folder of libraries of the system, of the command's Python, or of LD_LIBRARY_PATH",
+                              remedy="saturate tune -- COMMAND finds what is installed here; or name its folder in LD_LIBRARY_PATH if you trust it")
 
 
 def _compare(recipe: Recipe, command: list[str], strict: bool) -> dict[str, tuple[str, str]]:

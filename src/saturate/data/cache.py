@@ -7,6 +7,7 @@ looks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import weakref
@@ -89,6 +90,8 @@ class Caches:
         self._stores: dict[bytes, cache_store.Store] = {}
         self._looked_at: dict[int, tuple[Any, Any, bytes]] = {}     # by id: the dataset (weakly), what was found, its key
         self._files: dict[bytes, _Files] = {}                       # by key
+        self._room: int | None = None                               # bytes for all stores of this run, where the user names no limit
+        self._promised = 0                                          # of these, to the stores that there are
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(map(_in_words, self._told)))
@@ -115,6 +118,12 @@ class Caches:
         elif not loader.num_workers:
             iterator._index_sampler = Beside(sampler, reader, threads)
         iterator._sampler_iter = iter(iterator._index_sampler)
+
+    def look_again(self, loader: Any) -> None:
+        """Another pass with workers that have their readers from the first. Where files have changed, what is stored is not served."""
+        served = self._loaders.get(loader)
+        if served is not None and served.reader is not None and served.files is not None and not served.files.unchanged():
+            served.reader.store.drop("files that its items are made from were changed")
 
     def _reader(self, loader: Any) -> Reader | None:
         """For this loader's dataset as it is now; None where it cannot be cached."""
@@ -162,13 +171,17 @@ class Caches:
         found = cache_probe.probe(dataset, len(dataset))
         files: dict[str, tuple[int, int]] = {}
         key = _key(dataset, found, threads, files)
-        self._files[key] = _Files(_read_from(files, found.endings))
+        self._files[key] = _Files(_read_from(files, found))
         self._looked_at[id(dataset)] = weakref.ref(dataset), found, key
         return found, key
 
     def _store(self, key: bytes, length: int, record_bytes: int) -> cache_store.Store:
-        limit = self.max_bytes or self._free_share()
-        share = (limit - 8 * length) / (length * (1.05 * record_bytes + 128))
+        if self._room is None:
+            self._room = self._free_share()
+        limit = self.max_bytes or max(0, self._room - self._promised)      # what the user allows, each may take
+        needed = length * (1.05 * record_bytes + 128)
+        share = (limit - 8 * length) / needed
+        self._promised += min(limit, int(needed) + 8 * length)
         name = key.hex()[:32]
         if self.folder is not None and not cache_store.path_of(self.folder, name).exists():
             cache_store.make_room(self.folder, limit, [store.path for store in self._stores.values()])
@@ -190,9 +203,10 @@ class Caches:
         return int(FREE_SHARE * (available_bytes() or 0) / self.ranks)         # nothing tells: nothing is kept
 
 
-def _read_from(files: dict[str, tuple[int, int]], endings: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+def _read_from(files: dict[str, tuple[int, int]], found: cache_probe.Found) -> dict[str, tuple[int, int]]:
     """Of the files that a dataset names, those that are like the ones that its items were made from: what a training writes beside them
     is none of these. Nothing where there are too many to look at."""
+    endings = {os.path.splitext(path)[1] for path in found.opened}
     return {path: known for path, known in files.items() if os.path.splitext(path)[1] in endings} if len(files) <= cache_key.MOST_MET else {}
 
 
@@ -201,11 +215,16 @@ def _key(dataset: Any, found: cache_probe.Found, threads: int, files: dict[str, 
     one, and loader workers have one. Raises Unknowable."""
     if found.refusal:
         return repr([id(value) for value in attributes(dataset)]).encode()      # good enough to go on refusing
-    if found.steps is None:
-        return cache_key.digest(dataset, threads, found.place, files=files)
-    if cache_probe.owner_of(dataset) is None:
+    if found.steps is not None and cache_probe.owner_of(dataset) is None:
         return b""                      # it has no transform any more
-    return cache_key.digest(cache_probe.cut(dataset, found.steps)[0], threads, found.place, files=files)
+    source = dataset if found.steps is None else cache_probe.cut(dataset, found.steps)[0]
+    files = {} if files is None else files
+    key = cache_key.digest(source, threads, found.place, files=files)
+    others = cache_key.beside(found.opened, files) if len(files) <= cache_key.MOST_MET else {}
+    if not others:
+        return key
+    files |= others
+    return hashlib.blake2b(repr((key, sorted(others.items()))).encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 def _in_words(told: _Told) -> str:

@@ -19,7 +19,7 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from saturate.data.code_names import NO_STEPS, global_names
@@ -46,6 +46,10 @@ class Unknowable(Exception):
     """The message says what about the dataset has no fingerprint."""
 
 
+#: Where no data lies that a user would change.
+_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", sys.prefix + os.sep, sys.base_prefix + os.sep)
+
+
 def digest(dataset: Any, *more: Any, files: dict[str, tuple[int, int]] | None = None) -> bytes:
     """32 bytes. `files` is filled with the regular files that are met, by absolute path, and their `stamp`s: with the first `MOST_MET`
     and one more where there are more. Raises Unknowable."""
@@ -54,6 +58,25 @@ def digest(dataset: Any, *more: Any, files: dict[str, tuple[int, int]] | None = 
     walk.value((sys.version_info[:3], _versions(), torch and str(torch.get_default_dtype()), more), 0)
     walk.value(dataset, 0)
     return walk.hash.digest()
+
+
+def beside(opened: Sequence[str], named: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Files like those that were opened to make items and that the dataset does not name, by absolute path, with their `stamp`s: masks,
+    say, whose paths are made from those of the pictures. They lie below the folder that those of one ending share. Raises Unknowable."""
+    hidden: dict[str, list[str]] = {}
+    for path in opened:
+        if path not in named and not path.startswith(_SYSTEM) and "/site-packages/" not in path and not path.endswith((".py", ".pyc")):
+            hidden.setdefault(os.path.splitext(path)[1], []).append(os.path.dirname(path))
+    found: dict[str, tuple[int, int]] = {}
+    for ending, folders in hidden.items():
+        shared = os.path.commonpath(folders)
+        for top in {shared} if shared.count(os.sep) > 1 else set(folders):      # not all of a home, or of the machine
+            for folder, _, names in os.walk(top):
+                paths = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1] == ending]
+                found |= {path: stamp(os.stat(path)) for path in paths if os.path.isfile(path)}
+                if len(found) > MOST_FILES:
+                    raise Unknowable(f"there are more than {MOST_FILES} files below {top}, too many to watch")
+    return found
 
 
 def stamp(seen: os.stat_result) -> tuple[int, int]:

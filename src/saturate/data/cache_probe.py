@@ -52,7 +52,7 @@ class Found:
     record_bytes: int = 0           # of one item, the mean
     make_s: float = 0.0             # what one item takes, without and with a cache
     read_s: float = 0.0
-    endings: tuple[str, ...] = ()   # of the files that were opened to make items, as far as Python opened them
+    opened: tuple[str, ...] = ()    # files that were read to make items, as far as Python opened them: absolute paths
 
 
 # -- datasets with a transform -------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def probe(dataset: Any, length: int) -> Found:
         answer = json.loads(text)
     except ValueError:
         return Found("the process that made some of its items died")
-    return Found(**{**answer, "place": tuple(answer["place"]), "endings": tuple(answer["endings"])})
+    return Found(**{**answer, "place": tuple(answer["place"]), "opened": tuple(answer["opened"])})
 
 
 def _read(reader: int, deadline: float) -> bytes | None:
@@ -222,13 +222,13 @@ def _in_child(dataset: Any, length: int, writer: int) -> None:
     opened: set[str] = set()
 
     def note(event: str, arguments: Any) -> None:
-        if event == "open" and isinstance(arguments[0], (str, bytes)):
-            opened.add(os.path.splitext(os.fsdecode(arguments[0]))[1])
+        if event == "open" and isinstance(arguments[0], (str, bytes)) and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            opened.add(os.path.abspath(os.fsdecode(arguments[0])))
 
     try:
         try:
             sys.addaudithook(note)      # it cannot be removed: this process ends soon
-            found = replace(examine(dataset, length), endings=tuple(sorted(opened)))
+            found = replace(examine(dataset, length), opened=tuple(sorted(opened)))
         except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises is the answer
             found = Found(f"making an item of it failed: {type(error).__name__}: {error}")
         os.write(writer, json.dumps(vars(found)).encode())
@@ -296,7 +296,10 @@ def _whole(dataset: Any, indices: list[int], length: int) -> Found:
         records.append(b"".join(record))
         make_s.append(min(seconds, again))
     if made_together(dataset):
-        together = [b"".join(cache_codec.encode(item)) for item in dataset.__getitems__(list(indices))]
+        made = dataset.__getitems__(list(indices))
+        if type(made) is not list:      # a cache would hand over a list
+            return Found(f"its __getitems__ returns a {type(made).__name__}")
+        together = [b"".join(cache_codec.encode(item)) for item in made]
         if together != records or _depend_on_batch(dataset, length):
             return Found("its items depend on the batch that they are fetched in")
     return _worth(records, make_s, None, ())

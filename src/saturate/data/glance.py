@@ -39,8 +39,12 @@ SAMPLE_BYTES = 1 << 16
 _METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 
 #: Other things that a fork may not share.
-_CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Environment"), ("netCDF4", "Dataset"), ("tables", "File"),
-                ("psycopg2", "connection"), ("psycopg2", "cursor"), ("psycopg", "Connection"), ("duckdb", "DuckDBPyConnection")}
+_CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Environment"), ("lmdb", "Transaction"), ("netCDF4", "Dataset"),
+                ("tables", "File"), ("psycopg2", "connection"), ("psycopg2", "cursor"), ("psycopg", "Connection"), ("duckdb", "DuckDBPyConnection"),
+                # Files that a library of C holds by itself, with one place in each, or threads that do not live in a fork.
+                ("pysam", "FastaFile"), ("pysam", "AlignmentFile"), ("pysam", "VariantFile"), ("pysam", "TabixFile"), ("cv2", "VideoCapture"),
+                ("decord", "VideoReader"), ("av", "InputContainer"), ("rasterio", "DatasetReader"), ("osgeo", "Dataset"),
+                ("openslide", "OpenSlide")}
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
@@ -97,7 +101,10 @@ def _is_open_connection(thing: Any) -> bool:
     kind = type(thing)
     if kind.__module__.partition(".")[0] == "h5py" and kind.__name__ in ("File", "Group", "Dataset"):
         return bool(thing)
-    return (kind.__module__.partition(".")[0], kind.__name__) in _CONNECTIONS
+    if (kind.__module__.partition(".")[0], kind.__name__) in _CONNECTIONS:
+        return True
+    # Some classes of C call another module theirs, as lmdb's do `builtins`.
+    return any(kind.__name__ == name and getattr(sys.modules.get(module), name, None) is kind for module, name in _CONNECTIONS)
 
 
 def _walk(things: Iterable[Any], look: Callable[[Any], tuple[Any, list[Any]]] | None = None) -> Iterator[tuple[Any, Any]]:

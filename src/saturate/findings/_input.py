@@ -65,10 +65,18 @@ def waiting(
             *evidence,
             *number("wait for input, hidden or not", seen.input_wait_raw, "of the step"),
         ],
-        wait,
+        wait if seen.device == "cpu" else without(seen, wait),
         direct=direct,
         advice=advice,
     )
+
+
+def without(seen: Observations, wait: float) -> float:
+    """The most that can vanish with the wait, on an accelerator: the host comes earlier by all of it, also by what the device's work hid, and
+    with that goes what it does idly before its next launch; but never more than the device is idle."""
+    if seen.input_wait_raw is None or seen.busy is None:
+        return wait
+    return max(wait, min(seen.input_wait_raw, 1.0 - seen.busy))
 
 
 def cores(loader: LoaderSeen) -> list[Evidence]:

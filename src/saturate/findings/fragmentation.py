@@ -8,11 +8,11 @@ which waits for the device.
 
 Evidence
 --------
-Allocator retries; memory reserved and not used at the peak, of what is reserved; the peak, of the device's memory.
+Allocator retries; memory reserved and not used at the peak, of what is reserved; what is reserved, of the device's memory.
 
 Threshold
 ---------
-1 retry; or 30 % of the reserved memory unused at the peak while 90 % of the device's memory is taken.
+1 retry; or 30 % of the reserved memory unused at the peak while 90 % of the device's memory is reserved.
 
 Not to be confused with
 -----------------------
@@ -40,7 +40,7 @@ from saturate.records.observations import Observations
 RULE = Rule(id="fragmentation", title="fragmented device memory", techniques=("allocator",))
 
 RETRIES = 1
-#: Reserved and not used, of reserved; and peak, of the device's memory.
+#: Reserved and not used, of reserved; and reserved, of the device's memory.
 UNUSED = 0.30
 FULL = 0.90
 
@@ -48,7 +48,7 @@ FULL = 0.90
 def detect(seen: Observations) -> Finding | None:
     memory = seen.memory
     retried = memory.allocator_retries is not None and memory.allocator_retries >= RETRIES
-    holes = reaches(memory.fragmentation, UNUSED) and reaches(memory.used, FULL)
+    holes = reaches(memory.fragmentation, UNUSED) and reaches(memory.held, FULL)
     if seen.device == "cpu" or not concludes(seen, RULE) or not (retried or holes):
         return None
     says = [f"the allocator had to free and retry {memory.allocator_retries} times"] if retried else []
@@ -63,7 +63,7 @@ def detect(seen: Observations) -> Finding | None:
         [
             *number("allocator retries", memory.allocator_retries, "retries", RETRIES),
             *number("reserved and unused", memory.fragmentation, "of the reserved memory", UNUSED),
-            *number("peak", memory.used, "of the device's memory", FULL),
+            *number("reserved", memory.held, "of the device's memory", FULL),
         ],
         None,
         direct=retried,

@@ -12,12 +12,11 @@ it are parameters, gradients, optimizer state and activations; and the line of c
 
 Threshold
 ---------
-85 % of the memory in use, the kinds known, and less than 30 % of what the allocator holds unused. A kind that takes less
-than 20 % is not addressed.
+85 % of the memory in use, and the kinds known. A kind that takes less than 20 % is not addressed.
 
 Not to be confused with
 -----------------------
-Memory that the allocator holds and does not use: see `fragmentation`, which is said instead where it is the cause. Memory
+Memory that the allocator holds and does not use: see `fragmentation`. Memory
 of other processes on the same device, which is not counted here. A cache of files, which the system gives back.
 
 What helps
@@ -36,7 +35,6 @@ from __future__ import annotations
 
 from saturate.findings._api import Rule
 from saturate.findings._common import concludes, finding, number, percent, reaches
-from saturate.findings.fragmentation import UNUSED
 from saturate.records.analysis import Finding
 from saturate.records.observations import MemorySeen, Observations
 
@@ -61,7 +59,7 @@ _HELPS = {
 
 def detect(seen: Observations) -> Finding | None:
     memory = seen.memory
-    if not concludes(seen, RULE) or not reaches(memory.used, FULL) or reaches(memory.fragmentation, UNUSED):
+    if not concludes(seen, RULE) or not reaches(memory.used, FULL):
         return None
     kinds = {kind: share for kind in _HELPS if reaches(share := getattr(memory, kind), 0.0)}
     if not kinds:

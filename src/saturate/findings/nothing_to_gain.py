@@ -8,7 +8,7 @@ failure: what remains is the ceiling.
 Evidence
 --------
 Time in which the device computes (on a CPU: time in operators), of the step: not what copies and communication take
-alone. Where the roofline covers the operators, their time above the roof.
+alone. Where the roofline covers 60 % of that, the time of its operators above the roof, and all time of the others.
 
 Threshold
 ---------
@@ -46,6 +46,10 @@ COMPUTING = 0.85
 EXPOSED = 0.10
 #: Time above the roof, of the step.
 RECOVERABLE = 0.25
+#: Operators whose roof is known, of what computes: with less, nothing is said of it.
+COVERAGE = 0.60
+#: And without a known roof, of the step: with more, the conclusion is less certain.
+UNKNOWN = 0.10
 
 
 def detect(seen: Observations) -> Finding | None:
@@ -54,8 +58,11 @@ def detect(seen: Observations) -> Finding | None:
         return None
     if reaches(seen.copies.exposed, EXPOSED) or reaches(seen.communication.exposed, EXPOSED):
         return None
-    known = [one.recoverable for one in seen.operators if one.recoverable is not None]
-    above = at_most(*known) if known else None
+    known = [one for one in seen.operators if one.recoverable is not None]
+    covered = sum(one.share for one in known)
+    above, others = None, 0.0
+    if known and covered >= COVERAGE * computing:
+        above, others = at_most(*(one.recoverable for one in known)), max(0.0, computing - covered)     # of the others, all may be lost
     if above is not None and above >= RECOVERABLE:
         return None
     roof = f", and its operators are {percent(above)} of the step above their roof" if above is not None else ""
@@ -67,8 +74,8 @@ def detect(seen: Observations) -> Finding | None:
         seen,
         f"No lost time was found: {seen.device_name or 'the device'} computes for {percent(computing)} of the step{roof}.",
         evidence,
-        at_most(1.0 - computing, above),
-        direct=above is not None,
+        at_most(1.0 - computing, above, others),
+        direct=above is not None and others < UNKNOWN,
         advice="a faster device, smaller number formats or less work would be needed",
     )
 

@@ -60,7 +60,11 @@ def kept(device_name: str | None = None, *, device: str | None = None, torch: st
     """Records of earlier measurements that agree with everything that is given. Never raises; measures nothing."""
     records, notes = [], []
     place = where or folder()
-    for path in sorted(place.glob("*.json")) if place else []:
+    try:
+        paths = sorted(place.glob("*.json")) if place else []
+    except OSError as error:        # a home of somebody else's, as of root in a container
+        return Kept([], [f"{place} cannot be searched ({error.strerror or error})"])
+    for path in paths:
         try:
             record = _read(path)
         except (OSError, ValueError) as error:

@@ -166,8 +166,7 @@ def allocators(root: Path = _ROOT, prefix: Path | None = None) -> tuple[tuple[st
     """Preloadable memory allocators as (name, path), from the dynamic loader's cache and the interpreter's `lib`."""
     if sys.platform != "linux":
         return ()
-    cache = _read_bytes(root / "etc/ld.so.cache").decode("utf-8", "replace")
-    folders = [root / name for name in ("usr/lib", "usr/lib64", "usr/local/lib")] + ([prefix / "lib"] if prefix else [])
+    cache, folders = _loaders_cache(root), _library_folders(root, prefix)
     found = []
     for name, pattern in _ALLOCATORS.items():
         # The cache is a table of NUL-terminated strings: the paths can be read without knowing its versions.
@@ -177,6 +176,20 @@ def allocators(root: Path = _ROOT, prefix: Path | None = None) -> tuple[tuple[st
         if usable:
             found.append((name, usable))
     return tuple(found)
+
+
+def is_installed(library: str, root: Path = _ROOT, prefix: Path | None = None) -> bool:
+    """Whether `allocators` could name this path, or the user has named its folder to the dynamic loader."""
+    folders = {*map(str, _library_folders(root, prefix)), *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))}
+    return f"\0{library}\0" in _loaders_cache(root) or os.path.dirname(library) in folders
+
+
+def _loaders_cache(root: Path) -> str:
+    return _read_bytes(root / "etc/ld.so.cache").decode("utf-8", "replace")
+
+
+def _library_folders(root: Path, prefix: Path | None) -> list[Path]:
+    return [root / name for name in ("usr/lib", "usr/lib64", "usr/local/lib")] + ([prefix / "lib"] if prefix else [])
 
 
 def _same_machine(library: str) -> bool:

@@ -100,7 +100,8 @@ class MemorySeen:
     """At the peak. What has no unit is a share."""
 
     used: float | None = None               # peak / the device's memory; on a CPU, all resident memory / the machine's
-    fragmentation: float | None = None
+    held: float | None = None               # what the allocator has reserved / the device's memory
+    fragmentation: float | None = None      # of that, what is not in use
     allocator_retries: int | None = None
     parameters: float | None = None         # shares of what is known of the peak, by kind
     gradients: float | None = None

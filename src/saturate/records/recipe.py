@@ -56,7 +56,7 @@ def validate(recipe: Recipe, registry: Mapping[str, Any]) -> list[Problem]:
         key = ("technique", index)
         if entry.id in first_seen:
             found.append(Problem(
-                message=f"{entry.id} is already technique {first_seen[entry.id] + 1}", key=(*key, "id"),
+                message=f"{clip(entry.id)} is already technique {first_seen[entry.id] + 1}", key=(*key, "id"),
                 remedy="remove one of the two",
             ))
             continue
@@ -70,7 +70,7 @@ def validate(recipe: Recipe, registry: Mapping[str, Any]) -> list[Problem]:
             continue
         for wrong in option_tables.problems(module.Options, entry.options):
             found.append(Problem(
-                message=f"{entry.id}: {wrong.name + ': ' if wrong.name else ''}{wrong.message}",
+                message=f"{entry.id}: {clip(wrong.name) + ': ' if wrong.name else ''}{wrong.message}",
                 key=(*key, "options", wrong.name) if wrong.name else (*key, "options"),
                 remedy=wrong.remedy or f"saturate explain {entry.id}",
             ))
@@ -121,7 +121,7 @@ def diff(a: Recipe, b: Recipe) -> list[str]:
 
 def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
-        f"{prefix}.{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
+        f"{prefix}.{clip(name)}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
         for name in dict.fromkeys([*old, *new])
         if not same(old.get(name), new.get(name))
     ]

@@ -31,6 +31,7 @@ from saturate.trace import observe as trace_observations
 from saturate.trace.columns import Trace
 from saturate.trace.launches import launching_calls
 from saturate.trace.read import read
+from saturate.trace.roofline import by_tf32
 
 #: Fewer looks at a process say nothing about its state.
 _LEAST_SAMPLES = 10
@@ -125,6 +126,7 @@ class Record:
         self.unprofiled = unprofiled        # what a time of the recorded steps is without the profiler, as a factor
         self.facts = seen.facts
         self.shorten = shorten
+        self.analysis = analysis
         self.unknown: dict[str, str] = {}
         facts, found = seen.facts, seen.modules
         if "flops" not in found:
@@ -146,7 +148,7 @@ class Record:
             why = "the model's operations per step are not known"
             self.unknown |= dict.fromkeys(names, why)
             return dict.fromkeys(names)
-        seconds, format_ = self.seen.step_ms / 1e3, number_format(self.facts)
+        seconds, format_ = self.seen.step_ms / 1e3, number_format(self.facts, self.analysis)
         if self.facts.device == "cpu":
             peak, why = None, "there is no table of the peak rates of CPUs"
         else:
@@ -217,13 +219,18 @@ class Record:
         return sorted(rows, key=lambda row: -row.forward_ms)[:_MOST_MODULES]
 
 
-def number_format(facts: Facts) -> str:
-    """The format that most matrix products run in."""
+def number_format(facts: Facts, analysis: Analysis | None = None) -> str:
+    """The format that most matrix products run in. Convolutions take TF32 by torch's default, whatever is allowed for products: the names
+    of their kernels tell."""
     if facts.autocast:
         return facts.autocast
     stored = [dtype for module in facts.modules for dtype in module.dtypes]
     format_ = stored[0] if stored else "float32"
-    return "tfloat32" if format_ == "float32" and facts.device == "cuda" and facts.tf32_matmul else format_
+    if format_ != "float32" or facts.device != "cuda":
+        return format_
+    operators = analysis.devices[0].roofline.operators if analysis is not None and analysis.devices else []
+    by_units = sum(one.flops or 0 for one in operators if by_tf32(one.kernels))
+    return "tfloat32" if facts.tf32_matmul or 2 * by_units > sum(one.flops or 0 for one in operators) else format_
 
 
 # -- what the rules look at --------------------------------------------------------------------------------------------
@@ -251,8 +258,8 @@ def observe(
     changes: dict[str, Any] = {
         "device": facts.device,
         "device_name": facts.device_name or facts.machine.cpu_name,
-        "capability": facts.capability and tuple(facts.capability),
-        "bf16_native": facts.machine.cpu_bf16_native if cpu else facts.cuda_bf16_native,
+        "capability": None if facts.rocm or not facts.capability else tuple(facts.capability),       # AMD's is no CUDA one
+        "bf16_native": facts.machine.cpu_bf16_native if cpu else base.bf16_native if facts.rocm else facts.cuda_bf16_native,
         "step_ms": seen.step_ms,
         "step_ms_recorded": base.step_ms,
         "gc_pause": sample["gc_ns"] / sample["wall_ns"] if sample else None,
@@ -349,11 +356,12 @@ def _communication(
     if base.exposed is None and total:
         changes["exposed"] = split["communication"] / total
     if analysis.stragglers and split and total:
+        device = analysis.devices[0]
         last = max(analysis.stragglers, key=lambda one: one.late_ns)
-        waited = sum(one.wait_ns for one in analysis.stragglers)
-        moved = sum(one.wait_ns + one.transfer_ns for one in analysis.stragglers)
-        steps = max(1, analysis.devices[0].steps)
+        mine = next((one for one in analysis.stragglers if one.rank == device.rank), None)      # whose exposed communication it is
+        moved = mine.wait_ns + mine.transfer_ns if mine is not None else 0
+        steps = max(1, device.steps)
         changes |= {"slowest_rank": last.rank, "late_ms_per_step": last.late_ns / steps / 1e6,
                     "late_rank_waits_ms_per_step": last.wait_ns / steps / 1e6,
-                    "peer_wait": waited / moved if moved else None}
+                    "peer_wait": mine.wait_ns / moved if mine is not None and moved else None, "compared": len(analysis.stragglers)}
     return dataclasses.replace(base, **changes)

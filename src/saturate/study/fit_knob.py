@@ -128,6 +128,7 @@ class KnobSearch(Search):
     size: int | None = None             # of the process that runs
     given: str | None = None            # to the model in that process
     shown: dict[int, Shown] = field(default_factory=dict)
+    first: tuple[int | None, int] | None = None     # the size of the first process, and what its DataLoader made
 
     def _start(self, purpose: str, size: int | None) -> Process:
         assert self.workload is not None
@@ -170,7 +171,10 @@ class KnobSearch(Search):
         if seen["loaders"] and seen["loaders"][0]["batch_size"]:
             self._take_loaders(seen["loaders"])
             made = self.loader["batch_size"]
-            if self.own is not None and size is not None and size != self.own and made == self.own:
+            # Compared with what another size made: where it is that of all ranks, or of several micro-steps, that is less than the size.
+            self.first = self.first or (size, made)
+            before, as_before = self.first
+            if size and before and max(size, before) >= 2 * min(size, before) and made == as_before:
                 raise Refused(f"{self.knob} {size} changed nothing: its DataLoader still makes batches of {made}")
 
     def _smaller(self) -> int:

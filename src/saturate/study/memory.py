@@ -50,7 +50,8 @@ def observed(memory: Memory, seen: Seen) -> MemorySeen:
     most = memory.lines[0] if memory.lines else None
     used = memory.peak if memory.peak is not None else seen.resident_bytes
     return MemorySeen(
-        used=_share(used, memory.limit or 0), fragmentation=memory.fragmentation, allocator_retries=memory.allocator_retries,
+        used=_share(used, memory.limit or 0), held=_share(memory.reserved, memory.limit or 0), fragmentation=memory.fragmentation,
+        allocator_retries=memory.allocator_retries,
         **shares, line=place(most) if most else "", line_share=_share(most.bytes, whole) if most else None,
     )
 

@@ -212,7 +212,7 @@ class Store:
         self._write("trials", identity, json.dumps(record))
 
     def trials(self) -> list[Any]:
-        return [json.loads(self._whole(row)[1]) for row in self._execute("select * from trials order by rowid")]
+        return [self._value(row) for row in self._execute("select * from trials order by rowid")]
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self._execute(
@@ -233,7 +233,15 @@ class Store:
 
     def _read(self, query: str, key: str) -> Any:
         rows = self._execute(query, (key,))
-        return json.loads(self._whole(rows[0])[1]) if rows else None
+        return self._value(rows[0]) if rows else None
+
+    def _value(self, row: tuple[Any, ...]) -> Any:
+        """Of a row of a name and JSON. Raises StudyDamaged where it is none: the digests keep no secret, so anybody can make them fit."""
+        name, text = self._whole(row)[:2]
+        try:
+            return json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"the entry {str(name)[:80]!r} is no JSON ({type(error).__name__})") from error
 
     def _whole(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         """A row without its digest. Raises StudyDamaged where that is not its own."""

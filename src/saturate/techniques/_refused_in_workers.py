@@ -32,8 +32,12 @@ LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 #: How long a process that was killed may take to go.
 _PATIENCE_S = 5.0
 
+#: Of a training that keeps its batches: each tensor that a worker has sent is an open file for as long as it lives.
+_MANY = "makes batches that the training keeps, more than files may be open"
+
 #: What is said of a dataset whose batches no worker can make.
 _REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
+            "Too many open files": _MANY, "received 0 items of ancdata": _MANY,
             TRAINED: "calls the model that is being trained, of which workers have a copy as it was when they began"}
 
 
@@ -158,7 +162,7 @@ class Passes:
         if loader is not None:
             vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None)
         if lost(iterator, error):
-            _end(iterator)
+            end(iterator)
         else:
             iterator._shutdown_workers()
         iterator._tasks_outstanding = 0
@@ -174,7 +178,7 @@ def lost(iterator: Any, error: BaseException) -> bool:
     return found is not None and not {worker.pid for worker in iterator._workers}.isdisjoint(map(int, found[1].split(",")))
 
 
-def _end(iterator: Any) -> None:
+def end(iterator: Any) -> None:
     """End the other workers. One that was killed may hold a lock, or have sent half of a message that the thread which pins memory
     waits for: nothing is asked of anybody, as torch would."""
     iterator._shutdown = True

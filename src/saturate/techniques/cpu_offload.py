@@ -15,7 +15,8 @@ When it hurts
 -------------
 Page-locked memory is lost to everything else on the host, so neither is tried that may take more than half of it. Every byte
 crosses the link twice in a step. Activations cross it while nothing else runs (autograd waits for each
-copy), so `activation-checkpointing` is mostly faster.
+copy), so `activation-checkpointing` is mostly faster. While a checkpoint is made, the optimizer's state is on the device
+again, all of it.
 
 Numerics
 --------

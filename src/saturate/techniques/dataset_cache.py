@@ -117,6 +117,16 @@ def apply(context: Any, options: Options) -> str:
         caches.serve(self, loader)
 
     context.set_attribute(iterator, "__init__", init)
+    many = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    again = many._reset
+
+    @functools.wraps(again)
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            caches.look_again(loader)
+        again(self, loader, first_iter)
+
+    context.set_attribute(many, "_reset", reset)
     context.note(TECHNIQUE.id, caches)      # as text, it says what became of them
     return f"samples are read through a cache in {folder or 'memory'}"
 

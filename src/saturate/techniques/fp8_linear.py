@@ -35,6 +35,7 @@ Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,7 +100,9 @@ def apply(context: Any, options: Options) -> str:
         from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise NotApplied(f"torchao does not load here ({error}): pip install 'saturate[torchao]'") from error
-    return convert(context, Float8LinearConfig.from_recipe_name(options.recipe), options.least)
+    # The gradient of a weight sums over the rows of a batch: the last one of an epoch need not have a multiple of 16.
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(options.recipe), pad_inner_dim=True)
+    return convert(context, config, options.least)
 
 
 def convert(context: Any, config: Any, least: int) -> str:

@@ -114,7 +114,8 @@ class Loaders:
             return {}
         if "batch_size" not in given or arguments.get("batch_sampler") is not None or not _draws_at_random(arguments):
             return {}
-        if _fewer_than(dataset, self.factor * size):
+        sampler = arguments.get("sampler")
+        if _fewer_than(dataset if sampler is None else sampler, self.factor * size):
             return {}
         collate = arguments.get("collate_fn") or self.context.torch.utils.data.default_collate
         self.made.append((dataset, self.factor * size, collate))
@@ -138,9 +139,10 @@ def _draws_at_random(arguments: dict[str, Any]) -> bool:
     return "Random" in type(sampler).__name__
 
 
-def _fewer_than(dataset: Any, samples: int) -> bool:
+def _fewer_than(source: Any, samples: int) -> bool:
+    """Of a dataset, or of the sampler that draws a part of it."""
     try:
-        return len(dataset) < samples
+        return len(source) < samples
     except (TypeError, NotImplementedError, AttributeError):
         return False                # iterable datasets have no length
 

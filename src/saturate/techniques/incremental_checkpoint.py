@@ -129,9 +129,23 @@ def apply(context: Any, options: Options) -> str:
     standing[id(shutil.copyfile)] = pointer.copying(shutil.copyfile)
     for module, name, found in holders(standing):
         context.set_attribute(module, name, standing[id(found)])
+    context.set_attribute(os, "_exit", _ending(os._exit, keeping.close))
     atexit.register(keeping.close)
     context.on_undo(lambda: (keeping.close(), atexit.unregister(keeping.close)))
     return f"torch.save keeps what changed in {options.store}, once a comparison shows that this saves bytes"
+
+
+def _ending(leave: Any, close: Any) -> Any:
+    """`os._exit`, which calls nothing that was registered for the end: that of a script, and of the watchdog."""
+    owner = os.getpid()
+
+    @functools.wraps(leave)
+    def ending(status: int) -> None:
+        if os.getpid() == owner:        # not a forked worker
+            close()
+        leave(status)
+
+    return ending
 
 
 def _lightning(original: Any, keeping: keeper.Keeper, torch_save: Any) -> Any:

@@ -51,9 +51,11 @@ PyTorch recipes, "Performance Tuning Guide", section "Enable asynchronous data l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import multiprocessing
+import resource
 import sys
 import types
 import weakref
@@ -69,7 +71,7 @@ from saturate.techniques import _common, _loaders
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given, referable
-from saturate.techniques._refused_in_workers import Passes, refusing_models, trained_by
+from saturate.techniques._refused_in_workers import Passes, end, refusing_models, trained_by
 
 TECHNIQUE = Technique(
     id="loader-workers",
@@ -78,6 +80,9 @@ TECHNIQUE = Technique(
     stage="import",
     touches=(Touch("loader", 10), Touch("loader-workers")),
 )
+
+#: Open files that a training with workers may have, where the system allows so many.
+MOST_FILES = 65_536
 
 #: Batches that each worker keeps ready by default (torch's own).
 PREFETCH = 2
@@ -177,6 +182,7 @@ def apply(context: Any, options: Options) -> str:
             made_persistent[id(dataset)] = dataset
         if "num_workers" in changes and not arguments.get("num_workers"):
             given_workers.add(dataset)
+            _allow_files()
         if changes:
             count += 1
             context.note(TECHNIQUE.id, f"{count} DataLoader(s) rewritten")
@@ -193,6 +199,15 @@ def apply(context: Any, options: Options) -> str:
     _keep_passes(context, ours, given_workers, over)
     also = ", whatever the script chose" if options.override else ""
     return f"DataLoaders get up to {options.workers} workers{also}, persistent {options.persistent}, prefetch {options.prefetch}"
+
+
+def _allow_files() -> None:
+    """Each tensor of a worker's is an open file for as long as it lives, and a training may keep some of every batch."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
@@ -306,6 +321,9 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
         if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
                 self in given and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
+        if self in given and self._iterator is not None and not all(worker.is_alive() for worker in self._iterator._workers):
+            end(self._iterator)         # the kernel has ended one between two passes
+            self._iterator = None
         if not ours(self):
             return begin(self, original)
         if _busy(self, over):

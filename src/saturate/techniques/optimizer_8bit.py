@@ -13,7 +13,8 @@ bfloat16). So it is tried under `saturate tune --fit` only.
 When it hurts
 -------------
 Always a little in time: every value is decoded and encoded once per step. That shows where the optimizer is a large
-share of the step, which means few samples per parameter, and on CPUs.
+share of the step, which means few samples per parameter, and on CPUs. While a checkpoint is made, its state is there as
+ordinary tensors too: 8 bytes per parameter more, on the device.
 
 Numerics
 --------

@@ -319,7 +319,8 @@ def _memory(trace: Trace, device: Device, info: DeviceInfo | None) -> MemorySeen
         return MemorySeen()
     peak = rows[np.argmax(memory.allocated[rows])]
     allocated, reserved = int(memory.allocated[peak]), int(memory.reserved[peak])
-    return MemorySeen(used=allocated / info.memory_bytes if info and info.memory_bytes else None,
+    whole = info.memory_bytes if info else None
+    return MemorySeen(used=allocated / whole if whole else None, held=reserved / whole if whole else None,
                       fragmentation=(reserved - allocated) / reserved if reserved > 0 else None)
 
 

@@ -37,6 +37,11 @@ COMPUTE_SHARE, MEMORY_SHARE = 0.80, 0.90
 _TF32 = re.compile(r"tf32|s1688|^nvjet", re.IGNORECASE)
 
 
+def by_tf32(kernels: Iterable[str]) -> bool:
+    """Whether kernels of these names multiply fp32 tensors with TF32 matrix units."""
+    return any(map(_TF32.search, kernels))
+
+
 _ANOMALIES = {
     "memory": "served by a cache, an argument passed twice, or not all of its kernels were recorded",
     "compute": "an algorithm with fewer operations (Winograd, FFT), another format, or not all of its kernels were "
@@ -154,7 +159,7 @@ def path_of(group: Group, roof: Roof) -> str:
     if not cost.multiplies:
         return "float32"        # vector units take narrower formats at least as fast, and memory decides anyway
     if cost.dtype == "float32":
-        return "tfloat32" if "tfloat32" in roof.rates and any(map(_TF32.search, group.kernels)) else "float32"
+        return "tfloat32" if "tfloat32" in roof.rates and by_tf32(group.kernels) else "float32"
     if cost.dtype.startswith("float8"):
         return "float8"
     if cost.dtype in ("float16", "bfloat16") and cost.dtype not in roof.rates:
