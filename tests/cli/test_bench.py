@@ -158,6 +158,16 @@ def test_bad_options_are_named(capsys, stored, words, part):
     assert (code, out) == (2, "") and part in err
 
 
+def test_settings_that_somebody_made_up_are_damage(capsys, stored, acted, tmp_path):
+    """They ended in a traceback, and without the object that was asked for."""
+    for number, settings in enumerate(({"threads": "abc"}, {"session": [1]}, {"threads": -1})):
+        folder = Path(shutil.copytree(stored / "open", tmp_path / f"made{number}"))
+        plain = json.loads((stored / "open" / "manifest.json").read_text())
+        rewrite(folder, {**plain, "settings": {**plain["settings"], **settings}})
+        code, out, err = call(capsys, folder, "--json")
+        assert code == 3 and "name no number of threads" in json.loads(out)["reason"] and "Traceback" not in err, err
+
+
 def test_threads_that_the_program_brings_along(capsys, stored, acted, tmp_path):
     """ONNX Runtime's threads are stored: another number would be a lie in the table."""
     for settings in ({"threads": 1}, {"session": {"threads": "1"}}):

@@ -22,7 +22,8 @@ def resolve(text: str, option: str) -> Callable[..., Any]:
     first, as `python -m` does. Raises UsageError for a name that leads nowhere, WorkloadFailed where importing fails."""
     place, colon, attribute = text.rpartition(":")
     if not colon or not place or not all(part.isidentifier() for part in attribute.split(".")):
-        raise UsageError(f"{option}: {text!r} names no callable", remedy="package.module:function, or path/file.py:function")
+        raise UsageError(f"{option}: {text!r} is not a name such as package.module:function or path/file.py:function",
+                         remedy="name a function that is called without arguments, behind its module or file")
     module = _module_of_file(place, option) if place.endswith(".py") or os.sep in place else _module(place, option)
     found: Any = module
     for part in attribute.split("."):

@@ -120,10 +120,15 @@ def _fixed_threads(manifest: Manifest) -> int | None:
     """The threads that a program brings along; None where it takes those of its process."""
     session = manifest.settings.get("session") or {}
     found = manifest.settings.get("threads") or (session.get("threads") if isinstance(session, dict) else session)
-    if found and (not isinstance(found, int) or not 0 < found <= 4096):
-        raise ArtifactDamaged("the artifact's settings name no number of threads", cause=f"threads is {found!r:.80}",
-                              remedy="make it again with saturate optimize")
-    return found or None
+    if not found:
+        return None
+    if not isinstance(found, int | str) or not str(found).isdecimal() or not 0 < int(found) <= 4096:
+        raise ArtifactDamaged(
+            "the artifact's settings name no number of threads",
+            cause=f"threads is {str(found)[:80]!r}",
+            remedy="make it again with saturate optimize",
+        )
+    return int(found)
 
 
 def _row(
