@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from saturate.errors import SaturateError, UsageError
-from saturate.records.encoding import encoded
+from saturate.records.encoding import encoded, printable
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -91,7 +91,14 @@ def answer_of_failure(error: BaseException) -> None:
     failed = error if isinstance(error, SaturateError) else None
     told = (failed.message, failed.cause, failed.remedy) if failed else (
         "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}", "", "")
-    show_json({"schema": 1, "error": {"code": failed.code if failed else "", **dict(zip(("message", "cause", "remedy"), told))}})
+    answer({"schema": 1, "error": {"code": failed.code if failed else "", **dict(zip(("message", "cause", "remedy"), told))}})
+
+
+def answer(plain: dict[str, Any]) -> None:
+    """Print an object of plain values, which needs no library that may be missing."""
+    text = json.dumps(printable(plain))
+    _answers.append(text)
+    print(text, flush=True)
 
 
 def show_json(record: Any, stream: TextIO | None = None) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import textwrap
 from pathlib import Path
 
-from saturate.cli._output import paint
+from saturate.cli._output import answer, paint
 from saturate.machine import doctor
 
 _STYLES = {"ok": ("green",), "note": ("yellow",), "problem": ("bold", "red"), "unknown": ("yellow",)}
@@ -37,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     checks = [doctor.redacted(check, names=arguments.paste) for check in checks]
     problems = [check for check in checks if check.status == "problem"]
     if arguments.json:
-        print(json.dumps({"schema": 1, "ready": not problems, "checks": [dataclasses.asdict(check) for check in checks]}))
+        answer({"schema": 1, "ready": not problems, "checks": [dataclasses.asdict(check) for check in checks]})
     else:
         width = _WIDEST if arguments.paste else min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
         print(rendered(checks, width, plain=arguments.paste))

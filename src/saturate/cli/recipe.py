@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from saturate.cli._output import paint, percent, show_json, table
+from saturate.cli._output import answer, paint, percent, show_json, table
 from saturate.errors import clean
 
 
@@ -125,7 +125,7 @@ def _validate(path: str, as_json: bool) -> int:
     problems = recipes.check(path, _registry.load())
     if as_json:
         shown = [{"message": p.message, "where": p.where(), "line": p.line, "column": p.column, "remedy": p.remedy} for p in problems]
-        print(json.dumps({"schema": recipes.SCHEMA, "path": path, "valid": not problems, "problems": shown}))
+        answer({"schema": recipes.SCHEMA, "path": path, "valid": not problems, "problems": shown})
     elif problems:
         rows = [(":".join(str(part) for part in (path, p.line, p.column) if part is not None),
                  ": ".join(filter(None, (_line(p.where()), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]

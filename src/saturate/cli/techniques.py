@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
 import pkgutil
 from types import ModuleType
 from typing import NamedTuple
 
-from saturate.cli._output import paint, table
+from saturate.cli._output import answer, paint, table
 from saturate.errors import TechniqueError
 from saturate.techniques import _registry
 
@@ -36,8 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
     working = sorted((item for item in everything if item.module is not None), key=lambda item: item.module.TECHNIQUE.id)
     broken = [item for item in everything if item.error is not None]
     if arguments.json:
-        print(json.dumps({"schema": 1, "techniques": [_row(item) for item in working], "broken": [
-            {"module": item.name, "source": item.source, "error": item.error.message, "cause": item.error.cause} for item in broken]}))
+        answer({"schema": 1, "techniques": [_row(item) for item in working], "broken": [
+            {"module": item.name, "source": item.source, "error": item.error.message, "cause": item.error.cause} for item in broken]})
     else:
         rows = [("id", "numerics", "stage", "title")]
         for item in working:

@@ -7,17 +7,15 @@ offline. Nothing outside the study folder changes.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
-from saturate.cli._output import coloured, present, show_json, tell, width, with_program
+from saturate.cli._output import answer, coloured, present, show_json, tell, width, with_program
 from saturate.cli._problems import of_surroundings
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, TooNoisy, UsageError
-from saturate.records.encoding import printable
 
 if TYPE_CHECKING:
     from saturate.records.result import TuneResult
@@ -49,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def show_nothing(reason: str) -> None:
         if arguments.json:
-            print(json.dumps(printable(_nothing(command, reason))), flush=True)
+            answer(_nothing(command, reason))
 
     try:
         from saturate.report import terminal
