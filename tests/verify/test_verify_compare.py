@@ -157,7 +157,7 @@ def test_a_gradient_norm_that_was_never_measured_is_not_compared():
     (changed("samples", N - 1, array("d", [math.inf] * 20)), "parameters are not finite"),
     (replace(BASE, grad_norms=[0.0] * N), "all gradients are zero"),
     (replace(BASE, samples=[BASE.samples[0]] * N), "move in only 0 of 58"),
-    (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)]), "move in only 10 of 58"),
+    (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)]), "moves in only 10 of 58"),
     (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)], losses=[BASE.losses[min(k, 12)] for k in range(N)]),
      "converged after update 11"),
     (replace(BASE, samples=[array("d")] * N), "no parameters were sampled")])

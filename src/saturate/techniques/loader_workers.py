@@ -55,7 +55,6 @@ import contextlib
 import functools
 import math
 import multiprocessing
-import resource
 import sys
 import types
 import weakref
@@ -203,6 +202,8 @@ def apply(context: Any, options: Options) -> str:
 
 def _allow_files() -> None:
     """Each tensor of a worker's is an open file for as long as it lives, and a training may keep some of every batch."""
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
