@@ -71,6 +71,7 @@ from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Tou
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given, referable
 from saturate.techniques._refused_in_workers import Passes, end, refusing_models, trained_by
+from saturate.techniques._standard import standard
 
 TECHNIQUE = Technique(
     id="loader-workers",
@@ -202,8 +203,7 @@ def apply(context: Any, options: Options) -> str:
 
 def _allow_files() -> None:
     """Each tensor of a worker's is an open file for as long as it lives, and a training may keep some of every batch."""
-    import resource
-
+    resource = standard("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
