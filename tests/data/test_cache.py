@@ -347,6 +347,19 @@ def test_files_whose_paths_items_are_made_with_are_watched(tmp_path):
     assert cache_key.beside(["/etc/localtime", "/proc/self/stat", cases.__file__], {}) == {}
 
 
+def test_files_beside_those_that_were_opened_are_found_and_not_all_of_a_home(tmp_path):
+    for name in ("masks/a/1.png", "masks/b/2.png", "masks/c/3.png", "masks/a/deep/4.png", "5.png", "masks/6.png", "notes/7.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def found(*opened):
+        return sorted(os.path.relpath(path, tmp_path) for path in cache_key.beside([str(tmp_path / name) for name in opened], {}))
+
+    assert found("masks/a/1.png") == ["masks/a/1.png"]
+    assert found("masks/a/1.png", "masks/b/2.png") == ["masks/a/1.png", "masks/b/2.png", "masks/c/3.png"]
+    assert found("5.png", "notes/7.png") == ["5.png", "notes/7.png"] and found("gone/8.png") == []
+
+
 def test_a_file_that_is_written_anew_acts_also_where_workers_persist(root, on, monkeypatch):
     monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
     monkeypatch.setattr(cache, "LOOKED_S", 60.0)

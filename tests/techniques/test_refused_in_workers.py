@@ -190,6 +190,27 @@ def test_a_worker_that_the_script_had_itself_is_nobody_else_s():
         context.undo()
 
 
+@pytest.mark.parametrize("message", ["Too many open files. Communication with the workers is no longer possible.", "received 0 items of ancdata"])
+def test_batches_that_the_training_keeps_end_no_training_that_had_no_workers(message, capfd):
+    loader_workers._say_once.cache_clear()
+    plain, _, draws = epochs(Moving(6), technique=False)
+    found, here, drawn = epochs(Moving(6, message=message))
+    assert (found, drawn) == (plain, draws) and here[-1]
+    assert "more than files may be open" in capfd.readouterr().err
+
+
+def test_a_training_with_workers_may_have_more_open_files():
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        loader_workers._allow_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(hard, loader_workers.MOST_FILES) if hard >= 0 else loader_workers.MOST_FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_every_other_failure_is_the_script_s():
     with pytest.raises(RuntimeError, match="something else"):
         epochs(Moving(message="something else"))

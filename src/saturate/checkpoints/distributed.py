@@ -116,25 +116,23 @@ class Shards:
         """The copy, once every rank has its own; None where one could not make it: then none saves in the background. Raises OSError on
         every rank where an earlier save of one has failed: a rank alone would leave the others in the collectives of this one."""
         state, outcome = None, _FINE
+        problem = OSError(errno.EIO, "a checkpoint that another rank saved before was not written")
         try:
-            self.writer.prepare()
-        except (OSError, RuntimeError, MemoryError) as error:
-            outcome, problem = _FAILED, error
-        else:
-            problem = OSError(errno.EIO, "a checkpoint that another rank saved before was not written")
-            try:
+            failed = self.writer.prepare()
+            if failed is not None:
+                outcome, problem = _FAILED, failed
+            else:
                 state = self._copy(state_dict)
-            except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
-                notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
-                outcome = _PLAINLY
+        except Exception as error:  # noqa: BLE001 - objects say in any way that they cannot be copied
+            notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
+            outcome = _PLAINLY
         if self._agreement is not None:
             worst = self.torch.tensor(outcome)
             self.torch.distributed.all_reduce(worst, self.torch.distributed.ReduceOp.MAX, group=self._agreement)
             outcome = int(worst)
         if outcome == _FAILED:
             self.writer.flush()             # a save that failed on all ranks is known to some of them earlier
-            self.writer.raise_failure()
-            raise problem
+            raise self.writer.take_failure() or problem
         return None if outcome == _PLAINLY else state
 
     def _copy(self, state_dict: Any) -> dict[str, Any]:

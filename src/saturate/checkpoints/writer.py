@@ -199,14 +199,15 @@ class Writer:
         self.raise_failure()        # of what it may be a pointer to
         persist.write(target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records)))
 
-    def prepare(self) -> None:
-        """Before ranks agree on a save: whatever can go wrong with `perform` goes wrong here. Raises earlier failures."""
+    def prepare(self) -> OSError | None:
+        """Before ranks agree on a save: whatever can go wrong with `perform` goes wrong here. An earlier failure, which then counts as
+        raised."""
         self._finish_before()
-        self.raise_failure()
         with quiet():
             self._leave_room()
             with self._condition:
                 self._start()
+        return self.take_failure()
 
     def perform(self, folder: str, size: int, action: Callable[[], None]) -> int:
         """Have the thread do something that makes the files of `folder` durable; the number of the job. After `prepare`."""
@@ -338,14 +339,19 @@ class Writer:
 
     def raise_failure(self) -> None:
         """Raise what went wrong with a save of this thread in the background, once."""
+        error = self.take_failure()
+        if error is not None:
+            raise error
+
+    def take_failure(self) -> OSError | None:
+        """What `raise_failure` would raise, for who raises it."""
         if not self.failures:
-            return
+            return None
         with self._condition:
             mine = next((one for one in self.failures if one.thread == threading.get_ident()), None)
-            if mine is None:
-                return
-            self.failures.remove(mine)
-        raise mine.error
+            if mine is not None:
+                self.failures.remove(mine)
+        return mine.error if mine is not None else None
 
     def refuse(self, concerns: Callable[[Failure], bool]) -> None:
         """Raise the first failure that it concerns. It stays: a save has yet to raise it."""

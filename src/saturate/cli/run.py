@@ -126,9 +126,10 @@ def _refuse_foreign_code(chosen: list[launch.Chosen], command: list[str]) -> Non
     anywhere, and a file beside it, too."""
     from saturate.machine import facts
 
-    for one in chosen:
-        library = one.options.get("library")
-        if library and not facts.is_installed(library, prefix=facts.prefix_of(command[0])):
+    own = os.environ.get("LD_PRELOAD", "").split(":")
+    preloads = [(one, library) for one in chosen for library in one.environment.get("LD_PRELOAD", "").split(":") if library and library not in own]
+    for one, library in preloads:
+        if not facts.is_installed(library, prefix=facts.prefix_of(command[0])):
             raise RecipeError(f"{one.id}: {library} is not installed on this machine",
                               cause="it lies in no folder of libraries of the system, of the command's Python, or of LD_LIBRARY_PATH",
                               remedy="saturate tune -- COMMAND finds what is installed here; or name its folder in LD_LIBRARY_PATH if you trust it")

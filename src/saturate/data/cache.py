@@ -176,9 +176,7 @@ class Caches:
         return found, key
 
     def _store(self, key: bytes, length: int, record_bytes: int) -> cache_store.Store:
-        if self._room is None:
-            self._room = self._free_share()
-        limit = self.max_bytes or max(0, self._room - self._promised)      # what the user allows, each may take
+        limit = self.max_bytes or self._left()      # what the user allows, each may take
         needed = length * (1.05 * record_bytes + 128)
         share = (limit - 8 * length) / needed
         self._promised += min(limit, int(needed) + 8 * length)
@@ -186,6 +184,11 @@ class Caches:
         if self.folder is not None and not cache_store.path_of(self.folder, name).exists():
             cache_store.make_room(self.folder, limit, [store.path for store in self._stores.values()])
         return cache_store.create(self.folder, name, key, length, limit, int(max(0.0, min(1.0, share)) * cache_store.WHOLE))
+
+    def _left(self) -> int:
+        if self._room is None:
+            self._room = self._free_share()
+        return max(0, self._room - self._promised)
 
     def _tell(self, told: _Told) -> None:
         if told in self._told:

@@ -12,6 +12,7 @@ What cannot be told (open files, locks, a model that trains, gigabytes of arrays
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -47,7 +48,7 @@ class Unknowable(Exception):
 
 
 #: Where no data lies that a user would change.
-_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", sys.prefix + os.sep, sys.base_prefix + os.sep)
+_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib/", "/lib64/", sys.prefix + os.sep, sys.base_prefix + os.sep)
 
 
 def digest(dataset: Any, *more: Any, files: dict[str, tuple[int, int]] | None = None) -> bytes:
@@ -62,21 +63,29 @@ def digest(dataset: Any, *more: Any, files: dict[str, tuple[int, int]] | None = 
 
 def beside(opened: Sequence[str], named: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Files like those that were opened to make items and that the dataset does not name, by absolute path, with their `stamp`s: masks,
-    say, whose paths are made from those of the pictures. They lie below the folder that those of one ending share. Raises Unknowable."""
-    hidden: dict[str, list[str]] = {}
+    say, whose paths are made from those of the pictures. They lie in the folders of those, and in the ones beside them where there are
+    several in one, as of classes. Raises Unknowable."""
+    hidden: dict[str, set[str]] = {}
     for path in opened:
         if path not in named and not path.startswith(_SYSTEM) and "/site-packages/" not in path and not path.endswith((".py", ".pyc")):
-            hidden.setdefault(os.path.splitext(path)[1], []).append(os.path.dirname(path))
+            hidden.setdefault(os.path.splitext(path)[1], set()).add(os.path.dirname(path))
     found: dict[str, tuple[int, int]] = {}
     for ending, folders in hidden.items():
-        shared = os.path.commonpath(folders)
-        for top in {shared} if shared.count(os.sep) > 1 else set(folders):      # not all of a home, or of the machine
-            for folder, _, names in os.walk(top):
-                paths = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1] == ending]
-                found |= {path: stamp(os.stat(path)) for path in paths if os.path.isfile(path)}
-                if len(found) > MOST_FILES:
-                    raise Unknowable(f"there are more than {MOST_FILES} files below {top}, too many to watch")
+        above = {os.path.dirname(folder) for folder in folders}
+        if len(folders) > 1 == len(above):
+            folders = {entry.path for entry in _entries(*above) if entry.is_dir()}
+        for entry in _entries(*folders):
+            if os.path.splitext(entry.name)[1] == ending and entry.is_file():
+                found[entry.path] = stamp(entry.stat())
+        if len(found) > MOST_FILES:
+            raise Unknowable(f"there are more than {MOST_FILES} files like those that its items are made from, too many to watch")
     return found
+
+
+def _entries(*folders: str) -> Iterator[os.DirEntry[str]]:
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:       # it has gone, or went meanwhile
+            yield from entries
 
 
 def stamp(seen: os.stat_result) -> tuple[int, int]:

@@ -65,13 +65,13 @@ def waiting(
             *evidence,
             *number("wait for input, hidden or not", seen.input_wait_raw, "of the step"),
         ],
-        wait if seen.device == "cpu" else without(seen, wait),
+        wait if seen.device == "cpu" else may_vanish(seen, wait),
         direct=direct,
         advice=advice,
     )
 
 
-def without(seen: Observations, wait: float) -> float:
+def may_vanish(seen: Observations, wait: float) -> float:
     """The most that can vanish with the wait, on an accelerator: the host comes earlier by all of it, also by what the device's work hid, and
     with that goes what it does idly before its next launch; but never more than the device is idle."""
     if seen.input_wait_raw is None or seen.busy is None:

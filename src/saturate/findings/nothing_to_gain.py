@@ -13,7 +13,8 @@ alone. Where the roofline covers 60 % of that, the time of its operators above t
 Threshold
 ---------
 Computing for at least 85 % of the step, copies alone and communication alone less than 10 % each, and less than 25 %
-of the step above the operators' roofs. It is printed only when no other rule found anything.
+of the step above the operators' roofs. It is printed only when no other rule found anything. Where the roof of 10 % of
+the step is not known, the confidence is lower.
 
 Not to be confused with
 -----------------------

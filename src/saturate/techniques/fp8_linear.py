@@ -35,8 +35,7 @@ Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
@@ -101,7 +100,7 @@ def apply(context: Any, options: Options) -> str:
     except ImportError as error:
         raise NotApplied(f"torchao does not load here ({error}): pip install 'saturate[torchao]'") from error
     # The gradient of a weight sums over the rows of a batch: the last one of an epoch need not have a multiple of 16.
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(options.recipe), pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(options.recipe), pad_inner_dim=True)
     return convert(context, config, options.least)
 
 
@@ -155,6 +154,8 @@ def active(evidence: Evidence, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     return (
         "# pip install torchao\n"
+        "from dataclasses import replace\n"
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training\n"
-        f"convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name({options.recipe!r}))"
+        f"config = replace(Float8LinearConfig.from_recipe_name({options.recipe!r}), pad_inner_dim=True)\n"
+        "convert_to_float8_training(model, config=config)"
     )

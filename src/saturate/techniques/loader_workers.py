@@ -226,7 +226,7 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
-class _Asked:
+class _Begun:
     """A sampler whose iterator is there: one that draws where it is asked for it must not be asked twice."""
 
     def __init__(self, iterator: Any):
@@ -257,7 +257,7 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
         ahead, self._prefetch_factor = self._prefetch_factor, 0
         indices = self._index_sampler
         if first_iter:      # torch has asked it once by now, and without workers it asks no second time
-            self._index_sampler = _Asked(self._sampler_iter)
+            self._index_sampler = _Begun(self._sampler_iter)
         try:
             reset(self, loader, first_iter)
         finally:
