@@ -223,6 +223,7 @@ def test_a_check_that_shuffles_is_told_what_that_costs():
 
     found = controls(shuffled, run, Budget(0.1, higher_is_better=False))
     assert found.problem is None and any("in another order each time" in note for note in found.notes)
+    assert found.shuffled and not controls(right, run, Budget(0.1)).shuffled
 
 
 def test_a_check_at_chance_is_said_to_see_little():
@@ -317,6 +318,9 @@ def drawn(seed, *shape):
     return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(seed))
 
 
+IDS = torch.randint(5, 900, (16, 24), generator=torch.Generator().manual_seed(1))
+MASK, TYPES, POSITIONS = torch.ones_like(IDS), torch.zeros_like(IDS), torch.arange(24).repeat(16, 1)
+TABLE = torch.randn(500, 8, generator=torch.Generator().manual_seed(2))
 IMAGES, NOISE = torch.randn(2, 16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 SEQUENCES = torch.randn(20, 16, 4, generator=torch.Generator().manual_seed(1))
 
@@ -329,6 +333,8 @@ SEQUENCES = torch.randn(20, 16, 4, generator=torch.Generator().manual_seed(1))
     ([(drawn(1, 64, 3),)], [(drawn(2, 64, 3),)]),
     ([(drawn(seed, 16, 4),) for seed in range(9)], [(drawn(seed, 16, 4),) for seed in range(10, 19)]),
     ([(IMAGES, torch.ones(16, 32))], [(NOISE, torch.ones(16, 32))]),                    # a mask is no sample
+    ([(IDS, POSITIONS)], [(IDS + 1, POSITIONS)]),                                       # nor are the places of a text
+    ([(IMAGES[:4], TABLE), (IMAGES[4:8], TABLE)], [(NOISE[:4], TABLE), (NOISE[4:8], TABLE)]),    # nor what goes into every call
 ], ids=lambda calls: f"{len(calls)} calls")
 def test_values_that_repeat_by_nature_are_no_overlap(calibration, check):
     assert not samples.overlap(calibration, seen(*check)).refused
@@ -341,6 +347,9 @@ def test_values_that_repeat_by_nature_are_no_overlap(calibration, check):
     ([(IMAGES, NOISE)], [(IMAGES, NOISE + 1)]),                                         # beside noise that is drawn anew
     ([(IMAGES,)] * 8, [(IMAGES[:7],), (IMAGES[7:],)]),                                  # the same batch again is no repetition
     ([(drawn(1, 64, 12),)], [(drawn(1, 64, 12),)]),
+    ([(IDS, TYPES, MASK)], [(IDS, MASK, TYPES)]),                                       # given by keyword, in another order
+    ([(IDS, MASK)], [(IDS,)]),                                                          # a mask left out
+    ([(POSITIONS, IDS)], [(IDS,)]),
 ], ids=lambda calls: f"{len(calls)} calls")
 def test_the_same_samples_are_found_however_they_are_asked_for(calibration, check):
     assert samples.overlap(calibration, seen(*check)).refused

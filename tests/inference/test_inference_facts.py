@@ -110,6 +110,33 @@ def test_a_model_that_writes_to_its_inputs_is_not_random() -> None:
     assert not observe(Pair(), (torch.zeros(2, 6),)).writes_inputs
 
 
+@pytest.mark.parametrize("change", [lambda given: given.pop("mask"), lambda given: given.update(half=given["x"] / 2)], ids=["out", "in"])
+def test_a_model_that_takes_something_out_of_its_inputs_writes_to_them(change: Any) -> None:
+    class Changes(torch.nn.Module):
+        def forward(self, given: Any) -> Any:
+            change(given)
+            return given["x"] + 1
+
+    batch = ({"x": torch.ones(3), "mask": torch.ones(3)},)
+    assert observe(Changes(), batch).writes_inputs and sorted(batch[0]) == ["mask", "x"]
+
+
+def test_answers_that_are_sparse_are_compared() -> None:
+    class Sparse(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.to_sparse()
+
+    assert not observe(Sparse(), (torch.eye(3),)).random
+
+
+def test_a_single_number_in_another_format_is_not_the_model_s() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("scale", torch.tensor(2.0, dtype=torch.float64))
+    assert facts.formats(model) == {"float32"}
+    model.register_buffer("table", torch.ones(2, dtype=torch.float64))
+    assert facts.formats(model) == {"float32", "float64"}
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_model_that_differentiates_is_called_where_it_can(alone: bool) -> None:
     found = observe(Force(alone), (torch.ones(3),))

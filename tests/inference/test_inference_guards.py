@@ -352,6 +352,15 @@ def test_what_stands_beside_a_text_of_another_length_is_looked_at():
     assert found.problem is None and found.agreement_db == pytest.approx(40, abs=0.1)
 
 
+def test_sparse_answers_are_compared_as_dense_ones():
+    scores, chosen = torch.eye(4), torch.eye(4).long()
+    given = [[scores.to_sparse(), chosen.to_sparse()]]
+    assert problem(given, baseline=given) is None and guards.flip_rate(given, given) == 0
+    other = [[scores.flip(1).to_sparse(), chosen.flip(1).to_sparse()]]
+    assert "agrees with the baseline's" in (problem(other, baseline=given, numerics="reordering") or "")
+    assert guards.flip_rate(given, other) == 1
+
+
 def test_other_batches_are_cut_from_the_first_one():
     x, y = torch.arange(14.0).reshape(7, 2), torch.arange(7)
     found = guards.other_batches([(x, y, torch.tensor(0.5)), (x,)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ from saturate.inference.accuracy import Budget, Judgement, read, split
 from saturate.inference.api import control, running_model
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed, NotDeployable
+from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal
 from saturate.inference.lab import Lab
 from saturate.inference.process import WorkerFailed
@@ -276,10 +278,61 @@ def test_a_check_with_few_samples_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
     for count, noted in ((19, True), (20, False)):
         lab = scored_lab([1.0], Budget(0.5), check=len)
         done = types.SimpleNamespace(scores=read([0.5] * count), answers="", asked="", samples=Seen(), output="")
-        monkeypatch.setattr(checking, "controls", lambda *given, done=done: types.SimpleNamespace(problem=None, baseline=done, notes=()))
+        monkeypatch.setattr(checking, "controls", lambda *given, done=done: types.SimpleNamespace(problem=None, baseline=done, notes=(), shuffled=False))
         source = types.SimpleNamespace(calibration=lambda torch: [])
         notes = control(lab, Answering(None), source, None, lambda text: None)          # type: ignore[arg-type]
         assert any(f"{count} samples" in note for note in notes) == noted and (lab.confirmation is None) == noted
+
+
+def test_a_check_that_shuffles_certifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [0.1 * (i % 3) for i in range(40)]
+    lab = scored_lab(values, Budget(0.5), check=len)
+    lab.selection = lab.confirmation = None
+    done = types.SimpleNamespace(scores=read(values), answers="", asked="", samples=Seen(), output="")
+    monkeypatch.setattr(checking, "controls", lambda *given: types.SimpleNamespace(problem=None, baseline=done, notes=(), shuffled=True))
+    control(lab, Answering(None), types.SimpleNamespace(calibration=lambda torch: []), None, lambda text: None)      # type: ignore[arg-type]
+    for judgement in (lab.judge(read(values)), lab.confirmed(read(values), named(1))):
+        assert judgement.verdict == "undecided" and "in another order each time" in judgement.reason and judgement.samples_needed is None
+
+
+def test_records_hold_no_infinity() -> None:
+    unbounded = Tried(Candidate(), "rejected_accuracy", "", judgement=Judgement("fail", math.inf, (-math.inf, math.inf), None, None, "why"))
+    row = unbounded.record()
+    assert (row.accuracy_drop, row.accuracy_drop_ci, row.verdict) == (None, None, "fail")
+    assert Judgement("pass", 0.1, (0.0, 0.2), None, None, "").numbers() == (0.1, (0.0, 0.2))
+
+
+class OfSize:
+    """A candidate whose program was made for batches of one size, and rounds."""
+
+    def __init__(self, size: int, rounding: float = 0.0):
+        self.size, self.rounding = size, rounding
+
+    def run(self, x: Any) -> Any:
+        if len(x) != self.size:
+            raise WorkerFailed("failed", f"ValueError: input tensor 0 has shape {list(x.shape)}, {MADE_FOR} [{self.size}, 3]", alive=True)
+        return (x * 2 * (1 + self.rounding),)
+
+
+@pytest.mark.parametrize(("given", "refused"), [(True, True), (False, False)])
+def test_sizes_that_nobody_gave_may_be_refused(given: bool, refused: bool) -> None:
+    lab = Lab(None, Path("nowhere"), 1, 0.0)            # type: ignore[arg-type]
+    lab.precision = lambda: "float32"                   # type: ignore[method-assign]
+    x = torch.rand(2, 3)
+    lab.others = [module.Other((x,), [x * 2], None, None, given)]
+    assert (lab.other_sizes(OfSize(8), Candidate()) is not None) == refused         # type: ignore[arg-type]
+    assert "agrees" in (lab.other_sizes(OfSize(2, 0.1), Candidate()) or "")         # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("itself", [1e-5, 0.0])
+def test_on_batches_of_other_sizes_a_candidate_may_do_what_the_model_does_itself(itself: float) -> None:
+    """Its twin moves by as much; see `guards.examine`."""
+    lab = Lab(None, Path("nowhere"), 1, 0.0)            # type: ignore[arg-type]
+    lab.precision = lambda: "float32"                   # type: ignore[method-assign]
+    x = torch.rand(2, 3)
+    lab.others = [module.Other((x,), [x * 2], [x * 2], [x * 2 * (1 + itself)], True)]
+    claims = types.SimpleNamespace(numerics="reordering")
+    assert (lab.other_sizes(OfSize(2, 2e-4), claims) is None) == bool(itself)           # type: ignore[arg-type]
 
 
 def test_of_a_lossless_winner_is_said_what_the_check_said(monkeypatch: pytest.MonkeyPatch) -> None:

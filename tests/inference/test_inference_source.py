@@ -29,6 +29,7 @@ from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
 from saturate.inference import batches, guards, identity, pickles  # noqa: E402
+from saturate.inference import source as source_module  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
 from saturate.inference.source import Source, signature_of  # noqa: E402
@@ -192,6 +193,24 @@ def test_targets_among_the_inputs_are_named() -> None:
         batches.check_call(Pair().forward, (torch.zeros(1, 6), torch.zeros(1)))
     assert "targets" in caught.value.remedy
     batches.check_call(print, (1, 2))
+
+
+def test_targets_in_any_batch_are_named(tmp_path: Path) -> None:
+    given = images(4)
+    with_targets = [(*batch, torch.zeros(1)) for batch in given]
+    with pytest.raises(UsageError, match="`calibration`") as caught:
+        Source.write(tmp_path, Pair(), given, with_targets)
+    assert "calibration=(batch[:-1]" in caught.value.remedy
+    with pytest.raises(UsageError, match="`inputs`"):
+        Source.write(tmp_path, Pair(), [*given, *with_targets])
+
+
+def test_a_model_without_numbers_is_where_its_inputs_are() -> None:
+    assert source_module._device(torch.nn.ReLU(), {"cuda:0"}) == "cuda:0" and source_module._device(torch.nn.ReLU(), set()) == "cpu"
+    assert source_module._device(torch.nn.Linear(1, 1), {"cuda:0"}) == "cpu"
+    devices: set[str] = set()
+    batches.take(torch, [(torch.zeros(2), {"x": torch.zeros(2)})], devices=devices)
+    assert devices == {"cpu"}
 
 
 def test_batches_alternate_and_the_smaller_rest_is_not_measured() -> None:

@@ -154,6 +154,11 @@ class Judgement:
     reason: str
     samples: int | None = None
 
+    def numbers(self) -> tuple[float | None, tuple[float, float] | None]:
+        """(drop, drop_ci) for a record, which holds no infinity: an unbounded interval says nothing, and the reason why."""
+        ends = self.drop_ci
+        return self.drop if isfinite(self.drop) else None, ends if ends is not None and all(map(isfinite, ends)) else None
+
 
 def read(returned: Any, metric: str | None = None) -> Scores:
     """The scores in what a check returned: a number, one value per sample (list, tuple, or anything of one dimension
@@ -266,10 +271,13 @@ def level(confidence: float | None, turn: int) -> float | None:
     return None if confidence is None else min(HIGHEST, 1 - (1 - confidence) * SPENT * (1 - SPENT) ** turn)
 
 
-def unsplit(judgement: Judgement) -> Judgement:
-    """Of a check with fewer samples than `FEWEST_TO_SPLIT`: those that choose a candidate cannot confirm it."""
+def unsplit(judgement: Judgement, why: str = "") -> Judgement:
+    """Of a check with fewer samples than `FEWEST_TO_SPLIT`, or one that cannot be split (`why`): those that choose a candidate cannot
+    confirm it."""
     if judgement.verdict != "pass" or judgement.samples is None:
         return judgement
+    if why:
+        return replace(judgement, verdict="undecided", drop_ci=None, samples_needed=None, reason=why)
     needed = max(FEWEST_TO_SPLIT, 2 * judgement.samples)
     reason = (f"{judgement.samples} samples are too few to split into some that choose and others that confirm; "
               f"about {needed} samples in all would do")

@@ -286,6 +286,8 @@ def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Cal
     values = lab.scores.values if lab.scores else None
     if values is None:
         notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
+    elif found.shuffled:
+        lab.unsplit = checking.SHUFFLED
     elif len(values) >= FEWEST_TO_SPLIT:
         lab.selection, lab.confirmation = split(len(values))
     else:

@@ -25,8 +25,9 @@ _SHARED = (type(None), bool, int, float, str)
 _NESTED = (type(None), bool)
 
 
-def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
-    """The first batches of an iterable, copied to the CPU; an endless one is not exhausted. One tensor is one batch.
+def take(torch: Any, given: Any, what: str = "inputs", devices: set[str] | None = None) -> list[tuple[Any, ...]]:
+    """The first batches of an iterable, copied to the CPU; an endless one is not exhausted. One tensor is one batch. `devices`: is
+    given those that their tensors came from.
 
     Raises UsageError, which calls the iterable `what`, where it holds nothing or anything else than batches, and
     WorkloadFailed where reading it fails.
@@ -41,6 +42,8 @@ def take(torch: Any, given: Any, what: str = "inputs") -> list[tuple[Any, ...]]:
         if samples(torch, batch) == 0:
             raise UsageError(f"`{what}` yields a batch without samples", cause="the first dimension of its tensors is 0",
                              remedy="leave empty batches out: nothing can be measured or compared with them")
+        if devices is not None:
+            devices.update(str(tensor.device) for tensor in tensors(torch, batch))
         size_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(torch, batch))
         if batches and size_bytes > MOST_BYTES:
             break
@@ -124,20 +127,20 @@ def by_place(signature: inspect.Signature | None, inputs: tuple[Any, ...], named
     return bound.args if len(bound.args) > len(signature.parameters) else bound.args[:max(last + 1, len(inputs))]
 
 
-def check_call(call: Callable[..., Any], batch: tuple[Any, ...]) -> None:
-    """Raises UsageError where `call` cannot take that many positional inputs: a loader's batch often holds the target
-    too."""
+def check_call(call: Callable[..., Any], batch: tuple[Any, ...], what: str = "inputs") -> None:
+    """Raises UsageError, which names `what`, where `call` cannot take that many positional inputs: a loader's batch often holds the
+    target too."""
     signature = signature_of(call)
     if signature is None:
         return                  # the first call will tell
     try:
         signature.bind(*batch)
     except TypeError as error:
-        raise UsageError(f"the model does not take a batch of `inputs`: {len(batch)} positional inputs",
-                         cause=str(error), remedy=_fitting(signature, batch)) from None
+        raise UsageError(f"the model does not take a batch of `{what}`: {len(batch)} positional inputs",
+                         cause=str(error), remedy=_fitting(signature, batch, what)) from None
 
 
-def _fitting(signature: inspect.Signature, batch: tuple[Any, ...]) -> str:
+def _fitting(signature: inspect.Signature, batch: tuple[Any, ...], what: str) -> str:
     """What the user can do about a batch that does not go into the call."""
     parameters = signature.parameters.values()
     if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
@@ -148,7 +151,7 @@ def _fitting(signature: inspect.Signature, batch: tuple[Any, ...]) -> str:
     if len(batch) < needed:
         return f"each batch is a tuple of all {needed} inputs: {', '.join(one.name for one in places[:needed])}"
     if len(batch) == 1 + len(places):
-        return "leave the targets out: inputs=(batch[:-1] for batch in loader)"
+        return f"leave the targets out: {what}=(batch[:-1] for batch in loader)"
     return f"each batch is a tuple of what the forward takes: {', '.join(one.name for one in places) or 'nothing'}"
 
 

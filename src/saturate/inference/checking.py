@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import math
 import sys
@@ -34,6 +35,10 @@ _POOL, _FROM_ONE = 65536, 4096
 
 #: Noise is drawn anew before something is said against the check: one draw may be a coincidence.
 _SEEDS = (1, 2)
+
+#: What is known of a check that shuffles: no sample has a place of its own.
+SHUFFLED = ("the check gives the same values in another order each time, so candidates cannot be compared sample by sample, nor can samples "
+            "be kept to confirm a choice")
 
 Check = Callable[[Callable[..., Any]], Any]
 
@@ -90,6 +95,7 @@ class Controls:
 
     baseline: Scored
     spread: float | None = None         # between two runs on the baseline, in units of the score; 0: the same
+    shuffled: bool = False              # two runs of it go through the same samples in another order
     noise: float | None = None          # the score of noise in place of the answers; None: not known, see notes
     problem: Problem | None = None
     notes: tuple[str, ...] = ()
@@ -148,7 +154,9 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget) -> Controls:
     problem, notes = _repeatable(first, first.scores, again, again.scores, budget)
     if problem is not None:
         return Controls(first, spread, problem=problem)
-    return _against_noise(check, pool, budget, Controls(first, spread, notes=notes), first.scores)
+    shuffled = (first.samples == again.samples and first.scores.values != again.scores.values
+                and (first.asked != again.asked or _same_in_another_order(first.scores, again.scores)))
+    return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes), first.scores)
 
 
 def _only_once(problem: Problem | None) -> Problem | None:
@@ -167,8 +175,7 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
     if (before.mean, before.values) == (after.mean, after.values):      # its other entries may be anything, the time that it took for one
         return None, ("the model gives other answers each time; the scores are the same",) if random else ()
     if not random and first.samples == again.samples and _same_in_another_order(before, after):
-        return None, ("the check gives the same values in another order each time, so candidates cannot be compared sample by "
-                      "sample, and many more samples are needed: leave out what shuffles them",)
+        return None, (f"{SHUFFLED}: leave out what shuffles them",)
     if first.asked != again.asked:
         cause = "it asks for other samples each time"
     elif first.answers != again.answers:
@@ -198,7 +205,7 @@ def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, b
 
     def result(note: str = "", noise: float | None = None, problem: Problem | None = None) -> Controls:
         notes = (*known.notes, note) if note else known.notes
-        return Controls(known.baseline, known.spread, noise, problem, notes)
+        return dataclasses.replace(known, noise=noise, problem=problem, notes=notes)
 
     if not pool.varies():
         return result("the answers of the model hold one number only, so noise made of them tells nothing about the check")

@@ -100,7 +100,8 @@ def formats(model: Any) -> set[str]:
     def of(tensors: Any) -> set[str]:
         return {str(one.dtype).removeprefix("torch.") for one in tensors if one.is_floating_point()}
 
-    parameters, buffers = of(model.parameters()), of(model.buffers())
+    # A number without dimensions changes no other's format.
+    parameters, buffers = of(model.parameters()), of(one for one in model.buffers() if one.dim())
     return parameters | (buffers & {"float64"}) if parameters else buffers
 
 
@@ -167,7 +168,9 @@ def _watch_calls(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Counte
     with _counted(model, calls), watch:
         answers = trees.tensors(torch, model(*given))
     before, after = (trees.tensors(torch, one) for one in (batch, given))
-    written = any(one.shape != other.shape or samples.raw(one) != samples.raw(other) for one, other in zip(before, after))
+    # A forward may take something out of its inputs, or put something in, as well as write to it.
+    written = len(before) != len(after) or any(one.shape != other.shape or samples.raw(one) != samples.raw(other)
+                                               for one, other in zip(before, after))
     return calls, watch.seen, written, answers
 
 
@@ -241,7 +244,7 @@ def _differ(torch: Any, first: list[Any], second: list[Any]) -> bool:
     """Whether two answers differ by more than rounding."""
     if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
         return True
-    for a, b in zip(first, second):
+    for a, b in zip(map(samples.dense, first), map(samples.dense, second)):
         if torch.equal(a, b):
             continue
         if not a.is_floating_point() and not a.is_complex():

@@ -215,7 +215,8 @@ def _first(one: Sequence[Any], two: Sequence[Any], dimensions: int) -> list[tupl
     def scores(wanted: Any) -> bool:
         return wanted.dim() == dimensions and wanted.is_floating_point() and wanted.shape[-1] > 1
 
-    return [(wanted, got) for wanted, got in zip(one, two) if scores(wanted) and wanted.shape == got.shape][:1]
+    return [(samples.dense(wanted), samples.dense(got)) for wanted, got in zip(one, two)
+            if scores(wanted) and wanted.shape == got.shape][:1]
 
 
 @dataclass
@@ -254,6 +255,7 @@ def _comparable(torch: Any, baseline: Batches, other: Batches | None) -> list[_L
 
 
 def _add(torch: Any, level: _Level, wanted: Any, got: Any) -> None:
+    wanted, got = samples.dense(wanted), samples.dense(got)
     level.count += max(wanted.numel(), got.numel())
     if level.whole:
         if wanted.shape != got.shape:           # texts: what only one of them has differs

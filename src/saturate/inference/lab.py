@@ -21,6 +21,7 @@ from saturate.inference import accuracy, artifact, batches, checking, confirm, g
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
+from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal
 from saturate.inference.process import Worker, WorkerFailed
 from saturate.inference.search import Tried
@@ -56,6 +57,17 @@ TURN = "confirmed: "
 EXAMPLES = 2
 
 
+@dataclass(frozen=True)
+class Other:
+    """A batch of another size than the measured ones, and what the baseline answered; `again`, `twin`: as in `Lab`."""
+
+    batch: tuple[Any, ...]
+    answer: list[Any]
+    again: list[Any] | None
+    twin: list[Any] | None
+    given: bool                                                 # by the user
+
+
 @dataclass
 class Lab:
     """`deadline_s`: time.monotonic() of the whole search. `folder`: scratch and artifacts. `stored`: where they are. All answers that
@@ -73,13 +85,14 @@ class Lab:
     again: list[list[Any]] | None = None                        # the same, a second time
     own_bytes: int | None = None                                # the memory of serving the model itself; None: not known
     twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
-    others: list[tuple[tuple[Any, ...], list[Any]]] = field(default_factory=list)   # batches of other sizes, its outputs
+    others: list[Other] = field(default_factory=list)           # batches of other sizes, with its outputs
     signature: inspect.Signature | None = None                  # of the model, for a check that calls it with keywords
     scores: Scores | None = None                                # the baseline's
     answers: str = ""                                           # digest of what the check got from the baseline
     asked: str = ""                                             # digest of what the check asked the baseline
     selection: tuple[int, ...] | None = None
     confirmation: tuple[int, ...] | None = None
+    unsplit: str = ""                                           # why a check with enough samples is not split
     turns: list[str] = field(default_factory=list)              # who met the confirmation's samples, in that order
     journal: Journal | None = None                              # remembers the turns
     stored: dict[Candidate, Path] = field(default_factory=dict)
@@ -212,14 +225,17 @@ class Lab:
         except WorkerFailed as error:
             worker.close()
             return self.baseline(), [f"inputs one rounding away, and other batch sizes, were not tried: there {_ended(error)}"]
-        for batch in (*self.source.others(self._torch()), *guards.other_batches(inputs)):
+        given = self.source.others(self._torch())
+        for batch in (*given, *guards.other_batches(inputs)):
+            moved = guards.perturbed(self._torch(), [batch])
             try:
-                answer = self._taken(worker, batch)
+                answer, again, *twin = (self._taken(worker, one) for one in (batch, batch, *(moved or ())))
             except WorkerFailed as error:
                 worker.close()
                 return self.baseline(), [f"other batch sizes were not tried: with {guards.shown(batch)} {_ended(error)}"]
             if answer is not None:
-                self.others.append((batch, answer))
+                mine = any(batch is one for one in given)
+                self.others.append(Other(batch, answer, again, twin[0] if twin else None, mine))
         return worker, []
 
     def _taken(self, worker: Worker, batch: tuple[Any, ...]) -> list[Any] | None:
@@ -234,16 +250,19 @@ class Lab:
 
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
         """What is wrong on batches of other sizes, the user's first, that the model takes. A compiler may compile again for each."""
-        for batch, expected in self.others:
-            shown = guards.shown(batch)
+        for other in self.others:
+            shown = guards.shown(other.batch)
             try:
-                got = _on_cpu(worker.run(*batch))
+                got = _on_cpu(worker.run(*other.batch))
             except WorkerFailed as error:
                 if not error.alive:
                     raise
+                if not other.given and MADE_FOR in error.reason:
+                    continue        # it says that it was made for the sizes of the inputs; nobody asked for others
                 return f"{shown}, which the model takes, fails: {error.reason}"
-            problem = guards.examine(self._torch(), [expected], [got], numerics=candidate.numerics, spare=1,
-                                     precision=self.precision()).problem
+            problem = guards.examine(self._torch(), [other.answer], [got], numerics=candidate.numerics, spare=1,
+                                     precision=self.precision(), again=other.again and [other.again],
+                                     twin=other.twin and [other.twin]).problem
             if problem is not None:
                 return f"with {shown}: {problem}"
         return None
@@ -321,7 +340,7 @@ class Lab:
             found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confirmed_at)
         except accuracy.UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
-        return found if indices is not None or budget.confidence is None else accuracy.unsplit(found)
+        return found if indices is not None or budget.confidence is None else accuracy.unsplit(found, self.unsplit)
 
     # -- repair ----------------------------------------------------------------------------------------------------
 

@@ -238,6 +238,7 @@ def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | Non
     if won is None or final is None or final.estimate is None or final.b is None:
         return None
     judgement, own = won.judgement, lossless is won
+    drop, drop_ci = judgement.numbers() if judgement else (None, None)
     if lossless is None and not unraced:
         versus = final                      # the best lossless is the model itself
     known = own or (versus is not None and versus.speedup is not None)
@@ -246,8 +247,8 @@ def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | Non
         speedup_over_lossless=1.0 if own else versus.speedup if versus else None,
         speedup_over_lossless_ci=(1.0, 1.0) if own else versus.speedup_ci if versus else None,
         speedup_over_lossless_reason=None if known else versus.reason if versus else unraced,
-        accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=judgement.drop if judgement else None,
-        accuracy_drop_ci=judgement.drop_ci if judgement else None, verdict=judgement.verdict if judgement else None,
+        accuracy=won.scores.mean if won.scores is not None else None, accuracy_drop=drop, accuracy_drop_ci=drop_ci,
+        verdict=judgement.verdict if judgement else None,
         samples_needed=judgement.samples_needed if judgement else None,
         peak_memory_bytes=won.memory_bytes, size_bytes=artifact.size_bytes(won.artifact))
 

@@ -74,8 +74,9 @@ class Overlap:
 
 @dataclass
 class _Tally:
-    """The samples of one cut."""
+    """The samples of one cut. `by_any`: one was there before where any of its names was, as a table that goes into every call."""
 
+    by_any: bool = False
     count: int = 0
     again: int = 0                      # those that had been there before: values that repeat by nature
     shared: int = 0                     # those among what is looked for
@@ -86,10 +87,10 @@ class _Tally:
         self.count += 1
         if not sample:
             return
-        key = hash(sample[0])
-        self.again += key in self._met
+        keys = {hash(name) for name in (sample if self.by_any else sample[:1])}
+        self.again += not keys.isdisjoint(self._met)
         if len(self._met) < _MOST_REMEMBERED:
-            self._met.add(key)
+            self._met |= keys
         if wanted is None:
             self.samples.append(sample)
         elif not wanted.isdisjoint(sample):
@@ -109,16 +110,16 @@ class Seen:
     """
 
     def __init__(self, wanted: frozenset[str] | None = None) -> None:
-        self.cuts = {cut: _Tally() for cut in CUTS}
+        self.cuts = {cut: _Tally(cut == "whole") for cut in CUTS}
         self._wanted = wanted
-        self._calls: set[int] = set()
+        self._calls: set[str] = set()
 
     def add(self, inputs: tuple[Any, ...]) -> None:
-        found = cuts(inputs)
-        call = hash(tuple(found["rows"]))
-        if call not in self._calls:
-            self._calls.add(call)
-            for cut, samples in found.items():
+        call = Digest()
+        call.feed(inputs)       # all of it: a table that goes into every call may be longer than the batches
+        if call.hex() not in self._calls:
+            self._calls.add(call.hex())
+            for cut, samples in cuts(inputs).items():
                 for sample in samples:
                     self.cuts[cut].add(sample, self._wanted)
 
@@ -174,7 +175,7 @@ def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     without tensors, each text, or the whole call.
 
     Rows of integers have a second name without what their ends repeat: padding differs with the batch that a text
-    happens to be in. Rows of several tensors have one for each that could be told apart alone: noise may be drawn anew.
+    happens to be in. Rows of several tensors have one for each that could be told apart alone: noise may be drawn anew, a mask left out.
     A row of several dimensions that holds one number only (padding, a black image) has none.
     """
     arrays = _arrays(inputs)
@@ -198,14 +199,36 @@ def _arrays(inputs: tuple[Any, ...]) -> list[Any]:
 def _names(rows: list[Any]) -> tuple[str, ...]:
     if len(rows[0].shape) > 1 and all(_different(row) < 2 for row in rows):
         return ()
-    whole = _name(b"".join(map(raw, rows)))
+    whole = _joint(rows)
     if len(rows[0].shape) != 1 or "int" not in str(rows[0].dtype):
         return whole, *([_name(raw(row)) for row in rows if _alone(row, rows[0])] if len(rows) > 1 else [])
-    begin, end = _without_padding(rows[0].tolist())
-    if end - begin in (0, len(rows[0])):
-        return (whole,)
-    cut = [row[begin:end] if row.shape == rows[0].shape else row for row in rows]
-    return whole, _name(b"".join(map(raw, cut)))
+    leading = max((row for row in rows if row.shape == rows[0].shape and "int" in str(row.dtype)), key=_says)
+    numbers = leading.tolist()
+    begin, end = _without_padding(numbers)
+    padded = end - begin not in (0, len(numbers))
+    cut = [row[begin:end] if row.shape == leading.shape else row for row in rows]
+    found = [whole, *([_joint(cut)] if padded else [])]
+    if len(rows) > 1 and len(numbers) >= _FEWEST_ALONE and len(set(numbers)) > 2 and not _counts(numbers):
+        found += [_name(raw(leading)), *([_name(raw(leading[begin:end]))] if padded else [])]
+    return tuple(found)
+
+
+def _joint(rows: list[Any]) -> str:
+    """One name for several tensors in whichever order they come: a check may give by keyword what others give by place."""
+    if len(rows) == 1:
+        return _name(raw(rows[0]))
+    return _name("".join(sorted(_name(raw(row)) for row in rows)).encode())
+
+
+def _says(row: Any) -> tuple[bool, int, str]:
+    """Sort key of rows of integers: what is no count of places, and holds most different numbers, says which sample it is."""
+    numbers = row.tolist()
+    return not _counts(numbers), len(set(numbers)), _name(raw(row))
+
+
+def _counts(numbers: list[int]) -> bool:
+    """Whether they count places, as those of positions do: alike for every sample."""
+    return 2 * sum(after - before == 1 for before, after in zip(numbers, numbers[1:])) >= len(numbers) - 1
 
 
 def _alone(row: Any, largest: Any) -> bool:

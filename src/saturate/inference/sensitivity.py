@@ -12,6 +12,7 @@ Runs in a candidate's process, on the baseline.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -153,13 +154,14 @@ def _follow(model: Any, watch: Any) -> list[Any]:
 
 def _outputs(torch: Any, model: Any, batch: tuple[Any, ...], watch: Any = None) -> list[Any]:
     """Floating-point outputs. The same random numbers each time, for a model that draws some."""
+    given = copy.deepcopy(batch)        # it may write to its inputs
     torch.manual_seed(0)
     if watch is None:
-        result = model(*batch)
+        result = model(*given)
     else:
         watch.names.clear()
         with watch:
-            result = model(*batch)
+            result = model(*given)
     return [leaf for leaf in _wrap.tensors(torch, result) if leaf.is_floating_point()]
 
 

@@ -70,10 +70,14 @@ class Source:
 
         folder = Path(folder)
         called, notes = _called(torch, model)
-        measured = given = batches.take(torch, inputs)
+        devices: set[str] = set()
+        measured = given = batches.take(torch, inputs, devices=devices)
+        calibrate = [] if calibration is None else batches.take(torch, calibration, "calibration")
         if called is not None:
-            batches.check_call(called.function(called.module), measured[0])
-            device = device or _device(called.module)
+            for what, taken in (("inputs", measured), ("calibration", calibrate)):
+                for batch in taken:
+                    batches.check_call(called.function(called.module), batch, what)
+            device = device or _device(called.module, devices)
         device = device or "cpu"
         if switches is None:
             switches = {} if device == "cpu" else session.of_process(torch)
@@ -81,7 +85,6 @@ class Source:
             measured, calibrate, more = batches.split(torch, measured)
             notes += more
         else:
-            calibrate = batches.take(torch, calibration, "calibration")
             measured, rest = batches.without_last(torch, measured)
             if rest:
                 notes.append("the last batch of inputs is smaller than the others and is not measured")
@@ -313,8 +316,9 @@ def _unwrapped(torch: Any, model: Any) -> tuple[Any, list[str]]:
     return model, notes
 
 
-def _device(module: Any) -> str:
-    devices = {str(tensor.device) for tensor in itertools.chain(module.parameters(), module.buffers())} or {"cpu"}
+def _device(module: Any, given: set[str]) -> str:
+    """Where the module's numbers are; without any, where the inputs came from (`given`)."""
+    devices = {str(tensor.device) for tensor in itertools.chain(module.parameters(), module.buffers())} or given or {"cpu"}
     if len(devices) > 1:
         raise UsageError(f"the model is spread over {', '.join(sorted(devices))}",
                          remedy="put all of it on one device first")

@@ -74,12 +74,12 @@ class Tried:
     def record(self, threads: int | None = None) -> CandidateRecord:
         """`threads`: what it was measured with, for its lines."""
         candidate, judgement = self.candidate, self.judgement
+        drop, drop_ci = judgement.numbers() if judgement is not None else (None, None)
         return CandidateRecord(
             id=candidate.label(), techniques=candidate.techniques(), kept_layers=sorted(candidate.keep),
             numerics=candidate.numerics, fate=self.fate, reason=self.reason, latency_ms=self.timing, speedup=self.speedup,
             accuracy=self.scores.mean if self.scores is not None else None,
-            accuracy_drop=judgement.drop if judgement is not None else None,
-            accuracy_drop_ci=judgement.drop_ci if judgement is not None else None,
+            accuracy_drop=drop, accuracy_drop_ci=drop_ci,
             verdict=judgement.verdict if judgement is not None else None,
             samples_needed=judgement.samples_needed if judgement is not None else None,
             flip_rate=self.flip_rate if judgement is None or judgement.flip_rate is None else judgement.flip_rate,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from saturate.techniques._api import NotApplied
 
+#: What a program says of inputs whose sizes it does not take.
+MADE_FOR = "this program was made for"
+
 
 class NotDeployable(NotApplied):
     """What a candidate made runs, but cannot be stored; the message is the reason."""

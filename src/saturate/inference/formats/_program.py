@@ -25,7 +25,7 @@ from typing import Any
 from saturate.errors import ArtifactDamaged
 from saturate.inference import batches as trees
 from saturate.inference import structure
-from saturate.inference.formats import _dynamic_shapes
+from saturate.inference.formats import MADE_FOR, _dynamic_shapes
 from saturate.inference.techniques._api import Context, NotApplied
 
 #: Operators that pass numbers on as they are.
@@ -282,7 +282,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
                 raise TypeError(f"input tensor {index} is {tensor.layout}, this program takes dense tensors: tensor.to_dense()")
             sizes = tuple(tensor.shape)
             if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
-                raise ValueError(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
+                raise ValueError(f"input tensor {index} has shape {list(sizes)}, {MADE_FOR} {shape}"
                                  f"{_limits(shape, ranges)}{why_fixed}")
 
     def call(*args: Any, **kwargs: Any) -> Any:

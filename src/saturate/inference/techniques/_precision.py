@@ -51,15 +51,22 @@ def _check_kept(context: Context) -> None:
 def _cast(context: Context, dtype: Any) -> None:
     torch, model = context.torch, context.model
     wide = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} & {torch.float32, torch.float64}
+    original = _format(torch, model) or (torch.float64 if torch.float64 in wide else torch.float32)
     kept = {name: module for name, module in model.named_modules() if name in context.keep}
+    formats = {name: found for name, module in kept.items() if (found := _format(torch, module)) is not None}
     spared = {id(tensor) for module in kept.values() for tensor in (*module.parameters(), *module.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in wide and id(tensor) not in spared:
             tensor.data = tensor.data.to(dtype)         # in place: tied weights stay tied
-    original = torch.float64 if torch.float64 in wide else torch.float32
-    for module in kept.values():
-        _wrap.around(module, _borders(torch, {dtype}, original, dtype))
+    for name, module in kept.items():
+        _wrap.around(module, _borders(torch, {dtype}, formats.get(name, original), dtype))
     _wrap.around(model, _borders(torch, {torch.float32, torch.float64}, dtype, original))
+
+
+def _format(torch: Any, module: Any) -> Any:
+    """The widest format of its parameters, which its answers have; None without any. A buffer may be a number in another format."""
+    found = {parameter.dtype for parameter in module.parameters()}
+    return next((dtype for dtype in (torch.float64, torch.float32) if dtype in found), None)
 
 
 def _borders(torch: Any, sources: set[Any], inside: Any, outside: Any) -> _wrap.Around:

@@ -15,6 +15,7 @@ from typing import Any
 
 from saturate.inference.pruning.shrink import Shrunk, shrink
 from saturate.inference.pruning.values import moved, samples, seeded, tensors
+from saturate.inference.techniques import _wrap
 from saturate.inference.techniques._api import Context, NotApplied
 
 #: Epochs without an improvement on held-out inputs after which training stops.
@@ -202,8 +203,8 @@ class _Loop:
         for group, rate in zip(self.optimizer.param_groups, self.rates):
             group["lr"] = rate * max(factor, FLOOR)
         with self.torch.no_grad():
-            taught = self.teacher(*inputs)
-        output = self.student(*inputs)
+            taught = self.teacher(*_wrap.own(self.context.facts, inputs))
+        output = self.student(*_wrap.own(self.context.facts, inputs))
         loss = distance(self.torch, output, taught, target)
         if self.data.loss is not None:
             own = self.data.loss(output, target)
@@ -227,7 +228,8 @@ class _Loop:
         found = []
         with self.torch.no_grad():
             for inputs in self.held:
-                pairs = list(zip(main(self.torch, self.student(*inputs)), main(self.torch, self.teacher(*inputs))))
+                one, other = (model(*_wrap.own(self.context.facts, inputs)) for model in (self.student, self.teacher))
+                pairs = list(zip(main(self.torch, one), main(self.torch, other)))
                 found += [float(_relative(one, other)) for one, other in pairs if one.shape == other.shape]
         if not found or not all(math.isfinite(value) for value in found):
             raise NotApplied("its outputs cannot be compared with the original's" if not found else "its outputs are not finite")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
+from saturate.inference import batches
+from saturate.inference.techniques._api import Context
+from saturate.records.inference import ModelFacts
 from saturate.techniques import _trees
 
 #: inner(*args, **kwargs) is the forward of the module that was called.
@@ -27,7 +32,22 @@ def around(module: Any, wrapper: Around) -> None:
 
         return wrapper(call, args, kwargs)
 
+    signature = batches.signature_of(before)
+    if signature is not None:       # calls by keyword find their places by it
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])      # type: ignore[attr-defined]
     module.forward = types.MethodType(forward, module)
+
+
+def own(facts: ModelFacts, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call may get: a copy, where the model writes to its inputs."""
+    return copy.deepcopy(inputs) if facts.writes_inputs else inputs
+
+
+def answer(context: Context, inputs: tuple[Any, ...]) -> Any:
+    """The model's answer while it is looked at, in the mode that it runs in."""
+    with getattr(context.torch, context.facts.mode)():
+        return context.model(*own(context.facts, inputs))
 
 
 def mapped(torch: Any, value: Any, change: Callable[[Any], Any]) -> Any:

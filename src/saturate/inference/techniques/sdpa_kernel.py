@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saturate.inference import session
+from saturate.inference.techniques import _wrap
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -100,8 +101,8 @@ def apply(context: Context, options: Options) -> str:
 def _used(context: Context) -> dict[str, int]:
     """How often each implementation ran in one forward."""
     torch = context.torch
-    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        context.model(*context.inputs[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _wrap.answer(context, context.inputs[0])
     found: dict[str, int] = {}
     for event in profile.key_averages():
         for name, operator in _OPERATORS.items():
