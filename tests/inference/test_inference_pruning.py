@@ -314,7 +314,7 @@ def test_attention_without_two_heads_is_attention_with_zeros(batch_first: bool, 
         elif name.endswith("_proj_weight"):
             setattr(small, name, nn.Parameter(weight[keep]))
     small.num_heads = 2
-    surgery._refit_attention(small, surgery.Undo())
+    surgery._refit_attention(torch, small, surgery.Undo())
     assert type(small) is attention.PrunedMultiheadAttention and small.num_heads == 2 and isinstance(small, nn.MultiheadAttention)
     shape = (lambda length, width: (3, length, width)) if batch_first else (lambda length, width: (length, 3, width))
     key_width, value_width = (24, 20) if separate else (32, 32)

@@ -15,17 +15,21 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
-from saturate.inference import journal
+from saturate.inference import journal, pickles
 from saturate.records.artifact import StoredFile
 
 #: Between the temporary name of a folder that is being replaced, and its own name.
 _OF = "-of-"
+
+#: Of processes, memory and descriptors, of which another folder has no more.
+_NOT_OF_A_FOLDER = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def workplace(folder: Path) -> Path:
@@ -176,6 +180,39 @@ def problems(target: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A temporary folder for what is made on the way, gone at the end. Raises EnvironmentProblem where there can be none."""
+    with in_scratch():
+        made = tempfile.TemporaryDirectory(prefix=prefix)
+    with made as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def in_scratch() -> Iterator[None]:
+    """The same for errors of the file system about what is written there; `workdir`, or another place to save to, would not help."""
+    try:
+        yield
+    except ArtifactDamaged:
+        raise
+    except (OSError, EnvironmentProblem) as error:
+        cause = error.__cause__ if isinstance(error, EnvironmentProblem) else error
+        if not pickles.of_the_file_system(cause) or getattr(cause, "errno", None) in _NOT_OF_A_FOLDER:
+            raise
+        raise EnvironmentProblem("what is made on the way cannot be written", cause=getattr(error, "cause", "") or str(error),
+                                 remedy=no_scratch()) from error
+
+
+def no_scratch() -> str:
+    """The remedy where temporary files find no room."""
+    try:
+        place = f"in {tempfile.gettempdir()}"
+    except OSError:                         # no folder that could be one
+        place = "for temporary files"
+    return f"free some space {place}, or name a larger folder in the variable TMPDIR"
+
+
 def _take_place(new: Path, target: Path) -> None:
     # With its own name at the end: should this process be killed between the renames, the old one can be put back.
     old = Path(f"{durable.temporary(target.parent)}{_OF}{target.name}")
@@ -251,7 +288,11 @@ def inside(folder: Path, name: str) -> Path:
     path = folder
     for part in pure.parts:
         path = path / part
-        if path.is_symlink():
+        try:
+            link = path.is_symlink()
+        except OSError as error:            # a name that is too long, a folder that nobody may look into
+            raise damaged(folder, f"{name:.100} cannot be looked for: {error.strerror}") from error
+        if link:
             raise damaged(folder, f"{name} is a link, or lies behind one")
     return path
 

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import saturate
+from saturate.errors import ArtifactDamaged
 from saturate.machine import facts as machine
 from saturate.records.artifact import MadeOn
 
@@ -36,7 +37,8 @@ FLAGS = (
 
 
 def here(torch: Any, device: str, threads: int, packages: Sequence[str]) -> MadeOn:
-    """This machine and the installed versions of `packages`. device: "cpu", "cuda" (the current one) or "cuda:1"."""
+    """This machine and the installed versions of `packages`. device: "cpu", "cuda" (the current one) or "cuda:1". Raises
+    ArtifactDamaged for what no package can be called."""
     information = machine.cpu_information()
     flags = set((information.get("flags", "") or information.get("Features", "")).split())
     kind = device.partition(":")[0]
@@ -76,6 +78,9 @@ def _version(torch: Any, package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+    except ValueError as error:             # of an artifact's manifest: we name none so
+        raise ArtifactDamaged(f"the artifact was made with a package {package!r:.100}, which is no name of one", cause=str(error),
+                              remedy="copy it again from where it was made, or make it again") from error
 
 
 def other_hardware(made: MadeOn, now: MadeOn) -> list[str]:

@@ -265,7 +265,7 @@ def save(torch: Any, value: Any, path: Path, what: str) -> None:
         raise UsageError(f"{what} cannot be sent to another process", cause=str(error),
                          remedy="put the operator, and the model that uses it, into a module of their own, and import that") from error
     except Exception as error:  # a model's own __reduce__ may raise anything; it is named and raised again
-        if _of_the_file_system(error):
+        if of_the_file_system(error):
             raise EnvironmentProblem(f"{what} cannot be written to {path.parent}", cause=_line(error),
                                      remedy="free some space, or choose another folder with workdir") from error
         raise UsageError(f"{what} cannot be sent to another process", cause=_line(error),
@@ -275,7 +275,7 @@ def save(torch: Any, value: Any, path: Path, what: str) -> None:
         new.unlink(missing_ok=True)
 
 
-def _of_the_file_system(error: BaseException | None) -> bool:
+def of_the_file_system(error: BaseException | None) -> bool:
     """torch's writer reports what the file said as the context of an error of its own."""
     while error is not None:
         if isinstance(error, OSError) or "PytorchStreamWriter failed" in str(error):

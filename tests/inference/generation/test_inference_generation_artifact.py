@@ -3,7 +3,10 @@ is damaged, foreign or not buildable."""
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 import saturate  # noqa: E402
-from saturate.errors import ArtifactDamaged, UsageError  # noqa: E402
+from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference import artifact as stored_artifact  # noqa: E402
 from saturate.inference import lines  # noqa: E402
 from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors, tune  # noqa: E402
@@ -124,6 +127,54 @@ def test_a_configuration_names_no_code_and_no_place():
                                                       "_attn_implementation": "some/where"}}, state)
     assert isinstance(built, transformers.GPT2LMHeadModel) and "/" not in str(built.config._attn_implementation)
     assert artifact.architecture(transformers.GPT2Model(built.config)) == {"class": "GPT2Model"}
+
+
+#: Of a text model inside of another one.
+GEMMA = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 8}
+
+
+@pytest.mark.parametrize("inside", [
+    {"model_type": "timm_wrapper", "architecture": "resnet18", "model_args": {"checkpoint_path": "artifact/evil.pth"}},
+    {"model_type": "timm_wrapper", "architecture": "hf-hub:some/where"}, {"model_args": {"checkpoint_path": "evil.pth"}}, {"hidden_size": 8}, None])
+def test_a_configuration_within_a_configuration_is_not_built(monkeypatch, inside):
+    """timm would unpickle a checkpoint that it names, or fetch one, while a model is outlined."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    from transformers.models.timm_wrapper import modeling_timm_wrapper as wrapper
+
+    asked = []
+    monkeypatch.setattr(wrapper, "timm", SimpleNamespace(create_model=lambda *given, **more: asked.append((given, more))), raising=False)
+    monkeypatch.setattr(wrapper, "requires_backends", lambda *given: None)
+    build = transformers.AutoModel.from_config
+    monkeypatch.setattr(transformers.AutoModel, "from_config", lambda config, **more: (asked.append(config), build(config, **more))[1])
+    configuration = {"text_config": GEMMA, **({} if inside is None else {"vision_config": inside})}
+    with pytest.raises(ArtifactDamaged, match="may load another part, by vision_config|by text_config") as refused:
+        artifact._built(torch, {"library": "transformers", "class": "Gemma3ForConditionalGeneration", "configuration_class": "Gemma3Config",
+                                "configuration": configuration}, {"weight": torch.zeros(1)})
+    assert "model=" in refused.value.remedy and asked == []
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "file": "some/where"}}, {"backbone": "resnet18"}, {"use_pretrained_backbone": True},
+    {"checkpoint_path": "evil.pth"}, {"more": [{"architecture": "resnet18"}]}])
+def test_a_word_that_may_have_something_loaded_is_refused_wherever_it_stands(change):
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    plain = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
+    state = transformers.GPT2LMHeadModel(transformers.GPT2Config(**plain)).state_dict()
+    known = {"library": "transformers", "class": "GPT2LMHeadModel", "configuration_class": "GPT2Config"}
+    with pytest.raises(ArtifactDamaged, match="may load another part"):
+        artifact._built(torch, {**known, "configuration": {**plain, **change}}, state)
+    artifact._built(torch, {**known, "configuration": {**plain, "_name_or_path": "some/where", "pretraining_tp": 1, "backbone_hidden_size": 8}}, state)
+
+
+def test_a_model_with_other_models_inside_needs_an_instance():
+    """What would not be built again is not said to be."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(text_config=GEMMA, vision_config=vision, mm_tokens_per_image=4)
+    known = artifact.architecture(transformers.Gemma3ForConditionalGeneration(config))
+    assert known["class"] == "Gemma3ForConditionalGeneration" and "library" not in known
+    assert artifact.architecture(transformers.LlamaForCausalLM(transformers.LlamaConfig(**GEMMA)))["library"] == "transformers"
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -249,7 +300,7 @@ def test_an_artifact_that_says_something_else_is_not_accepted(tmp_path):
     """The fresh process answers with the tokens of other weights."""
     host = tune.Ready("", Recipe(), ROW)
     host.ready = type("Prepared", (), {"tolerance": 0.0})
-    host.generate = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch]})
+    host.prepare = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch]})
     host.last_logits = lambda text: torch.arange(13.0)
 
     class Yard:
@@ -260,3 +311,50 @@ def test_an_artifact_that_says_something_else_is_not_accepted(tmp_path):
 
     with pytest.raises(ArtifactDamaged, match="says something else"):
         artifact.proved(Yard(), tmp_path, [[PROMPTS[0]]], [[[1, 2, 4]]], Request(3))
+
+
+def fewer_layers(model):
+    model.model.layers = model.model.layers[:1]
+
+
+def other_positions(model):
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+@pytest.mark.parametrize(("change", "said"), [(fewer_layers, "does not load in a fresh process"), (other_positions, "says something else")])
+def test_a_model_that_its_configuration_does_not_build_is_not_saved(tmp_path, change, said):
+    """What came with the process, as it was changed, stood in for what is built of the folder: loading it gave other tokens, or failed."""
+    transformers = pytest.importorskip("transformers", reason="the models under test are its")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                      max_position_embeddings=64, initializer_range=0.6, eos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).eval()
+    change(model)
+    result = optimize(model, PROMPTS, max_new_tokens=12, time="1s", ways=(), isolate=False)
+    with pytest.raises(ArtifactDamaged, match=said) as refused:
+        result.save(tmp_path / "a")
+    assert "changed by hand" in refused.value.remedy and not (tmp_path / "a").exists()
+
+
+def test_where_temporary_files_find_no_room_that_place_is_named(tmp_path, monkeypatch):
+    result = optimize(toys.Cached(), PROMPTS, max_new_tokens=4, time="1s", ways=(), isolate=False)
+
+    def full(*given, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for owner, name in ((artifact.safetensors, "write"), (stored_artifact.examples, "write"), (tempfile, "TemporaryDirectory")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(EnvironmentProblem) as raised:
+                result.save(tmp_path / "a")
+        assert "TMPDIR" in raised.value.remedy and "No space left" in raised.value.cause, (owner, raised.value.card())
+        assert tempfile.gettempdir() in raised.value.remedy and not (tmp_path / "a").exists()
+
+
+def test_a_prompt_that_does_not_fit_is_the_users_at_the_first_call_too(tmp_path):
+    """A search's own word for it came out, once."""
+    stored(tmp_path / "a", toys.Cached(seed=3))
+    for prompts, said in ([[0] * 500], "500 tokens of prompt"), ([[99]], "prompt 0 holds token 99"):
+        with pytest.raises(UsageError, match=said) as refused:
+            saturate.load(tmp_path / "a", model=toys.Cached())(prompts)
+        assert refused.value.remedy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time as clock
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
-from saturate.inference.generation.models import Adapter
+from saturate.inference.generation.models import Adapter, unwrapped
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
@@ -87,6 +86,7 @@ def generate(
     name, for what cannot be done.
     """
     torch = _torch()
+    model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
     rows = shapes.as_lists(prompts)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
@@ -134,24 +134,25 @@ class GenerationResult:
         fresh process, and must give the tokens there that it gives here; its time is measured against that of the
         plain loop.
 
-        Raises UsageError for what cannot be stored, and ArtifactDamaged where it does not prove itself.
+        Raises UsageError for what cannot be stored, ArtifactDamaged where it does not prove itself, and EnvironmentProblem where
+        there is no room for it, or for what is made on the way.
         """
         torch, greedy = _torch(), replace(self._request, sampling=GREEDY)
-        with (tempfile.TemporaryDirectory(prefix="saturate-generation-") as scratch,
-              evaluating(torch, *_models(self._given.model, self._given.draft))):
+        with folders.scratch("saturate-generation-") as scratch, evaluating(torch, *_models(self._given.model, self._given.draft)):
             wanted = [self._local(batch, greedy).generate(batch, greedy).tokens for batch in self._prompts]
             pairs = [pair for batch, tokens in zip(self._prompts, wanted) for pair in zip(batch, tokens)]
             examples = pairs if self._request.sampling.greedy and self._batch_size == 1 else []
-            stored = artifact.store(torch, Path(scratch) / "artifact", self._given, self.recipe, self._request,
-                                    self._batch_size, self.record.best, examples)
-            yard = Yard(torch, self._given, Path(scratch) / "processes", clock.monotonic() + _SAVING_S)
-            found = artifact.proved(yard, stored, self._prompts, wanted, self._request)
+            with folders.in_scratch():
+                stored = artifact.store(torch, scratch / "artifact", self._given, self.recipe, self._request, self._batch_size,
+                                        self.record.best, examples)
+                yard = Yard(torch, self._given, scratch / "processes", clock.monotonic() + _SAVING_S)
+                found = artifact.proved(yard, stored, self._prompts, wanted, self._request)
             return artifact.take_place(stored, Path(folder), found)
 
     def _local(self, batch: list[list[int]], request: Request) -> Loop:
         """The loop in this process, prepared at the first call."""
         if self._loop is None:
-            self._loop = Served(_torch(), self._given, self.recipe, batch, request).loop
+            self._loop = Served.found(_torch(), self._given, self.recipe, batch, request).loop
         return self._loop
 
     def __repr__(self) -> str:
@@ -232,6 +233,7 @@ def optimize(
             f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(tune.KINDS)}"
         )
     torch = _torch()
+    model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
     selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
@@ -266,8 +268,8 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
             clear_away(folder / "processes")
             yield folder
     elif isolate:
-        with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
-            yield Path(folder)
+        with folders.scratch("saturate-generation-") as folder:
+            yield folder
     else:
         yield None
 

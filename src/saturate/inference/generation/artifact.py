@@ -9,7 +9,6 @@ unpickled, and no code is imported that the artifact names, but those classes.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.compare import agreement
 from saturate.inference.generation.decode import Request
 from saturate.inference.generation.host import Prepared, Refused, Served, Yard
-from saturate.inference.generation.models import device_of
+from saturate.inference.generation.models import device_of, unwrapped
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.modes import evaluating
@@ -39,8 +38,15 @@ FORMAT = "generation"
 _FILES = {"model": "model.safetensors", "draft": "draft.safetensors"}
 _LIBRARY = "transformers"
 
+#: The remedy where what was stored does not prove itself.
+_NOT_ITS = ("a model of transformers that was changed by hand, in what is not stored, is not what its configuration builds: change its "
+            "configuration, too; if it was not, this is a defect: report it with the model")
+
 #: Bytes that a model may hold beside its weights, and as many as these: tables of positions, masks.
 _MOST_BUFFERS = 1 << 30
+
+#: How words of a configuration begin that have other weights read, or fetched.
+_LOADS = ("backbone", "checkpoint", "pretrained", "use_pretrained", "use_timm")
 
 
 def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Request, batch_size: int,
@@ -65,16 +71,18 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
         id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
         fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
     given_examples = [(torch.tensor([prompt]),) for prompt, _ in examples]
-    with tempfile.TemporaryDirectory(prefix="saturate-generation-") as program, folders.problems(folder):
+    with folders.scratch("saturate-generation-") as program:
         for name, module in modules.items():
             try:
-                safetensors.write(torch, Path(program) / _FILES[name], module.state_dict())
+                with folders.in_scratch():
+                    safetensors.write(torch, program / _FILES[name], module.state_dict())
             except safetensors.Unstorable as error:
                 raise UsageError(f"the {name} cannot be stored: {error}", remedy="store plain tensors") from error
         entry = Entry(FORMAT, [_FILES[name] for name in modules], json.loads(json.dumps(settings)))
-        return artifacts.store(folder, entry, program=Path(program), record=row, facts=facts,
-                               threads=torch.get_num_threads(), inputs=given_examples,
-                               outputs=[[torch.tensor(tokens)] for _, tokens in examples], device=device)
+        with folders.problems(folder):
+            return artifacts.store(folder, entry, program=program, record=row, facts=facts,
+                                   threads=torch.get_num_threads(), inputs=given_examples,
+                                   outputs=[[torch.tensor(tokens)] for _, tokens in examples], device=device)
 
 
 def architecture(module: Any) -> dict[str, Any]:
@@ -86,8 +94,11 @@ def architecture(module: Any) -> dict[str, Any]:
     beside = {"beside": formats} if formats else {}
     if kind.__module__.partition(".")[0] != _LIBRARY or not _is_causal(type(module.config), kind):
         return {"class": kind.__qualname__, **beside}
+    configuration = json.loads(module.config.to_json_string(use_diff=False))
+    if _loading(_without_code(configuration)):      # nobody would build it from that
+        return {"class": kind.__qualname__, **beside}
     return {"class": kind.__name__, **beside, "library": _LIBRARY, "configuration_class": type(module.config).__name__,
-            "configuration": json.loads(module.config.to_json_string(use_diff=False))}
+            "configuration": configuration}
 
 
 class Program:
@@ -101,7 +112,7 @@ class Program:
     def served(self, batch: Sequence[Sequence[int]], request: Request) -> Served:
         """The loop, prepared at the first call."""
         if self._served is None:
-            self._served = Served(self._torch, self._given, self._recipe, batch, request)
+            self._served = Served.found(self._torch, self._given, self._recipe, batch, request)
         return self._served
 
     def __call__(self, prompts: Any, max_new_tokens: int | None = None) -> list[Any]:
@@ -114,18 +125,18 @@ class Program:
         return [self._torch.tensor(row) for run in loop.generate_all(batches, request) for row in run.tokens]
 
 
-def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None) -> Program:
+def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None, inference: bool = False) -> Program:
     """What `store` left. model, draft: instances of the classes that it names, where those are not of transformers;
-    their weights are replaced. Models of a GPU go to the current one: built, they are on the CPU. Raises UsageError without them,
+    their weights are replaced. inference: see `recipe.Given`. Models of a GPU go to the current one: built, they are on the CPU. Raises UsageError without them,
     ArtifactDamaged where the weights are not theirs."""
-    known, instances = settings["architectures"], {"model": model, "draft": draft}
+    known, instances = settings["architectures"], {"model": unwrapped(torch, model), "draft": unwrapped(torch, draft)}
     loaded = {name: _filled(torch, folder, name, known[name], instances[name]) for name in _FILES if name in known}
     if settings.get("device") == "cuda":            # unknown to older artifacts
         loaded = {name: module.to("cuda") for name, module in loaded.items()}
     recipe = Recipe(**{**settings["recipe"], "lengths": tuple(settings["recipe"]["lengths"] or ()) or None})
     # Equal tokenizers were proved when it was made, and allow logits of different width.
     tokenizers = ({}, {}) if settings["tokenizers"] else None
-    given = Given(loaded["model"], loaded.get("draft"), settings["adapter"], settings["draft_adapter"], tokenizers)
+    given = Given(loaded["model"], loaded.get("draft"), settings["adapter"], settings["draft_adapter"], tokenizers, inference=inference)
     request = Request(settings["max_new_tokens"], Sampling(**settings["sampling"]), frozenset(settings["eos"]))
     return Program(torch, given, recipe, request, settings["batch_size"])
 
@@ -181,7 +192,12 @@ def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:
         raise ArtifactDamaged(f"{known['class']} is no causal language model of transformers {transformers.__version__}",
                               remedy="give an instance of the class, if you trust it: saturate.load(folder, model=...)")
     try:
-        configured = configuration.from_dict(_without_code(known["configuration"]))
+        plain = _without_code(known["configuration"])
+        if word := _loading(plain):
+            raise _may_load(known["class"], word)
+        configured = configuration.from_dict(plain)
+        if parts := [name for name, value in vars(configured).items() if isinstance(value, transformers.PreTrainedConfig) and value.model_type]:
+            raise _may_load(known["class"], parts[0])
         _check_sizes(torch, kind, configured, state)
         return kind(configured)
     except (ArtifactDamaged, ValueError):
@@ -219,6 +235,29 @@ def _is_causal(configuration: type, kind: type) -> bool:
     return kind in (found if isinstance(found, (tuple, list)) else (found,))
 
 
+def _loading(configuration: Any, inside: bool = False) -> str:
+    """The word by which a configuration, or what lies `inside` of it, may have a part loaded when a model is built: the configuration of
+    another model (a vision encoder of timm reads whatever file it names), a backbone, a checkpoint, a place. Empty: it is plain data,
+    as the settings of positions are."""
+    if isinstance(configuration, list):
+        return next(filter(None, (_loading(one, True) for one in configuration)), "")
+    for key, value in configuration.items() if isinstance(configuration, dict) else ():
+        word, names = str(key), isinstance(value, (str, dict, list)) and bool(value)
+        if (names or value is True) and (word in ("model_args", "architecture", "quant_method") or word.startswith(_LOADS)):
+            return word
+        if inside and names and (word == "model_type" or (isinstance(value, str) and ("/" in value or ":" in value))):
+            return word
+        if found := _loading(value, True):
+            return f"{word}.{found}"
+    return ""
+
+
+def _may_load(kind: str, word: str) -> ArtifactDamaged:
+    return ArtifactDamaged(f"the configuration of {kind} may load another part, by {word:.100}",
+                           cause="what an artifact names is built from plain data alone",
+                           remedy="give an instance of the class, if you trust it: saturate.load(folder, model=...)")
+
+
 def _without_code(configuration: Any) -> Any:
     """A configuration without what names code: an implementation of attention may be a repository that transformers fetches and
     imports. It has its own choice where none is named."""
@@ -236,17 +275,19 @@ def proved(yard: Yard, stored: Path, batches: list[list[list[int]]], wanted: lis
     try:
         with yard.running(stored, batches[0], request) as host, yard.running(Recipe(), batches[0], request) as plain:
             for batch, tokens in zip(batches, wanted):
-                same = agreement(batch, tokens, host.generate(batch, greedy).tokens, host.ready.tolerance,
+                plain.prepare(batch, greedy)        # both meet each shape before they are timed
+                same = agreement(batch, tokens, host.prepare(batch, greedy).tokens, host.ready.tolerance,
                                  host.last_logits)
                 if same.different:
                     raise ArtifactDamaged("the stored way to generate says something else after it was loaded again",
-                                          cause=same.words(), remedy="this is a defect: report it with the model")
+                                          cause=same.words(), remedy=_NOT_ITS)
             found, _, _ = measure.race(lambda batch: plain.generate(batch, request),
                                        lambda batch: host.generate(batch, request), batches)
             return found
     except (WorkerFailed, Refused) as error:
-        raise ArtifactDamaged("the stored way to generate does not load in a fresh process", cause=str(error),
-                              remedy="this is a defect: report it with the model") from error
+        if isinstance(error, WorkerFailed) and error.kind == "disk_full":
+            raise EnvironmentProblem("no space is left to prove the artifact", cause=str(error), remedy=folders.no_scratch()) from error
+        raise ArtifactDamaged("the stored way to generate does not load in a fresh process", cause=str(error), remedy=_NOT_ITS) from error
 
 
 def take_place(stored: Path, target: Path, found: Estimate) -> Path:
@@ -265,17 +306,23 @@ def take_place(stored: Path, target: Path, found: Estimate) -> Path:
 
 
 def start(context: Any, folder: str, batch: list[list[int]], request: Request) -> Prepared:
-    """Load the artifact and keep its loop. The models that came with the process only lend their classes: their
-    weights are spoilt first, so that what works came out of the folder."""
+    """Load the artifact and keep its loop, as users load it: models of transformers are built. Others that came with the process only
+    lend their classes: their weights are spoilt first, so that what works came out of the folder."""
     holder, torch = context.model, context.torch
-    lent = [holder.model, holder.draft]
+    settings = artifacts.checked(Path(folder)).settings
+    lent = {}
+    for name in _FILES:
+        module = getattr(holder, name)
+        if module is not None and settings["architectures"].get(name, {}).get("library") != _LIBRARY:
+            lent[name] = module
+        setattr(holder, name, None)         # a device may have no room for it beside what is built
     with torch.no_grad():
-        for module in lent:
-            for tensor in () if module is None else module.state_dict().values():
+        for module in lent.values():
+            for tensor in module.state_dict().values():
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
-    manifest = artifacts.checked(Path(folder))
-    found = program(torch, Path(folder), manifest.settings, *lent)
-    with evaluating(torch, *(module for module in lent if module is not None)):
+    del module
+    found = program(torch, Path(folder), settings, **lent, inference=True)
+    with evaluating(torch, *lent.values()):
         holder.served = found.served(batch, request)
     return holder.served.ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saturate.errors import UsageError
@@ -20,10 +20,12 @@ from saturate.inference.generation.models import (
     plain_forward,
     slots_of,
     text_config,
+    unwrapped,
+    without_gradients,
 )
 from saturate.inference.generation.prompt_lookup import PromptLookup
 from saturate.inference.generation.prompts import table_size
-from saturate.inference.generation.proof import prove, prove_behind_window
+from saturate.inference.generation.proof import plainly, prove, prove_behind_window
 from saturate.inference.generation.sampling import whole
 from saturate.inference.generation.speculative import (
     COMPILED_COUNTS,
@@ -45,7 +47,7 @@ _COMPILED_CHOICES = (2, 4, 8)
 class Way:
     """How to generate. draft: a model, `LOOKUP` or None. lengths: of drafts, to choose from; one alone is always
     used. may_stop: no drafts where they do not pay, as the text goes. clock: nanoseconds, of what costs and runs are
-    measured in."""
+    measured in. inference: see `models.without_gradients`."""
 
     draft: Any = None
     adapter: Adapter = None
@@ -55,6 +57,7 @@ class Way:
     lengths: tuple[int, ...] | None = None
     may_stop: bool = True
     clock: Callable[[], int] = time.perf_counter_ns
+    inference: bool = False
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -67,19 +70,21 @@ def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request:
     wrong = [length for length in way.choices if not whole(length) or length < 1]
     if wrong or list(way.choices) != sorted(set(way.choices)):
         raise UsageError(f"lengths of drafts {way.choices}", remedy="ascending whole numbers from 1 on")
-    with torch.inference_mode():
+    model = unwrapped(torch, model)
+    with without_gradients(torch, way.inference):
         target = decoder(torch, model, way.adapter, way.compile_mode)
         forward = plain_forward(torch, model, way.adapter)
         several = way.choices[-1] + 1 if way.draft is not None else 5
         if target.context is not None:
             several = max(2, min(several, target.context // 3))
-        width = forward(torch.zeros(1, 1, dtype=torch.long, device=target.device)).shape[-1]
+        width = _width(torch, target, forward)
         loop = Loop(
             torch,
             target,
             choices=way.choices,
             may_stop=way.may_stop,
             clock=way.clock,
+            inference=way.inference,
             known_tokens=table_size(model, width),
         )
         turns = turns_of(text_config(model))
@@ -98,25 +103,35 @@ def build(torch: Any, model: Any, way: Way, batch: Sequence[list[int]], request:
             loop.drafter = PromptLookup(torch)
         else:
             loop.drafter = _model_drafter(torch, model, way, batch, target, width)
-    loop.costs = measure.costs(loop, batch, request) if len(way.choices) > 1 or way.may_stop else None
+    if len(way.choices) > 1 or way.may_stop:
+        alone = replace(loop)           # quotes cost nothing: what is measured is the draft
+        loop.price = lambda rows, asked: measure.costs(alone, rows, asked)
+        loop.costs = loop.price(batch, request)
     if isinstance(loop.drafter, ModelDrafter):
         loop.drafter = QuotingDrafter(loop.drafter, PromptLookup(torch, longest=8, shortest=4))
     return loop
 
 
+def _width(torch: Any, target: Decoder, forward: Callable[[Any], Any]) -> int:
+    """How many logits there are of a token, by the first forward that a model is asked for."""
+    with plainly(torch, target):
+        return int(forward(torch.zeros(1, 1, dtype=torch.long, device=target.device)).shape[-1])
+
+
 def _model_drafter(
     torch: Any, model: Any, way: Way, batch: Sequence[list[int]], target: Decoder, width: int
 ) -> ModelDrafter:
-    draft = decoder(torch, way.draft, way.draft_adapter, way.compile_mode)
+    inside = unwrapped(torch, way.draft)
+    draft = decoder(torch, inside, way.draft_adapter, way.compile_mode)
     if str(draft.device) != str(target.device):
         raise UsageError(
             f"the draft is on {draft.device}, the target on {target.device}",
             remedy="move the draft to the target's device",
         )
-    draft_forward = plain_forward(torch, way.draft, way.draft_adapter)
-    narrow = draft_forward(torch.zeros(1, 1, dtype=torch.long, device=draft.device)).shape[-1]
-    refuse_unfit(type(model).__name__, width, type(way.draft).__name__, narrow, way.tokenizers)
-    known = table_size(way.draft, narrow)
+    draft_forward = plain_forward(torch, inside, way.draft_adapter)
+    narrow = _width(torch, draft, draft_forward)
+    refuse_unfit(type(model).__name__, width, type(inside).__name__, narrow, way.tokenizers)
+    known = table_size(inside, narrow)
     prove(torch, draft, draft_forward, batch if known is None else [[min(token, known - 1) for token in prompt] for prompt in batch], 2)
     return ModelDrafter(torch, draft, width, known, COMPILED_COUNTS if way.compile_mode is not None else ())
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from saturate.errors import UsageError
 from saturate.inference.generation import sampling as choice
 from saturate.inference.generation.draft_length import Costs, DraftLength
-from saturate.inference.generation.models import Decoder
+from saturate.inference.generation.models import Decoder, without_gradients
 from saturate.inference.generation.sampling import Sampling
 
 Batch = Sequence[Sequence[int]]
@@ -166,6 +166,8 @@ class Loop:
     choices: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10)
     may_stop: bool = True
     clock: Callable[[], int] = time.perf_counter_ns     # nanoseconds
+    inference: bool = False             # see `models.without_gradients`
+    price: Callable[[Batch, Request], Costs | None] | None = None   # measures the costs on a batch; None: lengths are not chosen by them
     known_tokens: int | None = None     # how many numbers of tokens the target can look up; None: not known
     fits: Callable[[list[int], int], None] = lambda lengths, most: None     # refuses prompts of these lengths, texts of at most so many tokens
     behind_window: Callable[[Batch], float] | None = None   # proves, once, how it is called behind its sliding window
@@ -174,8 +176,10 @@ class Loop:
     def generate(self, prompts: Sequence[Sequence[int]], request: Request) -> Run:
         """Prompts of any lengths, each with at least one token. Raises UsageError where they, or what is asked for,
         do not fit the model, and where its logits are not finite."""
-        with self.torch.inference_mode():
+        with without_gradients(self.torch, self.inference):
             self.check(prompts, request)
+            if self.price is not None and self.costs is None:       # no batch before had room for a draft
+                self.costs = self.price(prompts, request)
             started = self._now()
             sequences = self.prefill(prompts, request)
             run = Run([], sum(sequences.prompt), prefill_ns=self._now() - started)
@@ -229,11 +233,12 @@ class Loop:
             if self.drafter is None or self.costs is None
             else DraftLength(self.costs, self.choices, self.may_stop)
         )
+        unpriced = self.may_stop and self.price is not None and self.costs is None     # nobody knows whether drafts pay
         plain = False
         while not all(sequences.done):
-            active = [not done for done in sequences.done]
+            active, before = [not done for done in sequences.done], sequences.lengths
             length = 0
-            if self.drafter is not None and not plain:
+            if self.drafter is not None and not plain and not unpriced:
                 room = self._room(sequences)
                 length = lengths.choose(room) if lengths is not None else min(self.choices[-1], room)
             found = self.round(sequences, length, request)
@@ -248,8 +253,9 @@ class Loop:
             run.ties += sum(found.unsure[row] for row in rows)
             quoted = self.drafter.quoted if self.drafter is not None else ()
             for row, count, kept in zip(rows, counts, stayed):
-                judged = min(count, kept + (not found.unsure[row]))
-                run.count(count, judged, kept, quoted=bool(quoted) and quoted[row])
+                added = len(sequences.known[row]) - before[row]     # an end within what stayed cuts off the rest
+                judged = min(count, kept + (not found.unsure[row]), added)
+                run.count(count, judged, min(kept, added), quoted=bool(quoted) and quoted[row])
 
     def _accept(
         self, sequences: Sequences, logits: Any, counts: list[int], q: Any, request: Request, append: bool

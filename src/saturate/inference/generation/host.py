@@ -7,20 +7,20 @@ memory ends with it. `isolate=False` is for a model of which the device does not
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from saturate.errors import SaturateError, UsageError
+from saturate.errors import EnvironmentProblem, SaturateError, UsageError
+from saturate.inference import folders
 from saturate.inference.candidates import Candidate
 from saturate.inference.generation import weights
 from saturate.inference.generation.build import build
 from saturate.inference.generation.decode import Request, Run
 from saturate.inference.generation.draft_length import Costs
-from saturate.inference.generation.models import plain_forward
+from saturate.inference.generation.models import plain_forward, without_gradients
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.process import REQUEST_S, Worker, WorkerFailed, request_limit_s
 from saturate.inference.source import Source
@@ -38,8 +38,11 @@ _PREPARE_SHARE, _LEAST_PREPARE_S = 0.5, 60.0
 _LEAST_BATCH_S = 60.0
 
 
+_OTHER_WAY = "run optimize here: another way may be the best of this machine"
+
+
 class Refused(Exception):
-    """The way cannot be: its fate, and the reason as its message."""
+    """A search's word for a way that cannot be: its fate, and the reason as its message."""
 
     def __init__(self, fate: Fate, reason: str):
         super().__init__(reason)
@@ -61,6 +64,9 @@ class Host(Protocol):
 
     ready: Prepared
 
+    def prepare(self, batch: Batch, request: Request) -> Run:
+        """As `generate`, untimed: a compiler may be at work, which sees shapes of the batch for the first time."""
+
     def generate(self, batch: Batch, request: Request) -> Run: ...
 
     def last_logits(self, text: Sequence[int]) -> Any:
@@ -73,17 +79,19 @@ class Served:
     """A way with its models."""
 
     def __init__(self, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request):
-        """Raises Refused where this way cannot be; whatever else a model or a compiler raises."""
+        """Raises UsageError where this way cannot be, NotApplied where its technique takes no effect; whatever else a model or a
+        compiler raises."""
         self._torch, self._given = torch, given
+        self._model = given.model if recipe.weights is None else _quantized(torch, given.model, recipe.weights)
+        self.loop = build(torch, self._model, given.way(recipe), batch, request)
+
+    @classmethod
+    def found(cls, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request) -> Served:
+        """A way that a search has found, for the user's own calls: where its technique takes no effect, that is EnvironmentProblem."""
         try:
-            self._model = given.model if recipe.weights is None else _quantized(torch, given.model, recipe.weights)
-            self.loop = build(torch, self._model, given.way(recipe), batch, request)
+            return cls(torch, given, recipe, batch, request)
         except NotApplied as error:
-            raise Refused("not_applied", str(error)) from error
-        except UsageError as error:
-            raise Refused("not_applicable", str(error)) from error
-        if recipe.draft is not None and self.loop.costs is None and recipe.lengths is None:
-            raise Refused("not_applicable", "the context has no room for drafts")
+            raise EnvironmentProblem(f"{recipe.weights} takes no effect here", cause=str(error), remedy=_OTHER_WAY) from error
 
     @property
     def ready(self) -> Prepared:
@@ -92,7 +100,7 @@ class Served:
         return Prepared(loop.tolerance, name, loop.costs, loop.choices)
 
     def last_logits(self, text: Sequence[int]) -> Any:
-        with self._torch.inference_mode():
+        with without_gradients(self._torch, self._given.inference):
             ids = self._torch.tensor([list(text)], device=self.loop.target.device)
             return plain_forward(self._torch, self._model, self._given.adapter)(ids)[0, -1].float().cpu()
 
@@ -102,8 +110,11 @@ class Local:
 
     def __init__(self, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request):
         with _named():
-            self._served = Served(torch, given, recipe, batch, request)
+            self._served = _candidate(torch, given, recipe, batch, request)
         self.loop, self.ready = self._served.loop, self._served.ready
+
+    def prepare(self, batch: Batch, request: Request) -> Run:
+        return self.generate(batch, request)
 
     def generate(self, batch: Batch, request: Request) -> Run:
         with _named():
@@ -119,13 +130,14 @@ class Local:
 class Remote:
     """In a process of its own, which stands still between requests."""
 
-    def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: float,
+    def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: Callable[[], float],
                  batch_s: Callable[[], float]):
-        """what: a recipe, or the folder of an artifact. batch_s: how long a batch may take from now on."""
-        self._worker, self._batch_s = worker, batch_s
+        """what: a recipe, or the folder of an artifact. prepare_s, batch_s: how long what may compile, and a batch, may take from
+        now on."""
+        self._worker, self._prepare_s, self._batch_s = worker, prepare_s, batch_s
         where, said = (_STORED, str(what)) if isinstance(what, Path) else (_HERE, what)
         try:
-            found = worker.ask(f"{where}:start", said, [list(row) for row in batch], request, limit_s=prepare_s)
+            found = worker.ask(f"{where}:start", said, [list(row) for row in batch], request, limit_s=prepare_s())
             if isinstance(found, tuple):
                 raise Refused(*found)
             self.ready: Prepared = found
@@ -134,8 +146,14 @@ class Remote:
             worker.close()
             raise
 
+    def prepare(self, batch: Batch, request: Request) -> Run:
+        return self._generate(batch, request, max(self._prepare_s(), self._batch_s()))
+
     def generate(self, batch: Batch, request: Request) -> Run:
-        return self._worker.ask(f"{_HERE}:generate", [list(row) for row in batch], request, limit_s=self._batch_s())
+        return self._generate(batch, request, self._batch_s())
+
+    def _generate(self, batch: Batch, request: Request, limit_s: float) -> Run:
+        return self._worker.ask(f"{_HERE}:generate", [list(row) for row in batch], request, limit_s=limit_s)
 
     def last_logits(self, text: Sequence[int]) -> Any:
         return self._worker.ask(f"{_HERE}:last_logits", list(text), limit_s=self._batch_s())
@@ -166,11 +184,13 @@ class Yard:
         if self.source is None:
             assert isinstance(what, Recipe)
             return Local(self._torch, self._given, what, batch, request)
-        prepare_s = max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
         worker = Worker(self.source, Candidate(), folder=self._folder / "processes",
-                        threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=prepare_s,
+                        threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=self._prepare_s(),
                         facts=ModelFacts(device=self.source.device.partition(":")[0]))
-        return Remote(worker, what, batch, request, prepare_s, self._batch_s)
+        return Remote(worker, what, batch, request, self._prepare_s, self._batch_s)
+
+    def _prepare_s(self) -> float:
+        return max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
 
     def _batch_s(self) -> float:
         """By what the plain loop took for its slowest batch: a hang must not take the time of everything else."""
@@ -192,7 +212,7 @@ class Yard:
 def start(context: Any, recipe: Recipe, batch: list[list[int]], request: Request) -> Prepared | tuple[Fate, str]:
     """Make the loop and keep it for the requests that follow; or why it cannot be."""
     try:
-        context.model.served = Served(context.torch, Given.of(context.model), recipe, batch, request)
+        context.model.served = _candidate(context.torch, Given.of(context.model), recipe, batch, request)
     except Refused as refusal:
         return refusal.fate, str(refusal)
     return context.model.served.ready
@@ -206,12 +226,26 @@ def last_logits(context: Any, text: list[int]) -> Any:
     return context.model.served.last_logits(text)
 
 
+def _candidate(torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request) -> Served:
+    """A way that a search tries. Raises Refused where it cannot be, or has nothing that could be measured: the user's own calls of a
+    way that was found decode plainly where there is no room for drafts."""
+    try:
+        served = Served(torch, given, recipe, batch, request)
+    except NotApplied as error:
+        raise Refused("not_applied", str(error)) from error
+    except UsageError as error:
+        raise Refused("not_applicable", str(error)) from error
+    if recipe.draft is not None and served.loop.costs is None and recipe.lengths is None:
+        raise Refused("not_applicable", "the context has no room for drafts")
+    return served
+
+
 def _quantized(torch: Any, model: Any, name: str) -> Any:
     technique, refusal = weights.techniques(torch, model)[name]
     if refusal:
-        raise Refused("not_applicable", refusal)
-    with tempfile.TemporaryDirectory(prefix="saturate-generation-") as folder:
-        return weights.quantized(torch, model, technique, Path(folder))
+        raise UsageError(refusal, remedy=_OTHER_WAY)
+    with folders.scratch("saturate-generation-") as folder:
+        return weights.quantized(torch, model, technique, folder)
 
 
 @contextlib.contextmanager

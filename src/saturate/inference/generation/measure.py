@@ -12,6 +12,7 @@ from typing import Any
 
 from saturate.inference.generation.decode import Loop, Request, Run, Sequences
 from saturate.inference.generation.draft_length import Costs, predicted
+from saturate.inference.generation.models import without_gradients
 from saturate.inference.generation.sampling import Sampling
 from saturate.measure.race import Estimate, estimate
 from saturate.records.generation import GenerationTiming, SpeculationRecord
@@ -30,28 +31,22 @@ def costs(loop: Loop, batch: Batch, request: Request) -> Costs | None:
     assert loop.drafter is not None
     torch = loop.torch
     probe = replace(loop, drafter=_Always(loop.drafter))
-    endless = replace(request, eos=frozenset(), max_new_tokens=max(2, request.max_new_tokens))
-    if loop.target.context is not None and max(map(len, batch)) + endless.max_new_tokens > loop.target.context:
+    endless, longest = replace(request, eos=frozenset(), max_new_tokens=max(2, request.max_new_tokens)), max(map(len, batch))
+    if loop.target.context is not None and longest + endless.max_new_tokens > loop.target.context:
         return None         # one new token has room, and no draft of it
-    with torch.inference_mode():
+    contexts = [context for context in (loop.target.context, loop.drafter.context) if context is not None]
+    room = min((context - longest - 1 for context in contexts), default=max(loop.choices))      # behind the first new token
+    lengths = sorted(
+        {
+            length
+            for length in (loop.choices[0], loop.choices[len(loop.choices) // 2], loop.choices[-1])
+            if length <= room
+        }
+    )
+    if not lengths:
+        return None
+    with without_gradients(torch, loop.inference):
         sequences = probe.prefill(batch, endless)
-        room = min(
-            (
-                context - max(sequences.lengths)
-                for context in (loop.target.context, loop.drafter.context)
-                if context is not None
-            ),
-            default=max(loop.choices),
-        )
-        lengths = sorted(
-            {
-                length
-                for length in (loop.choices[0], loop.choices[len(loop.choices) // 2], loop.choices[-1])
-                if length <= room
-            }
-        )
-        if not lengths:
-            return None
         found: dict[int, list[tuple[int, int]]] = {length: [] for length in (0, *lengths)}
         for _ in range(_REPEATS + 1):
             for length, times in found.items():

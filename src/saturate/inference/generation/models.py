@@ -27,6 +27,9 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "context", "context_length
 #: A forward of at most so many tokens is a step of decoding, which a compiled decoder compiles. Others are prefills.
 STEP_TOKENS = 16
 
+#: What `torch.nn.parallel` puts around a module, by class name.
+_PARALLEL = ("DataParallel", "DistributedDataParallel")
+
 _FIXED_SLOTS = 64  # capacity of a compiled decoder, in steps of this: a compiled forward is reused for like batches
 
 #: Shapes that one compiled decoder may meet: numbers of rows, of tokens and of slots. dynamo's own limit is 8 by default,
@@ -56,6 +59,22 @@ class Decoder(Protocol):
         """Logits [rows, count, vocabulary] of the tokens ids[i, starts[i]:starts[i] + count]; with `keep`, it may be
         those of the last `keep` alone. What row i holds from starts[i] on is forgotten first, so going back is
         feeding again."""
+
+
+def unwrapped(torch: Any, model: Any) -> Any:
+    """The module inside of what compiles it or spreads it over devices: there its forward has names, and steps are compiled here."""
+    while isinstance(model, torch.nn.Module):
+        inner = "_orig_mod" if "_orig_mod" in model._modules else "module" if type(model).__name__ in _PARALLEL else None
+        if inner not in model._modules:
+            break
+        model = model._modules[inner]
+    return model
+
+
+def without_gradients(torch: Any, inference: bool) -> Any:
+    """A block that records none. inference: torch's faster mode, of a process in which nobody trains: what a model keeps from call
+    to call of its tensors cannot be trained with."""
+    return torch.inference_mode() if inference else torch.no_grad()
 
 
 def window(torch: Any, ids: Any, starts: list[int], count: int) -> Any:
@@ -151,6 +170,7 @@ def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str |
     """The decoder for a model. adapter: "huggingface", "cached" or "recompute", or a function (model, ids, cache) ->
     logits that does what a cached model's forward does; None: by the names of the parameters of its forward. Raises
     UsageError for a model that cannot be called in any of these ways, with what to do."""
+    model = unwrapped(torch, model)
     if not callable(model):
         raise UsageError(f"{type(model).__name__} is not a model", remedy="pass a torch.nn.Module in evaluation mode")
     kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
@@ -181,6 +201,7 @@ def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str |
 
 def plain_forward(torch: Any, model: Any, adapter: Adapter = None) -> Callable[[Any], Any]:
     """ids [1, n] -> logits [1, n, vocabulary], by the simplest way to call the model: in one piece, from nothing."""
+    model = unwrapped(torch, model)
     kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
     if kind == "huggingface":
         return lambda ids: logits_of(model(input_ids=ids, use_cache=False))
@@ -249,10 +270,10 @@ def _slides(config: Any) -> bool:
     return layers is None or any("sliding" in layer for layer in layers)
 
 
-def _parameters(model: Any) -> set[str]:
-    """Names, of a model's forward."""
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Of a model's forward, by name."""
     try:
-        return set(inspect.signature(getattr(model, "forward", model)).parameters)
+        return inspect.signature(getattr(model, "forward", model)).parameters
     except (TypeError, ValueError) as error:
         raise UsageError(f"the signature of {type(model).__name__} cannot be read: {error}",
                          remedy="pass adapter=, a function (model, ids, cache) -> logits") from error
@@ -260,9 +281,19 @@ def _parameters(model: Any) -> set[str]:
 
 def _kind(model: Any) -> str:
     names = _parameters(model)
-    if {"input_ids", "past_key_values"} <= names:
+    if {"input_ids", "past_key_values"} <= names.keys():
         return "huggingface"
-    return "cached" if "cache" in names else "recompute"
+    if "cache" in names:
+        return "cached"
+    hidden = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in names.values())
+    if hidden or hasattr(model, "get_base_model"):      # the latter: adapters of Hugging Face's peft, around a model with a cache
+        raise UsageError(
+            f"the forward of {type(model).__name__} does not say what it takes",
+            cause="it hands its arguments on, so nobody knows whether the model inside of it has a cache",
+            remedy='pass the model inside of it (of peft: model.get_base_model()), or adapter=, a function (model, ids, cache) -> logits, '
+                   'or "recompute", which uses no cache',
+        )
+    return "recompute"
 
 
 def _refuse_stateful(model: Any) -> None:

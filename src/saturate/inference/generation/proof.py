@@ -7,16 +7,22 @@ few times that cannot be told apart, see `sampling.accept_greedy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.errors import UsageError
-from saturate.inference.generation.models import Decoder
+from saturate.inference.generation.models import Decoder, RecomputeDecoder
 
 #: Logits closer than so many times the largest rounding seen are a tie: each of the two is off by it, and few steps
 #: were seen.
 TIE = 8.0
+
+_WITHOUT_CACHE = 'pass adapter="recompute" (of a draft, draft_adapter=), which uses no cache, or a function (model, ids, cache) -> logits'
+
+#: Where the classes of what torch.compile raises are.
+_COMPILERS = ("torch._dynamo", "torch._inductor")
 
 _TOKENS = 24            # length of the longer sequence that is tried
 _STEPS = 4              # of its last tokens, fed one at a time
@@ -28,19 +34,46 @@ def prove(
 ) -> float:
     """The tolerance for ties. `several`: tokens of a forward that verifies drafts. `length`: of the sequence that is
     tried. Raises UsageError, by what went wrong, where the decoder's logits are not the model's."""
-    plain = _plainly(torch, decoder, forward, prompts, several, length)
-    try:
+    with plainly(torch, decoder):
+        plain = _plainly(torch, decoder, forward, prompts, several, length)
+    # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
+    with _named(torch, decoder.name, "cannot be called with a static cache, and a mask and positions for each row", _WITHOUT_CACHE):
         return _tolerance(torch, decoder, plain, several)
-    except UsageError:
+
+
+def plainly(torch: Any, decoder: Decoder) -> AbstractContextManager[None]:
+    """Around the plainest forwards of a model: the names of its parameters may say a way to call it that its code does not mean."""
+    if isinstance(decoder, RecomputeDecoder):
+        return _named(torch, decoder.name, "cannot be called with token numbers alone, [rows, tokens]",
+                      "pass adapter=, a function (model, ids, cache) -> logits")
+    return _named(torch, decoder.name, "cannot be called as the names of its parameters say", _WITHOUT_CACHE)
+
+
+@contextmanager
+def _named(torch: Any, name: str, what: str, remedy: str) -> Iterator[None]:
+    """What the code of a model raises, as UsageError. What says nothing about the way it is called passes: memory, and what a
+    compiler makes of it, which is called in the same way as the loop that was proved without it."""
+    try:
+        yield
+    except (UsageError, *_memory_errors(torch)):
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
-        # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
-        line = next(iter(str(error).splitlines()), "")
-        raise UsageError(
-            f"{decoder.name} cannot be called with a static cache, and a mask and positions for each row",
-            cause=f"{type(error).__name__}: {line}"[:300],
-            remedy='pass adapter="recompute", which uses no cache, or a function (model, ids, cache) -> logits',
-        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        if _of_memory(error) or type(error).__module__.startswith(_COMPILERS):
+            raise
+        raise UsageError(f"{name} {what}", cause=_line(error), remedy=remedy) from error
+
+
+def _memory_errors(torch: Any) -> tuple[type[BaseException], ...]:
+    return MemoryError, torch.cuda.OutOfMemoryError
+
+
+def _of_memory(error: Exception) -> bool:
+    """The CPU's allocator, and libraries, have no class of their own for it."""
+    return any(words in str(error).lower() for words in ("out of memory", "allocate memory", "not enough memory"))
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 
 
 def prove_behind_window(
@@ -50,16 +83,17 @@ def prove_behind_window(
     given a mask of its own."""
     assert decoder.window is not None
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             plain = _plainly(torch, decoder, forward, prompts, several, decoder.window + _TOKENS)
             return _tolerance(torch, decoder, plain, several)
-    except UsageError:
+    except (UsageError, *_memory_errors(torch)):
         raise
     except Exception as error:  # a model that takes one mask for all kinds of layers raises anything
-        line = next(iter(str(error).splitlines()), "")
+        if _of_memory(error):       # such a text is the longest so far
+            raise
         raise UsageError(
             f"{decoder.name} cannot be called for more than the {decoder.window} tokens of its sliding window",
-            cause=f"it takes no mask of its own for the layers that slide: {type(error).__name__}: {line}"[:300],
+            cause=f"it takes no mask of its own for the layers that slide: {_line(error)}",
             remedy='keep prompts and new tokens within the window, or pass adapter="recompute", which uses no cache',
         ) from error
 

@@ -37,11 +37,12 @@ class Given:
     draft_adapter: Adapter = None
     tokenizers: tuple[Any, Any] | None = None
     clock: Callable[[], int] = field(default=_CLOCK, compare=False)
+    inference: bool = field(default=False, compare=False)       # in a process of its own: see `models.without_gradients`
 
     def way(self, recipe: Recipe) -> Way:
         draft = self.draft if recipe.draft == MODEL else recipe.draft
         return Way(draft, self.adapter, self.draft_adapter, self.tokenizers, recipe.compile_mode, recipe.lengths,
-                   recipe.may_stop, self.clock)
+                   recipe.may_stop, self.clock, self.inference)
 
     def module(self, torch: Any) -> Any:
         """All of it as one module, which is what travels to another process (`inference.source`): it computes
@@ -54,8 +55,8 @@ class Given:
 
     @staticmethod
     def of(holder: Any) -> Given:
-        """What `module` put together."""
-        return Given(holder.model, holder.draft, holder.adapter, holder.draft_adapter, holder.tokenizers)
+        """What `module` put together, in the process that it was sent to."""
+        return Given(holder.model, holder.draft, holder.adapter, holder.draft_adapter, holder.tokenizers, inference=True)
 
 
 def vocabulary(tokenizer: Any) -> dict[str, int]:

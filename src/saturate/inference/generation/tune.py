@@ -97,6 +97,7 @@ class Search:
         began = time.monotonic()
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
         try:
+            self._texts[PLAIN, False] = self._warmed(self._base, self.selection)
             prepared = time.monotonic() - began
             runs = [self._base.generate(batch, self.request) for batch in self.selection]
             self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
@@ -197,6 +198,7 @@ class Search:
         """A fresh process with the plain loop. Raises WorkerFailed."""
         self._base.close()
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
+        self._warmed(self._base, self.selection)
 
     def _plain(self, batch: Batch, request: Request) -> Any:
         """A run of the plain loop. Raises _PlainEnded: that is not to be blamed on the way beside it."""
@@ -210,12 +212,13 @@ class Search:
         began = time.monotonic()
         try:
             with self.yard.running(recipe, self.selection[0], self.request) as host:
+                text = self._warmed(host, self.selection)
                 record = _with(record, prepare_s=time.monotonic() - began)
                 left = max(0.0, self.deadline - time.monotonic())
                 found, before, after = measure.race(
                     lambda batch: self._plain(batch, self.request),
                     lambda batch: host.generate(batch, self.request), self.selection, left / 4)
-                record = self._judged(record, host, like, found, before, after, chosen=False)
+                record = self._judged(record, host, text, like, found, before, after, chosen=False)
                 return record, record.fate != "inconclusive"
         except Refused as refusal:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
@@ -233,32 +236,29 @@ class Search:
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _text(self, generate: Callable[[Batch, Request], Any], batches: Batches) -> list[list[int]]:
-        """Greedy, whatever was asked: under sampling each run is another text."""
+    def _warmed(self, host: Host, batches: Batches) -> list[list[int]]:
+        """What it says to each batch, untimed: what is compiled at the first sight of a shape belongs to the preparation. Greedy,
+        whatever was asked: under sampling each run is another text."""
         greedy = replace(self.request, sampling=GREEDY)
-        return [row for batch in batches for row in generate(batch, greedy).tokens]
+        return [row for batch in batches for row in host.prepare(batch, greedy).tokens]
 
     def _text_of(self, like: Recipe, chosen: bool) -> list[list[int]]:
         """What the loop without drafts says; `chosen`: to the prompts of the confirmation."""
         if (like, chosen) not in self._texts:
             batches = self.confirmation if chosen else self.selection
-            if like == PLAIN and not chosen:
-                self._texts[like, chosen] = self._text(self._plain, batches)
-            else:
-                with self.yard.running(like, batches[0], self.request) as host:
-                    self._texts[like, chosen] = self._text(host.generate, batches)
+            with self.yard.running(like, batches[0], self.request) as host:
+                self._texts[like, chosen] = self._warmed(host, batches)
         return self._texts[like, chosen]
 
-    def _same_text(self, host: Host, like: Recipe, chosen: bool) -> Agreement:
+    def _same_text(self, host: Host, text: list[list[int]], like: Recipe, chosen: bool) -> Agreement:
         batches = self.confirmation if chosen else self.selection
         prompts = [prompt for batch in batches for prompt in batch]
-        return agreement(prompts, self._text_of(like, chosen), self._text(host.generate, batches),
-                         max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
+        return agreement(prompts, self._text_of(like, chosen), text, max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
 
-    def _judged(self, record: GenerationCandidate, host: Host, like: Recipe, found: Estimate, before: list[Any],
-                after: list[Any], chosen: bool) -> GenerationCandidate:
-        """The record of a way that was raced: is it faster, and is it right?"""
-        same, ready = self._same_text(host, like, chosen), host.ready
+    def _judged(self, record: GenerationCandidate, host: Host, text: list[list[int]], like: Recipe, found: Estimate,
+                before: list[Any], after: list[Any], chosen: bool) -> GenerationCandidate:
+        """The record of a way that was raced, and says `text`: is it faster, and is it right?"""
+        same, ready = self._same_text(host, text, like, chosen), host.ready
         drafts = None
         if ready.drafter is not None:
             drafts = measure.speculation(ready.drafter, after, ready.costs, ready.choices)
@@ -309,7 +309,7 @@ class Search:
         rows = as_lists(prompts)
         size = max(map(len, self.selection))
         return [row for at in range(0, len(rows), size)
-                for row in host.generate(rows[at:at + size], self.request).tokens]
+                for row in host.prepare(rows[at:at + size], self.request).tokens]     # untimed, and of other shapes
 
     def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
                 chosen: bool) -> GenerationCandidate:
@@ -421,19 +421,19 @@ class Search:
             first = self.confirmation[0]
             with (self.yard.running(PLAIN, first, self.request) as base,
                   self.yard.running(best.recipe, first, self.request) as host):
+                self._texts[PLAIN, True] = self._warmed(base, self.confirmation)
+                text = self._warmed(host, self.confirmation)
                 left = max(0.0, ends - time.monotonic()) / (_PAIRS - len(pairs) + 1)
                 ratios, one, other = measure.rounds(
                     lambda batch, base=base: base.generate(batch, self.request),
                     lambda batch, host=host: host.generate(batch, self.request), self.confirmation, left)
-                if (PLAIN, True) not in self._texts:
-                    self._texts[PLAIN, True] = self._text(base.generate, self.confirmation)
                 pairs.append(ratios)
                 before += one
                 after += other
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
                 last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
                 if last or verdict(found, THRESHOLD) != "inconclusive":
-                    return self._judged(best.record, host, best.like, found, before, after, chosen=True)
+                    return self._judged(best.record, host, text, best.like, found, before, after, chosen=True)
 
 
 class _PlainEnded(Exception):

@@ -20,8 +20,11 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-def why_not(module: Any) -> str:
+def why_not(torch: Any, module: Any) -> str:
     """Why an nn.MultiheadAttention cannot lose heads, empty where it can."""
+    known = (torch.nn.MultiheadAttention, globals().get("PrunedMultiheadAttention"))
+    if type(module) not in known:
+        return f"it is a {type(module).__name__}, whose own code would be lost"
     if module.bias_k is not None or module.bias_v is not None:
         return "its keys and values have a bias of their own (add_bias_kv)"
     if module.add_zero_attn:

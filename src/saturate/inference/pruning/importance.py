@@ -135,7 +135,7 @@ def _listening(torch: Any, model: Any, leaves: Sequence[Leaf], listeners: Sequen
     handles = []
     concerned = {id(module) for one in listeners for module, _, _ in leaves[one.slot[0]].owners}
     swapped = [(module, type(module)) for module in model.modules()
-               if type(module) is torch.nn.MultiheadAttention and id(module.out_proj) in concerned and not attention.why_not(module)]
+               if type(module) is torch.nn.MultiheadAttention and id(module.out_proj) in concerned and not attention.why_not(torch, module)]
     try:
         for module, _ in swapped:
             module.__class__ = attention.PrunedMultiheadAttention

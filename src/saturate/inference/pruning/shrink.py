@@ -13,7 +13,16 @@ from saturate.inference.pruning import importance
 from saturate.inference.pruning.groups import Group, Slot, groups
 from saturate.inference.pruning.labels import TooLarge
 from saturate.inference.pruning.propagation import Labels
-from saturate.inference.pruning.surgery import Change, Refused, Surgery, Undo, attempts, attributes, described
+from saturate.inference.pruning.surgery import (
+    Change,
+    Refused,
+    Surgery,
+    Undo,
+    attempts,
+    attributes,
+    described,
+    without_nested_tensors,
+)
 from saturate.inference.pruning.tracing import Leaf, leaves_of, plain_attention, record
 from saturate.inference.pruning.values import first_samples, samples, seeded, tensors
 from saturate.techniques._api import NotApplied
@@ -25,6 +34,9 @@ MISFITS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, Att
 #: use shorter formats on a GPU; untested there).
 TOLERANCE = {("cpu", 8): 1e-9, ("cpu", 4): 1e-4, ("cuda", 8): 1e-9, ("cuda", 4): 3e-3}
 TOLERANCE_OF_HALVES = 3e-2
+
+#: The tensors that a model answers with, and those that layers do, by the id of each.
+Outputs = tuple[list[Any], dict[int, list[Any]]]
 
 
 @dataclass
@@ -227,11 +239,14 @@ class _Table:
         reason = ""
         for changes in attempts(certain, possible):
             undo = Undo()
+            before = [(module, name, getattr(module, name)) for module, name, _ in changes]
             try:
                 self.surgeon.cut(removal, undo)
+                without_nested_tensors(self.torch, self.model, undo)
                 for module, name, value in changes:
                     undo.set(module, name, value)
                 if self._same(expected, self._outputs(owners)):
+                    self._put_back(before, expected, owners)
                     self.removed.update(*(plan.roots for plan in plans))
                     return ""
                 reason = "without them it computes something else than with zeros in their place"
@@ -246,12 +261,26 @@ class _Table:
             undo.back()
         return reason
 
+    def _put_back(self, before: Sequence[Change], expected: Outputs, owners: list[Any]) -> None:
+        """Attributes that the answer does not need changed are as they were: another number may happen to be the old width (the longest
+        text that is looked at), and this batch need not show what it is for."""
+        for module, name, value in before:
+            changed = getattr(module, name)
+            setattr(module, name, value)
+            try:
+                needed = not self._same(expected, self._outputs(owners))
+            except MISFITS as error:
+                self._unless_memory(error, "")
+                needed = True
+            if needed:
+                setattr(module, name, changed)
+
     def _unless_memory(self, error: Exception, reason: str) -> str:
         if isinstance(error, self.torch.cuda.OutOfMemoryError):
             raise error
         return reason
 
-    def _outputs(self, owners: list[Any]) -> tuple[list[Any], dict[int, list[Any]]]:
+    def _outputs(self, owners: list[Any]) -> Outputs:
         """The model's outputs, and by layer that is cut its first output in each call: what a later layer hides shows there."""
         seen: dict[int, list[Any]] = {}
 
@@ -267,7 +296,7 @@ class _Table:
                 handle.remove()
         return outputs, seen
 
-    def _same(self, expected: tuple[list[Any], dict[int, list[Any]]], found: tuple[list[Any], dict[int, list[Any]]]) -> bool:
+    def _same(self, expected: Outputs, found: Outputs) -> bool:
         """Of layers in between, those outputs can be compared that were not cut themselves; and a pruned attention calls its
         last layer, which torch's own does not."""
         if [tensor.shape for tensor in expected[0]] != [tensor.shape for tensor in found[0]]:

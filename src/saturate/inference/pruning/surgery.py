@@ -120,7 +120,7 @@ def _refit(torch: Any, module: Any, undo: Undo) -> None:
     """Attributes of torch's own layers, from the shapes of their parameters."""
     nn = torch.nn
     if isinstance(module, nn.MultiheadAttention):
-        _refit_attention(module, undo)
+        _refit_attention(torch, module, undo)
     elif isinstance(module, nn.Linear):
         undo.set(module, "out_features", module.weight.shape[0])
         undo.set(module, "in_features", module.weight.shape[1])
@@ -143,8 +143,8 @@ def _refit(torch: Any, module: Any, undo: Undo) -> None:
         undo.set(module, "num_parameters", module.weight.shape[0])
 
 
-def _refit_attention(module: Any, undo: Undo) -> None:
-    reason = attention.why_not(module)
+def _refit_attention(torch: Any, module: Any, undo: Undo) -> None:
+    reason = attention.why_not(torch, module)
     if reason:
         raise Refused(f"an attention module cannot lose heads: {reason}")
     width = module.out_proj.weight.shape[1]
@@ -157,6 +157,14 @@ def _refit_attention(module: Any, undo: Undo) -> None:
     undo.set(module, "num_heads", width // module.head_dim)
     undo.set(module, "_qkv_same_embed_dim", False)      # keeps layers around it from the fused forward, which knows one width
     undo.set(module, "__class__", attention.PrunedMultiheadAttention)
+
+
+def without_nested_tensors(torch: Any, model: Any, undo: Undo) -> None:
+    """torch's encoders of default settings hand a padded batch to their layers as nested tensors, which only its own attention takes."""
+    for encoder in model.modules():
+        if isinstance(encoder, torch.nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False) and any(
+                type(part) is attention.PrunedMultiheadAttention for part in encoder.modules()):
+            undo.set(encoder, "use_nested_tensor", False)
 
 
 def described(torch: Any, module: Any) -> bool:
