@@ -259,7 +259,7 @@ for width in {other[name]}:
 """
     capture = {"folder": str(tmp_path), "updates": 52, "seed": 1, "aligned": False, "perturb": None}
     trial = start(str(script(HEAD + source)), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]} if told else None)
-    trial.wait_capture()
+    trial.wait_ready()
     assert trial.first_gate_s > 0
     recorded = series.read(tmp_path)
     moving = sum(before != after for before, after in itertools.pairwise(recorded.samples))
@@ -568,6 +568,13 @@ def test_optimizers_of_a_kind_are_one_entry_of_the_motif() -> None:
 
 
 #: How a script autocasts -> (source, what the facts say)
+#: No hook may be set there. The model is made after this.
+COMPILED = """class Of(nn.Sequential): pass
+@functools.cache
+def compiled(): return torch.compile(model, backend="aot_eager")
+def fast(x): return compiled()(x)
+"""
+
 AUTOCASTS = {
     "around the call": ("class Of(nn.Sequential): pass", "with low(): output = model(x)", "bfloat16"),
     "within the forward": ("""
@@ -607,6 +614,16 @@ class Of(nn.Sequential):
     "in float32": ("class Of(nn.Sequential): pass", """
     torch.set_autocast_enabled("cpu", True); torch.set_autocast_dtype("cpu", torch.float32); output = model(x); torch.set_autocast_enabled("cpu", False)
 """, None),     # nanoGPT on a GPU with --dtype=float32; for a CPU torch.autocast does not take it
+    "around what the script compiles": (COMPILED, "with low(): output = fast(x)", "bfloat16"),
+    "within what the script compiles": ("""
+class Of(nn.Sequential):
+    def forward(self, x):
+        with low(): return super().forward(x)
+""" + COMPILED.partition("\n")[2], "output = fast(x)", "bfloat16"),
+    "not around what the script compiles": (COMPILED, "output = fast(x)", None),
+    "of weights that are in bfloat16 themselves, compiled": (COMPILED, "model.bfloat16(); output = fast(x.bfloat16())", None),
+    "around what is not compiled, beside something that is": (
+        COMPILED.replace("torch.compile(model", "torch.compile(lambda x: x + 1"), "with low(): output = model(fast(x))", "bfloat16"),
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+import types
 
 import pytest
 
@@ -166,6 +168,28 @@ def test_nothing_waits_where_the_loader_is_late(prefetching):
     for batch in iterator:
         batch["x"].to("cpu")
     assert not device.log
+
+
+def test_a_batch_that_is_asked_for_in_inference_mode_can_be_trained_on():
+    """A validation that ends early may fetch the batch that the training goes on with."""
+    stream = types.SimpleNamespace(record_event=lambda: None)
+    cuda = types.SimpleNamespace(Stream=lambda device: stream, stream=lambda stream: contextlib.nullcontext())
+    device = device_copies.Cuda(types.SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode),
+                                lambda tensor, device, non_blocking: tensor.clone())
+    with torch.inference_mode():
+        copy, _ = device.begin(torch.ones(2), "cuda")
+    assert not copy.is_inference()
+    (copy * torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def test_batches_made_in_inference_mode_are_not_copied_ahead(prefetching):
+    _, device, copies = prefetching
+    copies._moved[0] = torch.device("cpu")
+    with torch.inference_mode():
+        made = torch.ones(1)
+    copies.next_batch([torch.ones(1)], [made])
+    copies.next_batch([made], [torch.ones(1)])
+    assert device.log == [("begin", 1.0)]
 
 
 class Table:

@@ -23,6 +23,7 @@ from saturate.agent.context import Context, forward_overridden, is_ours  # noqa:
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
     _common,
+    allocator,
     bf16_autocast,
     channels_last,
     compile,
@@ -145,6 +146,60 @@ def test_autocast_is_not_put_around_a_forward_that_trains(technique):
     with pytest.raises(NotApplied, match="the model's forward trains it"):
         technique.apply(context, technique.Options())
     assert not context.changes
+
+
+class OnSeveralDevices(torch.nn.DataParallel):
+    """As where there are GPUs."""
+
+    def __init__(self, module, count):
+        super().__init__(module)
+        self.device_ids = list(range(count))
+
+
+@pytest.mark.parametrize(("technique", "count", "inside", "refused"), [
+    (bf16_autocast, 2, False, True), (bf16_autocast, 2, True, True), (bf16_autocast, 1, False, False), (fp16_autocast, 2, False, False),
+])
+def test_threads_of_data_parallel_would_autocast_to_float16(technique, count, inside, refused):
+    """They enter autocast with the dtype that each thread begins with."""
+    model = OnSeveralDevices(Nested(), count).train()
+    model = torch.nn.Sequential(model) if inside else model
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    if refused:
+        with pytest.raises(NotApplied, match="DataParallel autocast to float16"):
+            technique.apply(context, technique.Options())
+        assert not context.changes
+    else:
+        technique.apply(context, technique.Options())
+    context.undo()
+
+
+class OnItself(torch.nn.Module):
+    """As a diffusion model that is conditioned on what it has made before, without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.cached = []
+
+    def forward(self, x):
+        self.cached.append(torch.is_autocast_cache_enabled())
+        with torch.no_grad():
+            x = x + self.layer(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("loses", [None, True])
+def test_weights_that_are_used_without_a_gradient_first_get_one(loses, monkeypatch):
+    """Some versions of torch keep such a weight as it was cast, without a gradient; those are told to keep none."""
+    model = OnItself().train()
+    context = context_of(model)
+    if loses:
+        monkeypatch.setattr(_common, "cache_loses_gradients", lambda context, dtype: True)
+    expected = not _common.cache_loses_gradients(context, torch.bfloat16)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    model(torch.rand(2, 8)).sum().backward()
+    assert model.layer.weight.grad is not None and model.cached == [expected]
+    context.undo()
 
 
 def test_a_replaced_forward_is_refused_but_does_not_spoil_the_others():
@@ -314,6 +369,37 @@ def test_an_overflow_skips_exactly_one_step_and_halves_the_scale():
         optimizer.zero_grad()
     assert weight.item() < 1.0
     assert inside == [32.0, 32.0, 64.0]       # halved, then doubled after two good steps
+    context.undo()
+
+
+class Counting(torch.optim.Optimizer):
+    """One that does not look whether there is a gradient, and counts its steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad
+
+
+def test_an_overflow_skips_the_step_of_an_optimizer_that_does_not_look_for_gradients():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer, stepped = Counting([weight]), []
+    context = context_of(torch.nn.Linear(1, 1), optimizers=(optimizer,))
+    fp16_autocast.apply(context, fp16_autocast.Options())
+    optimizer.register_step_post_hook(lambda one, args, kwargs: stepped.append(one))
+    for factor, expected, count in ((float("inf"), 1.0, 0), (0.25, 0.75, 1), (float("inf"), 0.75, 1), (0.25, 0.5, 2)):
+        (weight * factor).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (weight.item(), optimizer.count, optimizer.param_groups[0].get("step", 0)) == (expected, count, count)
+    assert stepped == [optimizer] * 4, "it is a step all the same"
     context.undo()
 
 
@@ -758,6 +844,15 @@ def test_an_order_that_torch_sets_with_its_first_attention_stays(monkeypatch):
         torch._C._set_sdp_priority_order(usual)
 
 
+def test_what_was_not_watched_is_not_taken_for_absent():
+    """No hook may be set where the script compiles something, so attention is not counted there, and no shape is noted."""
+    compiles = usual(device="cuda", capability=(8, 0), compiles=True)
+    for technique in (sdpa_backend, allocator):
+        assert "were not watched" in technique.eligible(compiles).reason
+        assert "were not watched" not in technique.eligible(dataclasses.replace(compiles, compiles=False)).reason
+    assert cudnn_benchmark.eligible(compiles) and "were not watched" in cudnn_benchmark.eligible(compiles).reason
+
+
 def test_attention_of_cudnn_is_offered_where_cudnn_is():
     hopper = usual(device="cuda", capability=(9, 0))
     assert [one.backend for one in sdpa_backend.variants(hopper)] == ["cudnn", "flash", "efficient"]
@@ -877,10 +972,12 @@ def test_compile_variants_follow_the_facts():
     cpu = Facts(modules=(block,), machine=machine)
     assert compile.variants(cpu) == [compile.Options(), compile.Options(scope="blocks")]
     assert {one.dynamic for one in compile.variants(dataclasses.replace(cpu, shapes=5))} == {"yes"}
-    modes = [one.mode for one in compile.variants(dataclasses.replace(cpu, device="cuda"))]
-    assert modes == ["default", "default", "reduce-overhead", "max-autotune"]
-    modes = [one.mode for one in compile.variants(dataclasses.replace(cpu, device="cuda", micro_steps=4))]
-    assert "reduce-overhead" not in modes and "max-autotune" not in modes
+    cuda = dataclasses.replace(cpu, device="cuda", zero_grad_set_to_none=True)
+    assert [one.mode for one in compile.variants(cuda)] == ["default", "default", "reduce-overhead", "max-autotune"]
+    for changes in ({"micro_steps": 4}, {"zero_grad_set_to_none": False}, {"zero_grad_set_to_none": None}):
+        modes = [one.mode for one in compile.variants(dataclasses.replace(cuda, **changes))]
+        assert modes == ["default", "default", "max-autotune-no-cudagraphs"], "gradients are added to others that were kept"
+    assert len(compile.variants(dataclasses.replace(cuda, compiles=True))) == 2, "nobody knows whether shapes change"
     assert not compile.eligible(dataclasses.replace(cpu, machine=MachineFacts()))
     assert not compile.eligible(dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True),)))
     already = dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True, convolutions=1),))
@@ -973,6 +1070,23 @@ def test_what_a_recorded_graph_returns_outlives_the_next_step(monkeypatch):
         assert torch.equal(model[0].weight.grad, torch.ones(1, 3))
         context.undo()
     assert kept == {"reduce-overhead": True, "default": False}
+
+
+def test_hooks_that_come_after_the_compilation_are_called(fresh_dynamo):
+    config = fresh_dynamo.config
+    before = config.skip_nnmodule_hook_guards
+    model, called = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).train(), []
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    model(torch.rand(2, 4))
+    hook = model[0].register_forward_hook(lambda *_: called.append(1))
+    model(torch.rand(2, 4))
+    hook.remove()
+    model(torch.rand(2, 4))
+    assert called == [1]
+    assert compile.active(evidence_of(context, dynamo_frames=frames(fresh_dynamo)), compile.Options()).active
+    context.undo()
+    assert config.skip_nnmodule_hook_guards == before
 
 
 def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):

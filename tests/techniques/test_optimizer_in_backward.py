@@ -596,6 +596,17 @@ def test_a_script_may_drop_gradients_itself(clear):
     assert alike(ours, run(False)) and ours.proof().active
 
 
+def test_hooks_after_a_step_that_come_behind_ours_are_called_when_it_gives_up():
+    """Torch goes over an optimizer's hooks while it calls them."""
+    training, called = Training(), []
+    training.optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for _ in range(4):
+        clipping(training)
+    assert len(called) >= 4 and not training.proof().active
+    training.context.undo()
+    assert len(training.optimizer._optimizer_step_post_hooks) == 1
+
+
 def test_optimizers_that_are_refused():
     weight = nn.Parameter(torch.ones(2))
     hooked = nn.Parameter(torch.ones(2))

@@ -53,6 +53,17 @@ def test_what_cannot_be_pinned_comes_as_it_is(pinning, technique, options):
         pinning.pin_memory([on_device])
 
 
+def test_what_was_pinned_already_is_not_told(pinning, monkeypatch):
+    """A collate function may fill a pinned buffer of its own again for each batch."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)
+    context, told, buffer = Context(torch), [], torch.ones(1)
+    _tensor_moves.let_through(context, told.append)
+    try:
+        assert pinning.pin_memory([buffer])[0] is buffer and not told
+    finally:
+        context.undo()
+
+
 def test_only_what_is_pinned_is_told(pinning):
     context, told = Context(torch), []
     _tensor_moves.let_through(context, told.append)

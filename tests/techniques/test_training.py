@@ -280,10 +280,24 @@ def test_gc_freezes_after_some_steps_stays_on_and_is_undone():
             evidence = Evidence(gc_frozen=gc.get_freeze_count(), notes=dict(context.notes))
             assert gc_freeze.active(evidence, options).active is expected
         assert gc.isenabled() and gc.get_threshold()[0] == options.threshold
-        assert not optimizer._optimizer_step_post_hooks
     finally:
         context.undo()
+    assert not optimizer._optimizer_step_post_hooks
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == threshold
+
+
+def test_hooks_after_a_step_that_come_behind_that_of_gc_freeze_are_called():
+    """Torch goes over an optimizer's hooks while it calls them: one that removed itself would end the step with an error."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    context, called = context_of(None, optimizer), []
+    try:
+        gc_freeze.apply(context, gc_freeze.Options(after_steps=2))
+        optimizer.register_step_post_hook(lambda *_: called.append(1))
+        for _ in range(4):
+            optimizer.step()
+        assert len(called) == 4 and context.notes[gc_freeze.TECHNIQUE.id]
+    finally:
+        context.undo()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -334,17 +348,18 @@ def rewritten(dataset, options=None, **arguments):
 
 
 def test_what_is_rewritten():
-    assert rewritten(Dataset()) == {"num_workers": 2, "persistent_workers": True}
+    started = {"multiprocessing_context": multiprocessing.get_all_start_methods()[0]}
+    assert rewritten(Dataset()) == {"num_workers": 2, "persistent_workers": True, **started}
     assert rewritten(Dataset(), num_workers=4) == {"persistent_workers": True}
     assert rewritten(Dataset(), num_workers=4, persistent_workers=True) == {}
     more = loader_workers.Options(workers=2, persistent=False, prefetch=4)
-    assert rewritten(Dataset(), more) == {"num_workers": 2, "prefetch_factor": 4}
+    assert rewritten(Dataset(), more) == {"num_workers": 2, "prefetch_factor": 4, **started}
     assert rewritten(Dataset(), more, num_workers=4, prefetch_factor=3) == {}
     other = loader_workers.Options(workers=2, override=True)
     assert rewritten(Dataset(), other, num_workers=4, persistent_workers=True) == {"num_workers": 2}
     assert rewritten(Dataset(), other, num_workers=2) == {"persistent_workers": True}
     assert rewritten(Dataset(), other) == rewritten(Dataset())
-    assert rewritten([1] * 100) == {"num_workers": 2}       # a list cannot be known again
+    assert rewritten([1] * 100) == {"num_workers": 2, **started}    # a list cannot be known again
     assert rewritten(Dataset(11), loader_workers.Options(workers=8))["num_workers"] == 2
     assert rewritten(Dataset(10)) == {}                     # one batch
     assert rewritten(Stream()) == {}
@@ -822,27 +837,76 @@ def test_where_a_copy_goes(args, kwargs, expected):
     assert pin_memory.to_cuda(torch, args, kwargs) is expected
 
 
-def test_only_batches_that_a_loader_pinned_are_copied_without_blocking(monkeypatch):
-    """A pinned buffer of the script's own may be written to as soon as its copy has returned."""
-    calls = []
+@pytest.fixture
+def copying(monkeypatch):
+    """pin-memory on, with pinned memory and copies to CUDA that are made up: what each copy was told, and how a loader makes a batch."""
+    calls, plain = [], torch.zeros(1)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append(kwargs), raising=False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self.clone())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is not plain)
     context = Context(torch)
     pin_memory.apply(context, pin_memory.Options())
-    batch = torch.utils.data._utils.pin_memory.pin_memory({"images": [torch.ones(1)], "label": (torch.ones(1), "text")})
-    pinned, other, own, plain = batch["images"][0], batch["label"][0], torch.ones(1).pin_memory(), torch.zeros(1)
+
+    def batch():
+        next(iter(torch.utils.data.DataLoader(Dataset())))
+        return torch.utils.data._utils.pin_memory.pin_memory({"images": [torch.ones(2)], "label": (torch.ones(2), "text")})
+
+    yield types.SimpleNamespace(context=context, calls=calls, plain=plain, batch=batch)
+    context.undo()
+    assert not hasattr(torch.utils.data._utils.pin_memory.pin_memory, "__wrapped__")
+
+
+def proof_of_pinning(context):
+    evidence = Evidence(notes={key: str(value) for key, value in context.notes.items()}, loaders=(LoaderFacts(pin_memory=True),))
+    return pin_memory.active(evidence, pin_memory.Options())
+
+
+def test_only_batches_that_a_loader_pinned_are_copied_without_blocking(copying):
+    """A pinned buffer of the script's own may be written to as soon as its copy has returned."""
+    copying.batch()["images"][0].to("cuda")
+    batch = copying.batch()
+    pinned, other, own = batch["images"][0], batch["label"][0], torch.ones(1).pin_memory()
     for tensor, args, kwargs in (
-        (pinned, ("cuda",), {}), (other, ("cuda",), {}), (own, ("cuda",), {}), (plain, ("cuda",), {}), (pinned, ("cpu",), {}),
+        (pinned, ("cuda",), {}), (other, ("cuda",), {}), (own, ("cuda",), {}), (copying.plain, ("cuda",), {}), (pinned, ("cpu",), {}),
         (pinned, ("cuda",), {"non_blocking": False}), (pinned, ("cuda", torch.float32, False), {}),
     ):
         tensor.to(*args, **kwargs)
-    assert calls == [{"non_blocking": True}, {"non_blocking": True}, {}, {}, {}, {"non_blocking": False}, {}]
-    assert pin_memory.TECHNIQUE.id in context.notes
-    assert context.loader_rewrites[0](None, {"pin_memory": False}, frozenset()) == {"pin_memory": True}
-    assert context.loader_rewrites[0](None, {"pin_memory": True}, frozenset()) == {}
-    context.undo()
-    assert not hasattr(torch.utils.data._utils.pin_memory.pin_memory, "__wrapped__")
+    assert copying.calls == [{}, {"non_blocking": True}, {"non_blocking": True}, {}, {}, {}, {"non_blocking": False}, {}]
+    assert proof_of_pinning(copying.context).active
+    rewrite = copying.context.loader_rewrites[0]
+    assert rewrite(None, {"pin_memory": False}, frozenset()) == {"pin_memory": True}
+    assert rewrite(None, {"pin_memory": True}, frozenset()) == {}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_copies_of_batches_that_the_script_writes_to_wait(first, copying, capsys):
+    """`labels[~mask] = -100` behind `labels.cuda()` would go into a copy that is still under way."""
+    for number in range(5):
+        labels = copying.batch()["label"][0]
+        labels.to("cuda")
+        if number >= first:
+            labels[0] = -100
+    assert copying.calls == [{"non_blocking": True} if 0 < number <= first else {} for number in range(5)]
+    assert capsys.readouterr().err.count("the script writes to a batch behind its copy to the device; copies wait as before") == 1
+    proof = proof_of_pinning(copying.context)
+    assert not proof.active and "writes to a batch" in proof.evidence
+
+
+def test_what_is_watched_has_a_limit(copying, monkeypatch):
+    """Iterators of a kind of their own do not say when the next batch is asked for."""
+    monkeypatch.setattr(pin_memory, "MOST_WATCHED", 2)
+    labels = copying.batch()["label"][0]
+    for _ in range(5):
+        labels.to("cuda")
+    assert copying.calls == [{}, {}, *[{"non_blocking": True}] * 3]
+
+
+def test_tensors_made_in_inference_mode_are_copied_as_before(copying):
+    """They do not tell who writes to them."""
+    copying.batch()["label"][0].to("cuda")
+    with torch.inference_mode():
+        copying.batch()["label"][0].to("cuda")
+    assert copying.calls == [{}, {}]
 
 
 # -- process-wide settings -------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from saturate.techniques._interrupts import from_signal_handler
 
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
 WATCHED_ENTRIES = 16
+
+#: Steps behind which a technique of a `run` that has nothing to show for itself is named. What watches first, or is compiled, takes some.
+JUDGED_STEPS = 20
 
 #: Before the reason why a technique is not applied to what takes over in a training.
 _GONE_ON = "the training goes on with another model or optimizer, and there "
@@ -196,6 +201,8 @@ def report_no_step(session: Any, replayed: bool = False) -> None:
 def report_failure(session: Any, text: str, how: str = "failed") -> None:
     """The agent failed, or `how` it ended, before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
     notices.tell(f"saturate: the agent {how} and withdrew; the run goes on without it\n{text}")
+    if session.phase == "asleep" and "ended" in session.plan:      # it may never train: a word that is read where nobody greets
+        Path(f"{session.plan['ended']}-stayed-out-{os.getpid()}.json").write_text(json.dumps({"failed": text}), encoding="utf-8")
     if session.plan["mode"] == "run" or session.phase == "asleep" or not session.plan.get("socket"):
         return
     from saturate.agent.gate import Gate
@@ -273,13 +280,15 @@ def apply_stage(session: Any, stage: str, before_training: bool = False) -> None
             module.apply(session.context.of(entry["id"]), options)
         except NotApplied as refusal:
             if before_training:
+                session.context.undo({entry["id"]})
                 continue
             problem = f"not_applied: {_GONE_ON if session.placed else ''}{refusal}"
         except Exception as error:  # third-party code: named in the report, the run goes on
             if from_signal_handler(error):
                 raise
             problem = f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-        if problem:
+        if problem:             # what raised may have begun to act
+            session.context.undo({entry["id"]})
             session.context.forget(entry["id"])
         session.applied.append((entry, problem))
 
@@ -324,10 +333,34 @@ def _report_end(session: Any) -> None:
                    "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
         notices.tell(f"saturate: {', '.join(late)} did not take effect: {why}\n")
         report_run(session)
-    if session.boundaries > session.placed_at and os.getpid() == session.pid and observe.rank() == 0 and not session.inspection.compiled:
-        for owner, names in session.context.never_called().items():
+    if session.boundaries > session.placed_at and os.getpid() == session.pid and observe.rank() == 0:
+        uncalled = session.context.never_called() if not session.inspection.compiled else {}
+        for owner, names in uncalled.items():
             notices.tell(f"saturate: {owner} did not take effect: the script trains without calling the forward of "
-                             f"{', '.join(sorted(names))}, which it acts on\n")
+                         f"{', '.join(sorted(names))}, which it acts on\n")
+        if session.boundaries - session.placed_at >= JUDGED_STEPS:
+            _report_unproved(session, uncalled)
+
+
+def _report_unproved(session: Any, told: Collection[str]) -> None:
+    """What was applied and has nothing to show for itself by now, or has stopped to act."""
+    from saturate.techniques import _registry
+
+    seen = observe.shown(session)
+    workers = sum(len(entry["workers"]) for entry in session.loaders.values())
+    seen = dataclasses.replace(seen, live_workers=workers)      # those of the last pass have ended with it
+    for entry, problem in session.applied:
+        if problem or entry["id"] in told:
+            continue
+        try:
+            module = _registry.load_one(entry["module"], entry.get("path"))
+            proof = module.active(seen, module.Options(**entry["options"]))
+        except Exception as error:  # third-party code: the script has ended, and nothing is to be saved
+            if from_signal_handler(error):
+                raise
+            continue
+        if not proof.active:
+            notices.tell(f"saturate: {entry['id']} was not in effect when the script ended: {proof.evidence}\n")
 
 
 def _uncaught() -> BaseException | None:

@@ -15,6 +15,7 @@ from saturate.agent.attributes import replace
 from saturate.agent.context import own_forward
 from saturate.agent.observe import all_modules, device_kind, devices, trained_parameters
 from saturate.records.facts import BY_HAND
+from saturate.techniques._common import computed_in
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
 READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
@@ -38,6 +39,7 @@ class Inspection:
         self.sdpa_calls = 0
         self._work: collections.Counter[str | None] = collections.Counter()     # elements of parameters by the dtype of autocast
         self._around: str | None = None         # the dtype of autocast that the outermost module was called under
+        self._computed: str | None = None       # where no module is watched: the dtype that a backward pass shows
         self.shapes: set[Any] = set()
         self.set_to_none: bool | None = None
         self.host_to_device_bytes = 0
@@ -69,7 +71,7 @@ class Inspection:
             self._count_attention(torch)
             self._count_flops(torch)
             self._watch_gradients(torch)
-            self._watch_double_backward(torch)
+        self._watch_backward(torch)
         self._watch_checkpoints()
         self._watch_zero_grad(torch)
         if self.device == "cuda":
@@ -124,7 +126,9 @@ class Inspection:
     def autocast(self) -> str | None:
         """The dtype of autocast that most of the forward runs in. Modules inside are asked as well: Accelerate, the Trainer and some
         models enter autocast within the forward, where no hook of the outermost module runs. What the script excepts from autocast
-        around the whole counts as inside of it: it would stay excepted whoever entered it."""
+        around the whole counts as inside of it: it would stay excepted whoever entered it. Of compiled code only the graph tells."""
+        if self.compiled:
+            return self._computed
         dtype, work = max(self._work.items(), key=lambda item: item[1], default=(None, 0))
         return dtype if work >= MOST_OF_THE_WORK * self._work.total() else None
 
@@ -199,7 +203,7 @@ class Inspection:
 
         self._undo.append(replace(torch.nn.Parameter, "grad", property(read, original.__set__, original.__delete__)))
 
-    def _watch_double_backward(self, torch: Any) -> None:
+    def _watch_backward(self, torch: Any) -> None:
         """What `backward` and `grad` of torch.autograd look up, whoever imported them how."""
         original = getattr(torch.autograd, "_engine_run_backward", None)
         if original is None:
@@ -207,10 +211,20 @@ class Inspection:
 
         def run(outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
             self.differentiates_gradients |= bool(create_graph)
+            if self.compiled and self._computed is None and not torch.compiler.is_compiling():
+                self.session.guard(self._look_at_formats, outputs)
             return original(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
 
         torch.autograd._engine_run_backward = run
         self._undo.append(lambda: setattr(torch.autograd, "_engine_run_backward", original))
+
+    def _look_at_formats(self, outputs: Any) -> None:
+        """While the graph still has what it saved. Nodes of a model whose weights are of such a format themselves say nothing."""
+        torch = self.session.torch
+        own = {p.dtype for module in self._roots for p in module.parameters()}
+        for dtype in {torch.bfloat16, torch.float16} - own:
+            if computed_in(outputs, dtype, torch):
+                self._computed = str(dtype).removeprefix("torch.")
 
     def _watch_checkpoints(self) -> None:
         """Every kind of `torch.utils.checkpoint` looks this function up, whoever imported it how."""

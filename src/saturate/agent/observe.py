@@ -341,6 +341,10 @@ def _optimizer_facts(torch: Any, optimizer: Any) -> OptimizerFacts:
 
 def evidence(session: Any) -> dict[str, Any]:
     """What shows that techniques took effect, as JSON."""
+    return asdict(shown(session))
+
+
+def shown(session: Any) -> Evidence:
     torch = session.torch
     dynamo = sys.modules.get("torch._dynamo")
     counters = dynamo.utils.counters if dynamo is not None else {}
@@ -350,7 +354,7 @@ def evidence(session: Any) -> dict[str, Any]:
                     for key in counters.get("unimplemented", {}))
     workers = [w for entry in session.loaders.values() for w in entry["workers"]]
     gradients = [p.grad for p in trained_parameters(session)]
-    return asdict(Evidence(
+    return Evidence(
         dynamo_frames=frames.get("ok", 0),
         dynamo_graphs=stats.get("unique_graphs", 0),
         graph_breaks=_graph_breaks(dynamo),
@@ -373,7 +377,7 @@ def evidence(session: Any) -> dict[str, Any]:
         ),
         environment={key: os.environ[key] for key in session.plan.get("environment", ()) if key in os.environ},
         notes={key: str(value) for key, value in session.context.notes.items()},
-    ))
+    )
 
 
 def _graph_breaks(dynamo: Any) -> int:

@@ -38,7 +38,8 @@ class Cuda:
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device)
         stream = self._streams[device]
-        with cuda.stream(stream):
+        # A pass in inference mode may be where the batch of a training is asked for, which cannot save a tensor that was made in it.
+        with self._torch.inference_mode(False), cuda.stream(stream):
             copy = self._move(tensor, device, non_blocking=True)
         return copy, stream.record_event()
 
@@ -80,7 +81,8 @@ class Copies:
         self._begun = {key: begun for key, begun in self._begun.items() if key in self._places}
         for place, tensor in enumerate(_tensors(self._torch, waiting)):
             device = self._moved.get(place)
-            if device is not None and tensor.device.type == "cpu" and not tensor.requires_grad and tensor.is_pinned():
+            host = tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_inference()
+            if device is not None and host and tensor.is_pinned():
                 copy, token = self._api.begin(tensor, device)
                 self._begun[id(tensor)] = _Begun(tensor, tensor._version, copy, device, token)
 

@@ -18,6 +18,9 @@ SLOWEST_COPY = 1e6
 
 NO_LOADER = "the training does not read from a DataLoader"
 
+#: Of what hooks would show, which compiled code must not be given.
+NOT_WATCHED = "the script compiles something, so calls inside its model, and their shapes, were not watched"
+
 
 def share(part_ms: float, step_ms: float) -> float | None:
     """`part_ms / step_ms` within [0, 1]; None when the step was not timed or the numbers make no sense."""
@@ -354,6 +357,7 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
     if context.steps_in_forward:
         raise NotApplied(_STEPS_IN_FORWARD)
     torch, device = context.torch, context.device
+    caches = not cache_loses_gradients(context, dtype)
 
     def widen(tensor: Any) -> Any:
         return tensor.float() if tensor.dtype == dtype else tensor
@@ -362,7 +366,7 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not wanted():
                 return inner(self, *args, **kwargs)
-            with torch.autocast(device, dtype=dtype):
+            with torch.autocast(device, dtype=dtype, cache_enabled=caches):
                 output = inner(self, *args, **kwargs)
             return map_tensors(output, widen, torch)
 
@@ -374,6 +378,8 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
             context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
 
     def wrap_one(module: Any) -> None:
+        if dtype != torch.float16 and any(isinstance(part, torch.nn.DataParallel) and len(part.device_ids) > 1 for part in module.modules()):
+            raise NotApplied("the threads of torch.nn.DataParallel autocast to float16, whatever the dtype around them")
         context.wrap_forward(module, AUTOCAST_ORDER, wrap, around=True)
         observe_first_call(context, module, look)
 
@@ -381,3 +387,15 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
 
 
 AUTOCAST_ORDER = 30
+
+
+def cache_loses_gradients(context: Any, dtype: Any) -> bool:
+    """Whether this torch takes a weight that autocast has cast under `no_grad` once more where gradients are wanted: they would end
+    there. A diffusion model that is conditioned on itself runs its net so."""
+    torch, device = context.torch, device_of(context)
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1, 1, device=device, requires_grad=True)
+        with torch.autocast(device.type, dtype=dtype):
+            with torch.no_grad():
+                torch.mm(weight, weight)
+            return torch.mm(weight, weight).grad_fn is None

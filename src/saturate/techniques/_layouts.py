@@ -6,7 +6,10 @@ state lies in another order than it does; on CUDA such a step raises. The kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from saturate.techniques import _closures
 
 
 class Layouts:
@@ -50,6 +53,42 @@ class Layouts:
     def _laid_out(self, parameter: Any, value: Any) -> Any:
         with self._torch.no_grad():
             return self._torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+class Aligning:
+    """A hook before a step: what the script loads or makes later is laid out as it would be without us, which its fused kernels do
+    not see."""
+
+    def __init__(self, torch: Any, layouts: Layouts):
+        self._torch, self._layouts = torch, layouts
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._torch.compiler.is_compiling():
+            return None
+        with_closure = _closures.around(args, kwargs, self._layouts.align)
+        if with_closure is None:
+            self._layouts.align()
+        return with_closure
+
+
+class Saving:
+    """A hook behind `Optimizer.state_dict`: the state of some parameters in the usual format, while the state itself stays as it is.
+    A load keeps strides, in whichever process."""
+
+    def __init__(self, torch: Any, ours: Callable[[Any], bool]):
+        self._torch, self._ours = torch, ours
+
+    def __call__(self, optimizer: Any, state_dict: Any) -> Any:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {number for number, parameter in enumerate(parameters) if self._ours(parameter)}
+        if not numbers or not isinstance(state_dict.get("state"), dict):
+            return None
+        state = {key: {name: self._usual(value) for name, value in values.items()} if key in numbers else values
+                 for key, values in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    def _usual(self, value: Any) -> Any:
+        return value.contiguous() if isinstance(value, self._torch.Tensor) else value
 
 
 def dense(tensor: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import math
 import multiprocessing
 import pickle
 import random
+import sys
+import tokenize
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -107,14 +110,37 @@ def _can_cross(dataset: Any, arguments: dict[str, Any]) -> bool:
     """Whether workers can receive the dataset: a forked one has it already, but shares the place in open files; any other must
     unpickle it."""
     chosen = arguments.get("multiprocessing_context")
-    method = chosen if isinstance(chosen, str) else (chosen or multiprocessing).get_start_method()
+    method = chosen if isinstance(chosen, str) else chosen.get_start_method() if chosen else start_method()
     if method == "fork":
         return not shared_file(dataset, arguments.get("collate_fn"))
+    if _trains_when_imported():
+        return False
     try:
         pickle.Pickler(_Sink()).dump((dataset, arguments.get("collate_fn"), arguments.get("worker_init_fn")))
     except Exception:  # noqa: BLE001 - any object's own __reduce__ may raise anything, and then workers cannot start
         return False
     return True
+
+
+def start_method() -> str:
+    """How this process starts others. To ask for it plainly would settle it, and a script that chooses another one later would fail."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _trains_when_imported() -> bool:
+    """Whether processes that are not forked would train as well: they import the script's main module, as `multiprocessing.spawn` does,
+    and nothing in it keeps its training for the main process."""
+    main = sys.modules.get("__main__")
+    path, name = getattr(main, "__file__", None), getattr(getattr(main, "__spec__", None), "name", None) or ""
+    if path is None or name.rpartition(".")[2] == "__main__":
+        return False
+    try:
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    return not any(isinstance(part, ast.Name) and part.id == "__name__"
+                   for statement in tree.body if isinstance(statement, ast.If) for part in ast.walk(statement.test))
 
 
 def shared_file(dataset: Any, collate_fn: Any) -> str:

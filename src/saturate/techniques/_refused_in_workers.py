@@ -160,7 +160,8 @@ class Passes:
         asked, held = self._asked.pop(iterator)
         loader = held()
         if loader is not None:
-            vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None)
+            vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None,
+                                _DataLoader__multiprocessing_context=None)
         if lost(iterator, error):
             end(iterator)
         else:

@@ -39,7 +39,8 @@ def pinnable(tensor: Any, torch: Any) -> bool:
 
 def let_through(context: Any, pinned: Callable[[Any], None] = lambda tensor: None) -> None:
     """What a loader yields and cannot be pinned goes to the script as it is: a script has other loaders than the one that was looked
-    at, for validation say, and did not ask for any of them to pin. `pinned` is told of each tensor that was, in whichever thread."""
+    at, for validation say, and did not ask for any of them to pin. `pinned` is told of each tensor that was, in whichever thread, but
+    not of those that were pinned already: a collate function may fill a buffer of its own again."""
     torch = context.torch
     module = torch.utils.data._utils.pin_memory
     original = module.pin_memory
@@ -50,7 +51,8 @@ def let_through(context: Any, pinned: Callable[[Any], None] = lambda tensor: Non
             if not pinnable(data, torch):
                 return data
             found = original(data, device)
-            pinned(found)
+            if found is not data:
+                pinned(found)
             return found
         if not hasattr(data, "pin_memory"):
             return original(data, device)       # which calls this for what is inside of it

@@ -62,6 +62,7 @@ class Updates:
         self._grad = context.torch.Tensor.grad
         self._handles: list[Any] = []
         self._watchers: list[Any] = []
+        self._after_steps: list[Any] = []
         self._keeps_zeros = self._in_closure = False
         self._uses = _between.Uses(context, self._used)
 
@@ -78,7 +79,7 @@ class Updates:
                     self.problem = "a parameter belongs to two optimizers"
                 self.owned[id(parameter)] = _Owned(parameter, optimizer, len(self.owned))
             self._handles.append(optimizer.register_step_pre_hook(self._steps))
-            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+            self._after_steps.append(optimizer.register_step_post_hook(self._stepped))
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _updatable.parameters(o))))
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
@@ -88,10 +89,16 @@ class Updates:
         self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
         atexit.register(self._ends)
         self._uses.look_at_saves()
-        self.context.on_undo(self._remove)
+        self.context.on_undo(self._remove_all)
         return len(self.owned)
 
+    def _remove_all(self) -> None:
+        self._remove()
+        for handle in self._after_steps:
+            handle.remove()
+
     def _remove(self) -> None:
+        """All but the hooks after steps, which `_decide` is called from: torch goes over them meanwhile."""
         self._ends()
         atexit.unregister(self._ends)
         self._uses.look_away()

@@ -97,6 +97,8 @@ def preloadable(kind: str, library: str) -> bool:
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device == "cuda":
+        if facts.compiles:
+            return Ineligible(_common.NOT_WATCHED)
         if facts.shapes <= 1:
             return Ineligible("shapes do not change, so the CUDA allocator's cache serves every request already")
         return Eligible(f"{facts.shapes} input shapes were seen, which fragments CUDA memory")

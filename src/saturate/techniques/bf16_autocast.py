@@ -26,7 +26,8 @@ How it is applied
 The forward of each outermost module is wrapped while it is in training mode; evaluation keeps float32. Tensors in
 returned tuples, dictionaries and dataclasses are widened to float32. A forward that the script compiled, or that a library put
 on the module, is wrapped from outside; what is compiled is compiled once more for it. Refused where the script autocasts itself, and
-where the forward calls the backward pass and the optimizer: both would run under autocast, too.
+where the forward calls the backward pass and the optimizer: both would run under autocast, too. Refused, too, where
+`torch.nn.DataParallel` runs parts of it on several devices: its threads would autocast to float16.
 
 References
 ----------

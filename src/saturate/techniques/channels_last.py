@@ -19,7 +19,8 @@ it is left alone, but a script that goes on with it after another optimizer fail
 
 Left alone are trainings with weights whose memory something else holds when it is applied (a `state_dict()` that is kept,
 `share_memory()`, views of one flat tensor): converting them would cut them off from it. CUDA memory that several processes share is
-not seen. Trainings with several processes are left alone unless DistributedDataParallel averages their gradients.
+not seen. Left alone, too, are weights that an optimizer which is not torch's own keeps state for: its kernels may read that in the
+order of memory. Trainings with several processes are left alone unless DistributedDataParallel averages their gradients.
 
 Numerics
 --------
@@ -27,8 +28,9 @@ Numerics
 
 How it is applied
 -----------------
-Parameters keep their identity, shape and values: only strides change, so saved and loaded state dicts are unaffected. What shares
-their memory by the time that it is taken back keeps its strides.
+Parameters keep their identity, shape and values: only strides change, and a model's state dict is loaded as before. An optimizer's
+is a copy in the usual format where the technique has changed that: a load keeps strides, and fused kernels look at none. What
+shares the memory of parameters by the time that the change is taken back keeps its strides.
 The forward is wrapped while in training mode, innermost of all wrappers. DistributedDataParallel lays out the buckets of its gradients
 when it is constructed: the weights are converted right before, where all ranks can, and stay so.
 
@@ -42,14 +44,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _closures, _common
+from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
-from saturate.techniques._layouts import Layouts
+from saturate.techniques._layouts import Aligning, Layouts, Saving
 
 ORDER = 10
 
@@ -64,6 +67,9 @@ TECHNIQUE = Technique(
 
 _DISTRIBUTED = "gradients are averaged between processes in buckets that were laid out for the parameters as they were"
 _VIEWED = "LBFGS views gradients as one vector, which those in channels-last cannot be"
+
+#: Parameters that were converted and not converted back, by id.
+_converted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,10 @@ def bound(facts: Facts) -> float | None:
 
 
 def prepare(context: Any, options: Options) -> None:
+    """Until `apply` knows the optimizers, one may load state that is laid out as in another run."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    context.on_undo(register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _look_after(context, optimizer)).remove)
     if not context.torch.distributed.is_available():
         return
     cls = context.torch.nn.parallel.DistributedDataParallel
@@ -138,6 +148,9 @@ def apply(context: Any, options: Options) -> str:
         converted = len(weights)
     if not converted:
         raise NotApplied("no 4-d parameter whose layout would change")
+    for optimizer in context.optimizers:
+        if not _is_torchs(optimizer) and any(optimizer.state.get(parameter) for _, parameter in weights):
+            raise NotApplied(f"{type(optimizer).__name__} is not torch's own, and how it lays out its state is not known")
     shared = _shared(context, weights)
     if shared:
         raise NotApplied(f"{shared}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
@@ -147,8 +160,7 @@ def apply(context: Any, options: Options) -> str:
         _convert(context, parameter)
         context.on_undo(lambda parameter=parameter: _convert_back(context, parameter))
     for optimizer in context.optimizers:
-        if any(group.get("fused") for group in optimizer.param_groups):
-            _keep_alike(context, optimizer)
+        _look_after(context, optimizer)
     return f"{converted} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
 
 
@@ -168,10 +180,14 @@ def _shared(context: Any, weights: list[tuple[str, Any]]) -> str:
                  if any(_common.shares_memory(tensor, context.torch) for tensor in _with_it(context, parameter))), "")
 
 
+def _is_torchs(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _with_it(context: Any, parameter: Any) -> list[Any]:
     """The parameter, its gradient, and what is as large of its optimizer state."""
-    states = [value for optimizer in context.optimizers for value in optimizer.state.get(parameter, {}).values()
-              if isinstance(value, context.torch.Tensor) and value.shape == parameter.shape]
+    states = [value for optimizer in context.optimizers if _is_torchs(optimizer) for value in optimizer.state.get(parameter, {}).values()
+              if type(value) is context.torch.Tensor and value.is_floating_point() and value.shape == parameter.shape]
     return [parameter, *states] if parameter.grad is None else [parameter, parameter.grad, *states]
 
 
@@ -180,6 +196,7 @@ def _convert(context: Any, parameter: Any) -> None:
     kernels fall back to slow ones."""
     for tensor in _with_it(context, parameter):
         tensor.data = tensor.data.contiguous(memory_format=context.torch.channels_last)
+    _converted[id(parameter)] = parameter
 
 
 def _convert_back(context: Any, parameter: Any) -> None:
@@ -187,22 +204,27 @@ def _convert_back(context: Any, parameter: Any) -> None:
     for tensor in _with_it(context, parameter):
         if not _common.shares_memory(tensor, context.torch):
             tensor.data = tensor.data.contiguous()
+    _converted.pop(id(parameter), None)
 
 
-def _keep_alike(context: Any, optimizer: Any) -> None:
-    """What the script loads or makes later is laid out as it would be without us, which the script's fused kernels do not see."""
-    layouts = Layouts(context.torch, optimizer)
+def _look_after(context: Any, optimizer: Any) -> None:
+    """What an optimizer saves is laid out as without us, and what fused kernels of the script's choice read is laid out alike. Once:
+    `prepare` comes here before each step, whose hooks of the optimizer's own are run after that."""
+    torch = context.torch
+    if torch.compiler.is_compiling() or not _is_torchs(optimizer):
+        return
+    ours = _converted and any(_is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if ours and not any(isinstance(hook, Saving) for hook in optimizer._optimizer_state_dict_post_hooks.values()):
+        context.on_undo(optimizer.register_state_dict_post_hook(Saving(torch, _is_ours)).remove)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and not any(isinstance(hook, Aligning) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        layouts = Layouts(torch, optimizer)
+        context.on_undo(optimizer.register_step_pre_hook(Aligning(torch, layouts)).remove)
+        context.on_undo(optimizer.register_load_state_dict_post_hook(lambda _: layouts.forget()).remove)
 
-    def before_step(_: Any, args: Any, kwargs: Any) -> Any:
-        if context.torch.compiler.is_compiling():
-            return None
-        with_closure = _closures.around(args, kwargs, layouts.align)
-        if with_closure is None:
-            layouts.align()
-        return with_closure
 
-    context.on_undo(optimizer.register_step_pre_hook(before_step).remove)
-    context.on_undo(optimizer.register_load_state_dict_post_hook(lambda _: layouts.forget()).remove)
+def _is_ours(parameter: Any) -> bool:
+    return _converted.get(id(parameter)) is parameter
 
 
 def _wrap(context: Any, module: Any) -> None:
@@ -221,6 +243,9 @@ def _wrap(context: Any, module: Any) -> None:
 
     def wrap(inner: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Tensors that are made there do not tell who writes to them.
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                return inner(self, *args, **kwargs)
             changed: list[tuple[Any, Any, int]] = []
             args = tuple(inward(value, changed) for value in args)
             kwargs = {name: inward(value, changed) for name, value in kwargs.items()}

@@ -12,12 +12,13 @@ kernels; `reduce-overhead` then replays a recorded graph of launches.
 
 When it hurts
 -------------
-The first steps take from seconds to minutes. Shapes that keep changing recompile, up to a limit after which the code
-runs eagerly again. nn.LSTM and its kind stay eager, with the rest of the forward that calls them; where most layers are such,
-it is not offered. Short trainings never earn the compile time back; the break-even line says when this one does. Gradients of
-compiled code cannot be differentiated: a script that does so (`create_graph=True`, as for a gradient penalty) in the step that is
-watched is left alone; one that does so only later fails with torch's error about "double backward". Nor can they be differentiated in
-forward mode: what runs while a level of `torch.autograd.forward_ad` is open runs eagerly, as it was.
+The first steps take from seconds to minutes. Shapes that keep changing recompile, and so do hooks that a script puts on modules
+inside and takes away again, up to a limit after which the code runs eagerly again. nn.LSTM and its kind stay eager, with the rest of
+the forward that calls them; where most layers are such, it is not offered. Short trainings never earn the compile time back; the
+break-even line says when this one does. Gradients of compiled code cannot be differentiated: a script that does so
+(`create_graph=True`, as for a gradient penalty) in the step that is watched is left alone; one that does so only later fails with
+torch's error about "double backward". Nor can they be differentiated in forward mode: what runs while a level of
+`torch.autograd.forward_ad` is open runs eagerly, as it was.
 
 Numerics
 --------
@@ -27,8 +28,9 @@ How it is applied
 -----------------
 A plain function around the module's forward is compiled and used in training mode only: `Module.compile` captures
 nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
-parameters share one compiled function, which costs a fraction of the compile time. Modes that record CUDA graphs are not
-offered under gradient accumulation, where they were wrong before; what their graphs return is copied, because the next
+parameters share one compiled function, which costs a fraction of the compile time. Dynamo is told to look whether modules have got
+hooks since they were captured. Modes that record CUDA graphs are not offered where gradients are added to others that are kept (by
+accumulation, or `zero_grad(set_to_none=False)`), where they were wrong before; what their graphs return is copied, because the next
 step overwrites it, and scripts keep losses and outputs. Where inductor records none (it skips graphs that change their inputs or
 hold tensors on the CPU), such a mode counts as not applied.
 
@@ -110,8 +112,8 @@ def variants(facts: Facts) -> list[Options]:
     found = [Options(dynamic=dynamic)]
     if any(module.repeats >= REPEATS for module in _common.wrappable(facts)):
         found.append(Options(dynamic=dynamic, scope="blocks"))
-    if facts.device == "cuda" and facts.shapes == 1:
-        if facts.micro_steps == 1:
+    if facts.device == "cuda" and facts.shapes == 1 and not facts.compiles:     # else shapes were not watched
+        if facts.micro_steps == 1 and facts.zero_grad_set_to_none is True:
             found += [Options(mode="reduce-overhead"), Options(mode="max-autotune")]
         else:
             found.append(Options(mode="max-autotune-no-cudagraphs"))
@@ -130,13 +132,22 @@ def apply(context: Any, options: Options) -> str:
     compiler = _Compiler(context, options)
     if options.scope == "module":
         count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap, around=True))
+        _heed_hooks(context)
         return f"forward of {count} module(s) compiled, mode {options.mode}, dynamic {options.dynamic}"
     blocks = [block for module in context.modules for block in repeated_blocks(module)]
     if not blocks:
         raise NotApplied(f"no block repeats at least {REPEATS} times")
     for block in blocks:
         context.wrap_forward(block, ORDER, compiler.wrap)
+    _heed_hooks(context)
     return f"forward of {len(blocks)} repeated blocks compiled, mode {options.mode}, dynamic {options.dynamic}"
+
+
+def _heed_hooks(context: Any) -> None:
+    """Dynamo does not look whether a module got a hook since it was captured, unless told to: the script's would not be called."""
+    config = context.torch._dynamo.config
+    if getattr(config, "skip_nnmodule_hook_guards", False):
+        context.set_attribute(config, "skip_nnmodule_hook_guards", False)
 
 
 def repeated_blocks(module: Any) -> list[Any]:

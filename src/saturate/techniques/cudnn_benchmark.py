@@ -65,6 +65,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("the trained modules hold no convolutions")
     if facts.shapes > MANY_SHAPES:
         return Ineligible(f"{facts.shapes} input shapes were seen; each would be timed again")
+    if facts.compiles:
+        return Eligible(f"convolutions on CUDA; {_common.NOT_WATCHED}")
     return Eligible("convolutions on CUDA with few input shapes")
 
 

@@ -24,7 +24,8 @@ How it is applied
 `torch.autograd.backward` is replaced. It scales what goes in and divides the accumulated gradients before it returns, so
 gradient clipping, logging and custom optimizers see true gradients, and so does a script that asks for those of its inputs.
 Scaling by a power of two rounds nothing. Where an overflow was found, the optimizer's gradients are set to None before its update
-(after the closure of `step(closure)`), which therefore changes nothing. An optimizer that steps inside of backward cannot be
+(after the closure of `step(closure)`), which therefore changes nothing. One that is not torch's own may not look whether there are
+gradients, or count the step: it is called for a stand-in without parameters then. An optimizer that steps inside of backward cannot be
 served and raises.
 
 What looks at gradients while backward goes on would see scaled ones. Where the script hooks a tensor or the backward of a module,
@@ -40,6 +41,7 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
@@ -279,15 +281,16 @@ class _Scaler:
         if _closures.surprising(args, kwargs):
             self._stop("step() is given something to call that is no closure, and gradients may arrive in it")
         with_closure = _closures.around(args, kwargs, lambda: self._decide(optimizer))
-        if with_closure is None:
-            self._decide(optimizer)
+        if with_closure is None and self._decide(optimizer) and not type(optimizer).__module__.startswith("torch.optim."):
+            return (_without_parameters(optimizer), *args[1:]), kwargs
         return with_closure
 
-    def _decide(self, optimizer: Any) -> None:
-        """Drop the gradients if a backward pass overflowed; the scale of the next one."""
+    def _decide(self, optimizer: Any) -> bool:
+        """Drop the gradients if a backward pass overflowed, and say so; the scale of the next one."""
         # A list: another thread may add to them. What no optimizer holds may stay infinite for ever, and stops no step.
         flags = [flag for (owner, _), flag in list(self.overflow.items()) if owner == id(optimizer)]
-        if any(flag.item() for flag in flags):
+        overflowed = any(flag.item() for flag in flags)
+        if overflowed:
             for parameter in _parameters(optimizer):
                 parameter.grad = None       # a step without gradients changes nothing, whatever the optimizer
             self.scale, self.good_steps = max(1.0, self.scale / 2), 0
@@ -297,6 +300,15 @@ class _Scaler:
                 self.scale, self.good_steps = self.scale * 2, 0
         for flag in flags:
             flag.zero_()
+        return overflowed
+
+
+def _without_parameters(optimizer: Any) -> Any:
+    """One of its kind whose step has nothing to do, and counts for nothing."""
+    alone = type(optimizer).__new__(type(optimizer))
+    vars(alone).update(vars(optimizer), state=collections.defaultdict(dict))
+    alone.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return alone
 
 
 def active(evidence: Evidence, options: Options) -> Proof:

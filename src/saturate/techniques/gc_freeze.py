@@ -22,7 +22,7 @@ Numerics
 How it is applied
 -----------------
 A hook after the first optimizer's step counts to `after_steps`, then calls `gc.collect`, `gc.freeze` and
-`gc.set_threshold`, and removes itself. Without an optimizer this happens at once.
+`gc.set_threshold`, once. Without an optimizer this happens at once.
 
 References
 ----------
@@ -102,15 +102,14 @@ def apply(context: Any, options: Options) -> str:
         return f"collector frozen, threshold {options.threshold}"
     left = options.after_steps
 
+    # It stays behind: torch goes over an optimizer's hooks while it calls them, so none may remove itself.
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            hook.remove()
             freeze()
 
-    hook = context.optimizers[0].register_step_post_hook(count)
-    context.on_undo(hook.remove)
+    context.on_undo(context.optimizers[0].register_step_post_hook(count).remove)
     return f"collector frozen after {options.after_steps} more steps, threshold {options.threshold}"
 
 

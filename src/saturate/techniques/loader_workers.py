@@ -35,7 +35,8 @@ Arguments of `DataLoader` that stand at their defaults are changed when it is bu
 the script chose as well. Left alone are: iterable datasets
 (each worker would read everything), datasets that hold device tensors or open files, datasets with a random generator of their own
 (theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
-so), datasets that cannot be pickled where workers are spawned, samplers that keep their place, and loaders of fewer than two
+so), datasets that cannot be pickled where workers are spawned and scripts that would train in such a worker (without
+`if __name__ == "__main__":`), samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
 function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
 memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
@@ -321,7 +322,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
     def iterate(self: Any) -> Any:
         if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
                 self in given and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
-            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None)
+            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
         if self in given and self._iterator is not None and not all(worker.is_alive() for worker in self._iterator._workers):
             end(self._iterator)         # the kernel has ended one between two passes
             self._iterator = None
@@ -423,6 +424,8 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
             return {}
         if (count := min(options.workers, _loaders.batches(dataset, arguments))) != workers:
             changes["num_workers"] = count
+            if not workers and arguments.get("multiprocessing_context") is None:
+                changes["multiprocessing_context"] = _loaders.start_method()    # else to start them settles it for the script
     # `_keep_order` must know a persistent one again.
     if options.persistent and referable(dataset) and not arguments.get("persistent_workers"):
         changes["persistent_workers"] = True

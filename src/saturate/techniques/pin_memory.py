@@ -16,13 +16,16 @@ Pinning costs a copy on the host. Pinned memory cannot be swapped, so a machine 
 Numerics
 --------
 `exact`: the same bytes arrive. A script that overwrites a host tensor right after copying it would race with a copy that
-returned at once. So only what a DataLoader has pinned is copied so, which is new each time, and no buffer of the script's own.
+returned at once. So only what a DataLoader has pinned is copied so, which is new each time, and no buffer of the script's own. A
+script may write to that, too (`labels[~mask] = -100` behind `labels.cuda()`): the first batch is copied as before and watched, and
+so is each one after it. Once one was written to, copies wait as before, with a line on stderr; of a script that does so in a later
+batch first, that one may have arrived in part as it was written. Writes through a NumPy view of a batch are not seen.
 
 How it is applied
 -----------------
 `pin_memory` of each DataLoader that stands at its default is set when it is built; what cannot be pinned in its batches
 (tensors on a device already, sparse ones) comes as it is. `Tensor.to` and `Tensor.cuda` get `non_blocking=True` when a
-tensor that a DataLoader pinned goes to a CUDA device. Tensors inside of batches with a method `pin_memory` of their own are
+tensor that a DataLoader pinned goes to a CUDA device, from the second batch on. Tensors inside of batches with a method `pin_memory` of their own are
 not known, and copied as before.
 
 References
@@ -37,6 +40,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common, _tensor_moves
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -51,6 +55,12 @@ TECHNIQUE = Technique(
 
 #: An attribute of tensors that a DataLoader has pinned.
 PINNED = "_saturate_pinned"
+
+#: Of the note that says why copies wait.
+STOPPED = f"{TECHNIQUE.id}:stopped"
+
+#: Tensors that are watched until the next batch. Iterators of other kinds do not tell of it.
+MOST_WATCHED = 1000
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,18 @@ def apply(context: Any, options: Options) -> str:
     context.on_loader(rewrite)
     _tensor_moves.let_through(context, _mark)
     if options.non_blocking:
+        copied = _Copied(context)
         for name in ("to", "cuda"):
-            context.set_attribute(context.torch.Tensor, name, _copying(context, name))
+            context.set_attribute(context.torch.Tensor, name, _copying(context, name, copied))
+        iterator = context.torch.utils.data.dataloader._BaseDataLoaderIter
+        original = iterator.__next__
+
+        @functools.wraps(original)
+        def next_batch(self: Any) -> Any:
+            copied.look()
+            return original(self)
+
+        context.set_attribute(iterator, "__next__", next_batch)
     return f"DataLoaders pin their batches, non-blocking copies {options.non_blocking}"
 
 
@@ -95,7 +115,35 @@ def _mark(tensor: Any) -> None:
     setattr(tensor, PINNED, True)
 
 
-def _copying(context: Any, name: str) -> Any:
+class _Copied:
+    """Tensors of the batch at hand that were copied, as they were then."""
+
+    def __init__(self, context: Any):
+        self._note = context.note
+        self._watched: list[tuple[Any, int]] = []
+        self._looked = self._stopped = False
+
+    def may_return_at_once(self, tensor: Any) -> bool:
+        """Of the copy of a tensor that begins now."""
+        if self._stopped:
+            return False
+        if len(self._watched) >= MOST_WATCHED:
+            self.look()
+        self._watched.append((tensor, tensor._version))
+        return self._looked
+
+    def look(self) -> None:
+        """Another batch is asked for."""
+        watched, self._watched = self._watched, []
+        if any(tensor._version != version for tensor, version in watched):
+            self._stopped = True
+            reason = "the script writes to a batch behind its copy to the device"
+            self._note(STOPPED, f"copies wait: {reason}")
+            notices.tell(f"saturate: {TECHNIQUE.id}: {reason}; copies wait as before\n")
+        self._looked = self._looked or bool(watched)
+
+
+def _copying(context: Any, name: str, copied: _Copied) -> Any:
     """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for tensors that a loader pinned, on their way to a CUDA device."""
     torch = context.torch
     original = getattr(torch.Tensor, name)
@@ -110,7 +158,9 @@ def _copying(context: Any, name: str) -> Any:
             and not any(isinstance(argument, bool) for argument in args)        # given by position
             and self.device.type == "cpu"
             and getattr(self, PINNED, False)
+            and not self.is_inference()         # it does not tell who writes to it
             and self.is_pinned()
+            and copied.may_return_at_once(self)
         ):
             kwargs["non_blocking"] = True
             if pending:
@@ -137,6 +187,8 @@ def to_cuda(torch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def active(evidence: Evidence, options: Options) -> Proof:
     if not any(loader.pin_memory for loader in evidence.loaders):
         return Proof(False, "no DataLoader that the training reads from pins its batches")
+    if STOPPED in evidence.notes:
+        return Proof(False, evidence.notes[STOPPED])
     seen = evidence.notes.get(TECHNIQUE.id, "")
     if options.non_blocking and not seen:
         return Proof(False, "no pinned tensor was copied to the device")

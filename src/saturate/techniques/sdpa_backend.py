@@ -78,6 +78,8 @@ class Options:
 def eligible(facts: Facts) -> Eligible | Ineligible:
     if facts.device != "cuda":
         return Ineligible("only CUDA devices have several attention kernels to choose from")
+    if facts.compiles and not facts.sdpa_calls:
+        return Ineligible(_common.NOT_WATCHED)
     if facts.sdpa_calls < 1:
         return Ineligible("scaled_dot_product_attention was not called")
     if not _common.wrappable(facts):

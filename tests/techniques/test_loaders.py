@@ -1,0 +1,92 @@
+"""loader-workers beside what a script says of how its processes start, and in scripts that others would run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from saturate.techniques import _loaders, loader_workers  # noqa: E402
+
+CHOOSES_LATER = """
+import multiprocessing, os
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from saturate.agent import seams
+from saturate.agent.context import Context
+from saturate.techniques import loader_workers
+
+context = Context(torch)
+loader_workers.apply(context, loader_workers.Options(workers=1))
+arguments = {"batch_size": 2, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": None}
+rows = TensorDataset(torch.arange(8.0))
+changed = context.loader_rewrites[0](rows, arguments, frozenset({"batch_size"}))
+assert changed["num_workers"] == 1, changed
+loader = DataLoader(rows, 2, **changed)
+assert [float(batch.sum()) for (batch,) in loader] == [1.0, 5.0, 9.0, 13.0]
+assert multiprocessing.get_start_method(allow_none=True) is None
+multiprocessing.set_start_method("spawn")
+assert sum(float(batch.sum()) for (batch,) in loader) == 28.0
+os._exit(0)
+"""
+
+
+def test_a_script_may_still_choose_how_its_processes_start():
+    """Neither to ask for it nor to start workers settles it."""
+    done = subprocess.run([sys.executable, "-c", CHOOSES_LATER], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_loader_that_loses_its_workers_can_be_built_again():
+    """Frameworks build loaders from the attributes of others, and torch takes no context without workers."""
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=1))
+    loader = torch.utils.data.DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork")
+    try:
+        process = loader_workers.multiprocessing.current_process()
+        process._config["daemon"] = True
+        assert len(list(loader)) == 4 and not loader.num_workers
+    finally:
+        process._config.pop("daemon")
+        context.undo()
+    assert loader.multiprocessing_context is None
+
+
+MAINS = {
+    "guarded": ("import torch\nif __name__ == '__main__':\n    print('trains')\n", True),
+    "guarded with more": ("import sys\nif len(sys.argv) > 0 and '__main__' == __name__: print('trains')\n", True),
+    "bare": ("import torch\nprint('trains')\n", False),
+    "guarded in a function only": ("def f():\n    if __name__ == '__main__': pass\nprint('trains')\n", False),
+    "unreadable": ("def f(:\n", False),
+}
+
+
+@pytest.mark.parametrize("name", MAINS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_scripts_that_would_train_in_their_workers_have_none(name, method, tmp_path, monkeypatch):
+    """A worker that is not forked imports the main module."""
+    source, guarded = MAINS[name]
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = str(tmp_path / "train.py"), None
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(_loaders.multiprocessing, "get_start_method", lambda allow_none=False: method)
+    may = _loaders.may_have_workers(list(range(100)), {"batch_size": 10}, torch)
+    assert may is (method == "fork" or guarded)
+
+
+@pytest.mark.parametrize(("file", "spec", "again"), [(None, None, False), ("train.py", "package.__main__", False), ("train.py", "package.train", True)])
+def test_what_children_do_not_import_is_no_reason(file, spec, again, tmp_path, monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__spec__ = types.SimpleNamespace(name=spec) if spec else None
+    if file is not None:
+        main.__file__ = str(tmp_path / file)
+        (tmp_path / file).write_text("print('trains')\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    arguments = {"batch_size": 10, "multiprocessing_context": "spawn"}
+    assert _loaders.may_have_workers(list(range(100)), arguments, torch) is not again
