@@ -54,7 +54,7 @@ def test_optimizers_that_hold_the_same_tensors_in_another_order_are_the_same_tra
         folder = tmp_path / order
         folder.mkdir()
         capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": {"relative": 2.0**-9, "seed": 1}}
-        start(path, order, capture=capture, step={"token": names[-1], "count": 1, "tokens": ["B", *names]}).wait_capture()
+        start(path, order, capture=capture, step={"token": names[-1], "count": 1, "tokens": ["B", *names]}).wait_ready()
         return series.read(folder)
 
     plain, other = recorded("plain"), recorded("reversed")
@@ -105,7 +105,7 @@ def test_every_rank_is_perturbed_alike(script, start, tmp_path: Path) -> None:
     folder.mkdir()
     capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": {"relative": 2.0**-5, "seed": 1}}
     start(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script(RANKS)), capture=capture,
-          step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+          step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
     first, second = series.read(folder).samples[:2]
     assert max(abs(a - b) / abs(a) for a, b in zip(first, second)) > 2.0**-7, "it was perturbed"
     apart = (tmp_path / "apart0").read_text().split()
@@ -136,7 +136,7 @@ def test_batches_that_a_thread_takes_ahead_are_not_those_of_an_update(script, st
         folder = tmp_path / "-".join(["recorded", *arguments])
         folder.mkdir()
         capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
-        start(str(script(AHEAD)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        start(str(script(AHEAD)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
         return list(series.read(folder).digests)
 
     assert all(digests()) and set(digests("ahead")) == {""}
@@ -160,7 +160,7 @@ def test_what_moves_by_less_than_float32_tells_is_seen_to_move(others, precision
     folder = tmp_path / "recorded"
     folder.mkdir()
     capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
-    start(str(script(FINE)), *others, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+    start(str(script(FINE)), *others, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
     found = series.read(folder)
     assert len({tuple(sample) for sample in found.samples}) == 8
     assert found.precision == precision
@@ -195,7 +195,7 @@ def test_the_buffers_of_what_is_trained_are_recorded(script, start, tmp_path: Pa
         folder = tmp_path / "-".join(["recorded", *arguments])
         folder.mkdir()
         capture = {"folder": str(folder), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
-        start(str(script(BUFFERS)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        start(str(script(BUFFERS)), *arguments, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
         return series.read(folder)
 
     moving, still = recorded(), recorded("still")

@@ -38,7 +38,7 @@ def test_a_capture_says_what_the_script_computes_in(how, arithmetic, held, loss,
     folder = tmp_path / "recorded"
     folder.mkdir()
     capture = {"folder": str(folder), "updates": 4, "seed": 20, "aligned": False, "perturb": {"relative": 2.0**-24, "seed": 1}}
-    start(str(script(LOOP)), how, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+    start(str(script(LOOP)), how, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
     header = json.loads((folder / "capture.jsonl").read_text().splitlines()[0])
     assert (header["arithmetic"], header["formats"], header["loss_format"], header["device"]) == (arithmetic, [held] * 4, loss, "cpu")
 
@@ -191,7 +191,7 @@ def test_algorithms_are_timed_from_the_first_forward_on(mode, script, start, tmp
     trial = start(str(script(TELLS)), "plain", str(tmp_path / "told"), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]},
                   techniques=[Chosen(id="cudnn-benchmark", module="saturate.techniques.cudnn_benchmark", path=None, options={})])
     if capture:
-        trial.wait_capture()
+        trial.wait_ready()
     else:
         trial.wait_ready()
         trial.run_block(1, 1)

@@ -132,7 +132,7 @@ def test_verification_runs_see_the_same_numbers(script, start):
         path = script(LOOP.replace("{before_step}", "pass") + ENDLESS)
         capture = {"updates": 8, "seed": 1, "aligned": False, "perturb": None, "folder": str(path.parent)}
         trial = start(str(path), techniques=techniques, capture=capture)
-        trial.wait_capture()
+        trial.wait_ready()
         found.append([(path.parent / name).read_bytes() for name in ("capture.jsonl", "samples.bin")])
         proofs = msgspec.convert(trial.ask("evidence"), Evidence).notes
         trial.stop()

@@ -238,7 +238,7 @@ def test_what_is_right_is_accepted_in_the_formats_that_devices_compute_in(how, a
         capture = {"folder": str(folder), "updates": UPDATES, "seed": SEED, "aligned": False, "perturb": perturb}
         step = {"token": "S0", "count": 1, "tokens": ["B", "S0"]}
         trial = start(path, how, capture=capture, step=step, techniques=list(techniques), timeout_s=240.0)
-        trial.wait_capture()
+        trial.wait_ready()
         trial.stop()
         return series.read(folder)
 

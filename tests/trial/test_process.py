@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from saturate.agent import application
-from saturate.trial import launch, meter, process
+from saturate.trial import launch, meter, process, words
 from saturate.trial.launch import Chosen
 from saturate.trial.outcome import LastWords
 from saturate.trial.process import TrialEnded
@@ -351,7 +351,7 @@ def test_recorded_runs_have_the_same_order_of_a_set_of_strings(script, start, tm
         folder = tmp_path / f"recorded{number}"
         folder.mkdir()
         capture = {"folder": str(folder), "updates": 5, "seed": 20, "seed_offset": offset, "aligned": False, "perturb": None}
-        start(*command, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_capture()
+        start(*command, capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
         return series.read(folder).losses
 
     assert losses(0, 0) == losses(1, 0) != losses(2, 1)
@@ -367,8 +367,7 @@ def test_last_words_that_were_not_written_whole_are_passed_over(tmp_path: Path) 
     """By a process that was killed, or whose disk was full: they ended the study as an error of saturate's own."""
     for number, text in enumerate(["", '{"steps": 3', "[]", '{"steps": 3, "recognised": true, "events": "B S0"}']):
         (tmp_path / f"ended-{number}.json").write_text(text)
-    trial = types.SimpleNamespace(spec=types.SimpleNamespace(folder=tmp_path))
-    assert process.Trial._last_words(trial) == LastWords(3, True, "B S0")
+    assert words.last(tmp_path) == LastWords(3, True, "B S0")
 
 
 def test_last_words_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:

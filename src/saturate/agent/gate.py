@@ -15,10 +15,12 @@ waits for the host at the beginning of what is timed would take longer for it th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from saturate.agent.timeline import Mark, Timeline
 from saturate.measure import placement
@@ -34,7 +36,10 @@ class Gate:
         self._answer = answer
         self._standing = standing
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect("\0" + plan["socket"])
+        try:
+            self._socket.connect("\0" + plan["socket"])
+        except OSError:         # from another machine or another network, or too late: to train on would be to write for real
+            self._leave(plan.get("ended"))
         self._file = self._socket.makefile("rwb")
         self._rank = hello["rank"]
         self.remaining = 0
@@ -92,10 +97,12 @@ class Gate:
         self._drain()
         self._send({"at": "gate", "cpu": placement.current(), **message, **self._standing()})
         while True:
-            line = self._file.readline()
+            try:
+                line = self._file.readline()
+            except ConnectionError:
+                line = b""
             if not line:
-                # The controller is gone; its supervisor ends this process. Nothing sensible is left to do here.
-                os._exit(0)
+                self._leave()
             order = json.loads(line)
             if order["do"] == "go":
                 self.order = order
@@ -117,5 +124,17 @@ class Gate:
         self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._file.write(json.dumps(message).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(message).encode() + b"\n")
+            self._file.flush()
+        except ConnectionError:
+            self._leave()
+
+    @staticmethod
+    def _leave(word: str | None = None) -> NoReturn:
+        """The controller is gone, or has nothing to do with this process: nothing sensible is left to do here. Its supervisor ends
+        this process where it can. `word`: the beginning of a path, where it is to be told that it was not reached."""
+        if word is not None:
+            with contextlib.suppress(OSError):
+                Path(f"{word}-stayed-out-{os.getpid()}.json").write_text('{"elsewhere": true}', encoding="utf-8")
+        os._exit(0)

@@ -13,13 +13,15 @@ import errno
 import io
 import os
 import stat
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from saturate.agent import rawfile
 from saturate.agent.scan import Entry, Scan
 from saturate.agent.shadow import ORIGINAL, Shadow, error
 
-_io_open = io.open
+_io_open, _io_fileio = io.open, io.FileIO
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SETS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
 
@@ -29,6 +31,9 @@ _shadow: Shadow | None = None
 def install_from_plan(redirect: dict[str, Any]) -> None:
     """`install` with what `CagePlan.redirect` gave to the launcher."""
     install(redirect["root"], redirect["allowed"])
+    scratch, given = redirect.get("scratch"), os.path.realpath(os.environ.get("TMPDIR") or "/tmp")
+    if scratch and _shadow is not None and not _shadow.allows(given):       # as behind `env -i`
+        os.environ["TMPDIR"] = scratch
 
 
 def install(root: str | os.PathLike[str], allowed: list[Any]) -> Callable[[], None]:
@@ -43,12 +48,16 @@ def install(root: str | os.PathLike[str], allowed: list[Any]) -> Callable[[], No
         _like_original(name, function)
         setattr(os, name, function)
     builtins.open = io.open = patches.builtin_open
+    io.FileIO = rawfile.redirected(patches.opener)  # type: ignore[misc, assignment]
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True    # beside the source, by functions that are not in `os`
 
     def undo() -> None:
         global _shadow
         for name in replaced:
             setattr(os, name, ORIGINAL.get(name, _GETCWDB))
         builtins.open = io.open = _io_open
+        io.FileIO = _io_fileio  # type: ignore[misc]
+        sys.dont_write_bytecode = writes_bytecode
         _shadow = None
 
     return undo
@@ -253,10 +262,10 @@ class _Patches:
     def builtin_open(self, file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
                      newline: Any = None, closefd: bool = True, opener: Any = None) -> Any:
         if opener is None and isinstance(file, (str, bytes, os.PathLike)):
-            opener = self._opener       # keeps `file.name` and error texts as the script knows them
+            opener = self.opener       # keeps `file.name` and error texts as the script knows them
         return _io_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
-    def _opener(self, path: Any, flags: int) -> int:
+    def opener(self, path: Any, flags: int) -> int:
         return self.open(path, flags, 0o666)
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -301,13 +310,13 @@ class _Patches:
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(self, path: Any = ".") -> Any:
-        path = "." if path is None else path
-        place = self.shadow.of_handle(path) if isinstance(path, int) else self.path(path)
-        if self.shadow.find(place) == place:
+        path, shadow = "." if path is None else path, self.shadow
+        place = shadow.of_handle(path) if isinstance(path, int) else self.path(path)
+        if shadow.find(place) == place and shadow.reached(path, place):
             return ORIGINAL["scandir"](path)    # untouched: the entries need no second look
         place, names = self._names(path)
         folder = place if isinstance(path, int) else os.fspath(path)
-        return Scan([Entry(folder, name, self.shadow.get(f"{place}/{name}")) for name in names])
+        return Scan([Entry(folder, name, shadow.get(f"{place}/{name}")) for name in names])
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         self.shadow.mkdir(self.path(path, dir_fd, follow=False), mode)

@@ -120,6 +120,14 @@ class Shadow:
             pending += target.split("/")[::-1]
         return done or "/"
 
+    def reached(self, path: Any, place: str) -> bool:
+        """Whether the kernel finds by `path`, as the script wrote it, what is really at `place`: a link on the way may lie in the
+        shadow only, and so may the working directory."""
+        try:
+            return path == place or os.path.samestat(_stat(path), _stat(place))
+        except OSError:
+            return False
+
     def forget_links(self) -> None:
         """A folder may have become a link, or a link a folder."""
         self._folders.clear()

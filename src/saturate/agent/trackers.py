@@ -27,7 +27,7 @@ def folder() -> str:
 def callbacks() -> dict[str, Callable[[Any], None]]:
     """Name of a module -> what to call with it right after it was imported."""
     return {"wandb": _wandb, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml, "swanlab": _swanlab,
-            "trackio": _trackio, "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow,
+            "trackio": _trackio, "aim": _aim, "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow,
             "mlflow.tracking._model_registry.utils": _mlflow,
             "mlflow.store.artifact.artifact_repository_registry": _mlflow_artifacts, **hubs.callbacks()}
 
@@ -162,6 +162,35 @@ def _swanlab(module: Any) -> None:
 
     _wrap(module, "init", local)
     _nothing(module, "login")
+
+
+def _aim(module: Any) -> None:
+    """A repository on a server becomes one in the folder, which is made where there is none."""
+    def named(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        keywords.update((name, _aims_folder(value)) for name, value in keywords.items() if name in ("repo", "path"))
+        return tuple(map(_aims_folder, arguments))
+
+    def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        given = (*arguments, keywords.get("path"))
+        kept = named(arguments, keywords)
+        if (*kept, keywords.get("path")) == given:
+            return kept
+        keywords.update(init=True)
+        return kept[:kept.index(folder()) + 1 if folder() in kept else None]       # what follows the path says how to open the server's
+
+    for name, change in (("Run", named), ("Repo", opened)):
+        if hasattr(module, name):
+            _wrap(getattr(module, name), "__init__", change)
+    if hasattr(module, "Repo") and hasattr(module.Repo, "from_path"):
+        _wrap(module.Repo, "from_path", opened)
+        module.Repo.from_path = staticmethod(module.Repo.from_path)
+
+
+def _aims_folder(repository: Any) -> Any:
+    if not isinstance(repository, (str, os.PathLike)):
+        return repository
+    scheme, separator, _ = os.fspath(repository).partition("://")
+    return folder() if separator and scheme != "file" else repository
 
 
 def _trackio(module: Any) -> None:

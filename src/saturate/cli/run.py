@@ -2,8 +2,8 @@
 
 saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With
 an empty recipe nothing else happens at all. Nobody of ours is left then to notice that the recipe never took effect: a
-`python -I` in a shell script is told beforehand where it can be read there; where one is started in some other way, or the
-environment is cleared, nothing is said, also with --strict.
+`python -I`, or a PYTHONPATH of its own, is told beforehand where it can be read in the command line or in a shell script; where one
+is started in some other way nothing is said, also with --strict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from saturate.errors import InjectionDefeated, RecipeError, UsageError
 from saturate.records import recipe as recipes
 from saturate.records.options import options_from
 from saturate.records.recipe import MadeFor, Recipe
-from saturate.trial import launch
+from saturate.trial import defeats, launch
 
 TAKES_COMMAND = True
 
@@ -62,9 +62,20 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _say_what_is_not_reached(command: list[str]) -> None:
-    """Where the command is a shell script: it may start several programs, so this is no reason to refuse."""
+    """Where it can be read in the command line, or in the script that it names: one may start several programs, so this is no reason
+    to refuse."""
     from saturate.machine import fingerprint
 
+    what = defeats.not_handed_on(command)
+    if what is not None:
+        notices.tell(f"saturate: {what}: then the recipe cannot take effect; put that in front of saturate\n")
+    names = [os.path.basename(word) for word in command]
+    shell = next((at for at, name in enumerate(names) if name in fingerprint.SHELLS), None)
+    if shell is not None and not any(map(launch.is_python, names[:shell])):
+        is_command, operands = fingerprint.shell_operands(command[shell + 1:])
+        if is_command:
+            _say_what_a_shell_does(operands[0] if operands else "", f"the command given to {names[shell]}")
+            return
     script = fingerprint.script_of(command)
     if script is None:
         return
@@ -73,12 +84,19 @@ def _say_what_is_not_reached(command: list[str]) -> None:
             text = file.read(_LONGEST_SCRIPT)
     except OSError:
         return                  # the shell will say so
-    in_front = command[:next((at for at, word in enumerate(command) if os.path.basename(word) == script.name), 0)]
-    by_shell = bool(in_front) and os.path.basename(in_front[-1]) in fingerprint.SHELLS
-    found = launch.defeated_in(text) if by_shell or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text) else None
+    in_front = set(names[:names.index(script.name)] if script.name in names else names)
+    if in_front & fingerprint.SHELLS or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text):
+        _say_what_a_shell_does(text, str(script))
+    option = defeats.in_first_line(text)
+    if option is not None and not in_front & fingerprint.LAUNCHERS and not any(map(launch.is_python, in_front)):
+        notices.tell(f"saturate: the first line of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")
+
+
+def _say_what_a_shell_does(text: str, where: str) -> None:
+    found = defeats.in_shell(text)
     if found is not None:
-        line, option = found
-        notices.tell(f"saturate: line {line} of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")
+        line, what = found
+        notices.tell(f"saturate: line {line} of {where} {what}: the recipe cannot take effect there\n")
 
 
 def _environment() -> dict[str, str]:

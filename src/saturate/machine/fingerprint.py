@@ -19,7 +19,7 @@ from saturate.records.recipe import MadeFor, clip
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
-_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "lightning", "composer", "colossalai", "mpirun", "mpiexec", "srun"}
+LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "lightning", "composer", "colossalai", "mpirun", "mpiexec", "srun"}
 _LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner"}
 _WRAPPERS = {
     "uv", "poetry", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba", "env", "nice", "ionice", "taskset", "numactl",
@@ -97,7 +97,7 @@ def _parted(argv: Sequence[str], folder: Path) -> _Parted:
     rest = list(argv[1:])
     if _PYTHON.fullmatch(name):
         return _of_python(rest, folder)
-    if name in _LAUNCHERS:
+    if name in LAUNCHERS:
         return _of_launcher(rest, folder)
     if name in SHELLS:
         return _of_shell(rest, folder)
@@ -164,10 +164,26 @@ def _of_python(arguments: list[str], folder: Path) -> _Parted:
 
 
 def _of_shell(arguments: list[str], folder: Path) -> _Parted:
-    for position, word in enumerate(arguments if "-c" not in arguments else ()):
-        if not word.startswith("-") and (found := _file(word, folder)):
-            return found, arguments[position + 1:]
-    return None, arguments
+    is_command, operands = shell_operands(arguments)
+    found = _file(operands[0], folder) if operands and not is_command else None
+    return found, operands[1:] if found else arguments
+
+
+def shell_operands(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Of `sh ARGUMENTS`: whether the first word behind its options is a command, as with -c or -lc, and those words.
+
+    >>> shell_operands(["-eo", "pipefail", "x.sh", "-c"]), shell_operands(["-lc", "python x.py"])
+    ((False, ['x.sh', '-c']), (True, ['python x.py']))
+    """
+    is_command, words = False, list(arguments)
+    while words and words[0][:1] in ("-", "+"):
+        word = words.pop(0)
+        if word in ("-", "--"):
+            break
+        is_command = is_command or (word[0] == "-" and word[1] != "-" and "c" in word)
+        if word in ("--rcfile", "--init-file") or (word[:2] != "--" and word[-1] in "oO"):      # with a value
+            del words[:1]
+    return is_command, words
 
 
 def _of_launcher(arguments: list[str], folder: Path) -> _Parted:
@@ -198,7 +214,7 @@ def _of_wrapper(arguments: list[str], folder: Path) -> _Parted:
 
 def _starts_program(word: str) -> bool:
     name = os.path.basename(word)
-    return bool(_PYTHON.fullmatch(name)) or name in _LAUNCHERS | SHELLS | _WRAPPERS
+    return bool(_PYTHON.fullmatch(name)) or name in LAUNCHERS | SHELLS | _WRAPPERS
 
 
 def _of_module(name: str, folder: Path) -> Path | None:

@@ -24,7 +24,6 @@ class LoaderFacts:
     iterable: bool = False              # an IterableDataset: worker count changes what is read
     dataset_length: int | None = None
     batch_bytes: int | None = None      # host bytes of one collated batch
-    picklable: bool | None = None
     custom_context: bool = False        # multiprocessing_context or worker_init_fn given by the user
     holds_device_tensors: bool = False  # the dataset yields tensors that already live on an accelerator
     tensor_rows: bool = False           # rows of a TensorDataset, stacked by the default collate function

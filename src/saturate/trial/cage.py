@@ -77,7 +77,7 @@ class CagePlan(NamedTuple):
         """What the agent needs for interception; None in mode "overlay"."""
         if self.mode != "intercept":
             return None
-        return {"root": os.path.join(self.run_dir, SHADOW), "allowed": list(really_writable(self))}
+        return {"root": os.path.join(self.run_dir, SHADOW), "allowed": list(really_writable(self)), "scratch": self.scratch}
 
 
 def really_writable(plan: CagePlan) -> tuple[str, ...]:

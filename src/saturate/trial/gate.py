@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import select
 import socket
+import struct
 import time
 from typing import Any
 
+from saturate.trial import tree
 from saturate.trial.deadline import Deadline
 from saturate.trial.outcome import exception_line
 
@@ -47,9 +49,15 @@ class SeveralTrainings(Exception):
     """Two processes greeted as the same rank: each trains on its own, and there is no one step to measure."""
 
 
+class StartedElsewhere(Exception):
+    """A rank greeted that is no process of the trial's: a daemon started it, outside of the isolation, and it would survive the trial."""
+
+
 class _Rank:
     def __init__(self, connection: socket.socket):
         self.connection = connection
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid: int = struct.unpack("3i", credentials)[0]     # who connected; 0: of a namespace that we do not see into
         self.buffer = b""
         self.hello: dict[str, Any] | None = None
 
@@ -76,6 +84,7 @@ class GateServer:
 
     def __init__(self, name: str, token: str):
         self.token = token
+        self.supervisor: int | None = None          # once it runs: of its descendants only a greeting is taken
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("\0" + name)
         self.listener.listen(64)
@@ -175,6 +184,10 @@ class GateServer:
         if kind == "hello":
             if message.get("token") != self.token:
                 raise GateClosed("a stranger connected")
+            # A dead supervisor leaves its processes to another parent, and is reported as such.
+            watched = self.supervisor is not None and tree.state(self.supervisor) not in ("Z", "")
+            if watched and not tree.descends(rank.pid, self.supervisor):
+                raise StartedElsewhere
             if any(r is not rank and r.hello and r.hello["rank"] == message["rank"] for r in self.ranks):
                 raise SeveralTrainings(f"two of its processes train as rank {message['rank']}, without a process group in common")
             rank.hello = message

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,8 +18,6 @@ INJECT = PACKAGE / "agent" / "inject"
 
 HASH_SEED = "PYTHONHASHSEED"
 
-#: Commands of a shell that print what follows them.
-_PRINTERS = (["echo"], ["printf"])
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -38,8 +35,11 @@ class Chosen:
 #: The name of an interpreter, as `machine.fingerprint` knows it.
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 
+#: Those whose -m names the module to start.
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+
 #: Modules that may go online, see `agent.trackers`.
-_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "trackio", "mlflow", "mlflow.tracking._tracking_service.utils",
+_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "trackio", "aim", "mlflow", "mlflow.tracking._tracking_service.utils",
              "mlflow.tracking._model_registry.utils", "mlflow.store.artifact.artifact_repository_registry", "huggingface_hub.hf_api",
              "transformers.utils.hub", "datasets.arrow_dataset", "datasets.dataset_dict", "datasets.iterable_dataset")
 
@@ -98,6 +98,42 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
 
 
+def of_env(argv: list[str]) -> tuple[int, bool, set[str], dict[str, str]] | None:
+    """Of a leading `env`: where its command begins, whether it clears everything, what it takes out, and what it sets. None: it is none,
+    or has an option that is not known here, as -S, which has a language of its own.
+
+    >>> of_env(["env", "-iu", "A", "-uB", "--unset=C", "D=1", "python"]) == (6, True, {"A", "B", "C"}, {"D": "1"})
+    True
+    """
+    if not argv or Path(argv[0]).name != "env":
+        return None
+    cleared, taken, given = False, set(), {}
+    words = iter(enumerate(argv[1:], 1))
+    for position, word in words:
+        option, _, value = word.partition("=")
+        if word == "-" or option == "--ignore-environment":
+            cleared = True
+        elif option == "--unset":
+            taken.add(value if "=" in word else next(words, (0, ""))[1])
+        elif option == "--chdir":
+            _ = "=" in word or next(words, None)
+        elif word.startswith("--"):
+            if word != "--" and option not in ("--null", "--debug", "--block-signal", "--default-signal", "--ignore-signal"):
+                return None
+        elif word.startswith("-"):
+            letters = word[1:].lstrip("i0v")
+            cleared = cleared or "i" in word[1: len(word) - len(letters)]
+            if letters[:1] not in ("", "u", "C"):
+                return None
+            value = letters[1:] or (next(words, (0, ""))[1] if letters else "")
+            taken |= {value} if letters[:1] == "u" else set()
+        elif "=" in word:
+            given[option] = value
+        else:
+            return position, cleared, taken, given
+    return len(argv), cleared, taken, given
+
+
 def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen], more: Mapping[str, str] = _NOTHING) -> list[str]:
     """The command to start, given an environment from `injected`: what a leading `env` would take out of it is put in again.
 
@@ -105,28 +141,10 @@ def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Ch
     >>> carried(["env", "-u", "PYTHONPATH", "A=1", "python", "t.py"], plain, [])
     ['env', '-u', 'PYTHONPATH', 'A=1', 'PYTHONPATH=/inject', 'python', 't.py']
     """
-    if not argv or Path(argv[0]).name != "env":
+    parts = of_env(argv)
+    if parts is None:
         return argv
-    cleared, taken, given = False, set(), {}
-    position = 1
-    while position < len(argv):
-        word = argv[position]
-        if word in ("-i", "-", "--ignore-environment"):
-            cleared = True
-        elif word in ("-u", "--unset", "-C", "--chdir"):
-            position += 1
-            if word in ("-u", "--unset"):
-                taken.update(argv[position: position + 1])
-        elif word.startswith("--unset="):
-            taken.add(word.partition("=")[2])
-        elif word.startswith("-"):
-            if not word.startswith("--chdir="):
-                return argv         # a rare option: -S has a language of its own
-        elif "=" in word:
-            name, _, given[name] = word.partition("=")
-        else:
-            break
-        position += 1
+    position, cleared, taken, given = parts
     ours = ["PYTHONPATH", "SATURATE_PLAN", *sorted({name for chosen in techniques for name in chosen.environment} | set(more))]
     again = {name: environment[name] for name in ours if (cleared or name in taken) and name not in given}
     if "PYTHONPATH" in given:
@@ -146,37 +164,16 @@ def end(supervisor: subprocess.Popen[bytes]) -> None:
         pipe.close()
 
 
-def defeated_in(script: str) -> tuple[int, str] | None:
-    """The first line of a shell script that starts Python such that `sitecustomize` does not run: its number and the option. Read
-    word by word: what a variable or a text over several lines holds is not seen.
+def is_python(word: str = "") -> bool:
+    return _PYTHON.fullmatch(Path(word).name) is not None
 
-    >>> defeated_in("cd data && OMP_NUM_THREADS=1 python -I train.py")
-    (1, '-I')
-    >>> defeated_in("# python -I train.py") is None and defeated_in("echo python -I train.py") is None
-    True
-    >>> defeated_in("cat <<END > run.sh\\npython -I x\\nEND\\npython -E y")
-    (4, '-E')
-    """
-    inside = ""                 # what ends the text that is given to a command in place
-    for number, line in enumerate(script.splitlines(), 1):
-        if inside:
-            inside = "" if line.strip() == inside else inside
-            continue
-        text = re.search(r"<<-?\s*[\"']?(\w+)", line)
-        inside = text[1] if text else ""
-        words = shlex.shlex(line, posix=True, punctuation_chars=True)
-        words.whitespace_split = True
-        command: list[str] = []
-        with contextlib.suppress(ValueError):       # a quotation that ends on a later line
-            for word in (*words, ";"):
-                if set(word) <= set("();<>|&"):
-                    option = defeated_by(command) if command[:1] not in _PRINTERS else None
-                    if option is not None:
-                        return number, option
-                    command = []
-                else:
-                    command.append(word)
-    return None
+
+def begins_script(argv: list[str], place: int) -> bool:
+    """Whether what a launcher is to start stands there: what follows it is the program's own."""
+    word = argv[place]
+    if word in ("-m", "--module"):
+        return any(Path(before).name in _LAUNCHERS for before in argv[:place])
+    return word.endswith(".py") and not word.startswith("-") and "=" not in word
 
 
 def defeated_by(argv: list[str]) -> str | None:
@@ -188,8 +185,12 @@ def defeated_by(argv: list[str]) -> str | None:
     True
     >>> defeated_by(["python", "--", "-IES.py"]) is None
     True
+    >>> defeated_by(["torchrun", "train.py", "--language", "python", "-BS", "16"]) is None
+    True
     """
-    position = next((place for place, word in enumerate(argv) if _PYTHON.fullmatch(Path(word).name)), len(argv))
+    position = next((place for place, word in enumerate(argv) if is_python(word) or begins_script(argv, place)), len(argv))
+    if not is_python(*argv[position: position + 1]):
+        return None
     options = iter(argv[position + 1:])
     for option in options:
         if not option.startswith("-") or option in ("-", "--"):

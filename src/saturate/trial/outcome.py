@@ -210,6 +210,23 @@ def _ignores_us(injectable: str) -> Outcome:
                    f"run the command without {injectable}")
 
 
+#: Of a process that a daemon has started for the command: Slurm's, a container engine's, Ray's.
+ELSEWHERE = Outcome("no_agent", "the process that trains is none of the command's: another program on this machine started it for the command (Slurm, a "
+                    "container engine, Ray), outside of what isolates and ends trials",
+                    "put what starts it in front of saturate (srun saturate tune -- python train.py), or let the command start the training itself")
+
+
+def stayed_out(why: str = "", failed: str = "", elsewhere: bool = False) -> Outcome:
+    """Of a process that imported torch, and that the agent cannot live in. `why`: what it said; `failed`: the traceback of an agent
+    that tried; `elsewhere`: it did not reach its controller."""
+    if elsewhere:
+        return ELSEWHERE
+    if failed:
+        return Outcome("agent_failed", exception_line(failed))
+    return Outcome("no_agent", f"the agent cannot live in the process that imports torch: {why}",
+                   "give the command an environment that saturate works in: Python 3.11 or newer, a current PyTorch, and no module of its own called saturate")
+
+
 def no_step(reason: str, wrong_step: str) -> Outcome:
     """`wrong_step`: why the one that the user named is none, where that is the reason."""
     if wrong_step:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import getpass
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -18,7 +19,8 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from saturate.trial import elsewhere, landlock
+from saturate.errors import UsageError
+from saturate.trial import defeats, elsewhere, landlock
 from saturate.trial.cage import CagePlan
 from saturate.trial.layers import REHEARSAL, discard, make_scratch
 from saturate.trial.offline import environment_offline
@@ -32,6 +34,15 @@ CACHE_VARIABLES = (
     "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH",
     "NUMBA_CACHE_DIR", "MPLCONFIGDIR", "TIKTOKEN_CACHE_DIR", "NLTK_DATA", "KERAS_HOME",
 )
+
+#: What Hugging Face's libraries keep below HF_HOME. Of the folder itself, which may be one for data as well, only these are caches.
+_OF_HUGGING_FACE = ("assets", "datasets", "hub", "modules", "xet")
+
+#: Devices and what the kernel says: no folders of files that a trial could change.
+_SYSTEM = ("/dev", "/proc", "/sys")
+
+#: The folder that `trial/cage.py` says cannot be covered.
+_REFUSED = re.compile(r"mount overlay on (.+?): ")
 
 #: Compiled kernels go to the study, unless the user chose a place: one trial compiles, the others reuse.
 _SHARED = (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton"))
@@ -54,11 +65,13 @@ def plan(
     lower_caches: Path | None = None,
     study_dir: Path | None = None,
 ) -> CagePlan:
-    """The cage of one trial that runs `argv` in `cwd` with `environ`. Creates `run_dir` and the shared cache.
+    """The cage of one trial that runs `argv` in `cwd` with `environ`. Creates `run_dir` and the shared cache. Raises UsageError for a
+    command that nothing could isolate.
 
     `study_dir` is the folder that holds run folders (default: the nearest parent of `run_dir` named `.saturate`).
     `lower_caches` is what `collect_caches` returned for the baseline.
     """
+    _refuse_daemons(argv)
     run_dir.mkdir(parents=True, exist_ok=True)
     discard(run_dir)    # layers of a trial with this name that was killed
     cwd, run_dir = cwd.resolve(), run_dir.resolve()
@@ -80,7 +93,7 @@ def plan(
         study_dir=str(study_dir),
         shared_cache=str(shared),
         overlays=() if layout == "root" else _user_overlays(cwd, argv, environ, study_dir),
-        caches=_caches(environ, study_dir),
+        caches=_caches(environ, study_dir, [cwd, *_places(argv[1:], cwd)]),
         lower_caches=str(lower_caches.resolve()) if lower_caches else None,
         passthrough=_sockets(environ),
         environment=environment,
@@ -88,21 +101,36 @@ def plan(
     wanted = environ.get(OVERRIDE) or os.environ.get(OVERRIDE, "")
     if wanted == "intercept":
         return as_intercept(made, f"{OVERRIDE}=intercept")
-    for tried in _widest_first(made):
+    found = set(elsewhere.writable()) if layout == "user" else set()
+    while True:
+        tried = _widened(made, found)
         allowed, reason = _rehearsed(tried, argv)
         if allowed:
             return tried._replace(reason=reason)
-    return as_intercept(made, reason)
+        if tried.overlays == made.overlays:
+            return as_intercept(made, reason)
+        refused = _REFUSED.search(reason)       # a disk of another system (exFAT): the other folders can be covered all the same
+        without = found - {Path(refused[1])} if refused else found
+        found = without if without != found else set()
 
 
-def _widest_first(plan: CagePlan) -> list[CagePlan]:
-    """The plan with an overlay on what the user can write elsewhere, which the kernel may refuse, and without."""
-    if plan.layout == "root":
-        return [plan]
-    study_dir = Path(plan.study_dir)
-    found = [folder for folder in elsewhere.writable() if not _below(folder, study_dir)]
-    wide = _outermost([*map(Path, plan.overlays), *found])
-    return [plan._replace(overlays=wide), plan] if wide != plan.overlays else [plan]
+def _refuse_daemons(argv: list[str]) -> None:
+    found = defeats.starts_elsewhere(argv)
+    if found is None:
+        return
+    by, _ = found
+    raise UsageError(
+        f"what `{by}` starts cannot be isolated", cause="a service starts it, not the command: it would write to your files, and go on when its trial ends",
+        remedy="add --scope to systemd-run" if by == "systemd-run" else f"put {by} in front of saturate, which then works where the training "
+                                                                       f"runs: {by} ... saturate tune -- python train.py")
+
+
+def _widened(plan: CagePlan, found: set[Path]) -> CagePlan:
+    """The plan with an overlay on what the user can write elsewhere, too; the kernel may refuse that."""
+    if not found:
+        return plan
+    outside = [folder for folder in found if not _below(folder, Path(plan.study_dir))]
+    return plan._replace(overlays=_outermost([*map(Path, plan.overlays), *outside]))
 
 
 def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
@@ -116,7 +144,8 @@ def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
                 os.makedirs(cache, exist_ok=True)
     return plan._replace(
         mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
-        environment=plan.environment | {"TMPDIR": scratch},
+        # What is imported is compiled and kept beside its source, and Python writes that past `os`: see `agent/redirect.py`.
+        environment=plan.environment | {"TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
     )
 
 
@@ -190,12 +219,22 @@ def _nearest_folder(path: Path) -> Path | None:
     return None
 
 
+def _places(argv: list[str], cwd: Path) -> set[Path]:
+    """The folders of files that the command names, or that hold what it names."""
+    found = (_nearest_folder(path) for path in _named_folders(argv, cwd) if not _of_system(path))    # /dev/stdout leads to any file
+    return {folder for folder in found if folder and not _of_system(folder)}
+
+
+def _of_system(path: Path) -> bool:
+    return any(_below(path, Path(system)) for system in _SYSTEM)
+
+
 def _user_overlays(cwd: Path, argv: list[str], environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
     """Layout "user": what this user can write and a script may want to, none inside another, no parent of them all."""
     home = environ.get("HOME") or os.path.expanduser("~")
     named = [environ[name] for name in (*CACHE_VARIABLES, "TMPDIR", "WANDB_DIR") if environ.get(name)]
     wanted = [Path(text) for text in (home, "/tmp", "/var/tmp", *named)]
-    wanted += [cwd, *_named_folders(argv, cwd)]
+    wanted += [cwd, *_places(argv, cwd)]
     if not os.access(cwd, os.W_OK):
         wanted += [path for path in cwd.glob("*/") if os.access(path, os.W_OK)]
     found = set()
@@ -216,17 +255,26 @@ def _below(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
 
 
-def _caches(environ: Mapping[str, str], study_dir: Path) -> tuple[str, ...]:
+def _caches(environ: Mapping[str, str], study_dir: Path, named: Iterable[Path] = ()) -> tuple[str, ...]:
+    """Folders that hold caches and nothing else. A variable may name a general one, such as /tmp, or one that holds a folder which
+    the command names (`named`): what a trial writes there is its own, to be neither kept nor handed on."""
     home = Path(environ.get("HOME") or os.path.expanduser("~"))
-    wanted = [home / name for name in (".cache", ".triton", ".nv") if str(home) != "~"]      # a user without one, as in containers
-    wanted.append(Path("/tmp") / f"torchinductor_{_user()}")
-    wanted += [Path(environ[name]) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))]
-    found = {Path(os.path.realpath(path)) for path in wanted}      # `resolve` raises for a loop of links, before Python 3.13
+    own = [home / name for name in _OF_HOME if str(home) != "~"]      # a user without one, as in containers
+    own.append(Path("/tmp") / f"torchinductor_{_user()}")
+    given = {_real(Path(environ[name], below)) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))
+             for below in (_OF_HUGGING_FACE if name == "HF_HOME" else ("",))}
+    general = {_real(Path(text)) for text in ("/tmp", "/var/tmp", str(home), environ.get("TMPDIR") or tempfile.gettempdir())}
+    general |= {_real(path) for path in named}
+    found = {_real(path) for path in own} | {path for path in given if not any(_below(folder, path) for folder in general)}
     return tuple(sorted(
         str(path) for path in found
         if not any(path != other and _below(path, other) for other in found) and not _below(path, study_dir)
         and not _below(study_dir, path)     # a study inside a cache folder: it cannot be a layer of itself
     ))
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))     # `resolve` raises for a loop of links, before Python 3.13
 
 
 def _user() -> str:
@@ -248,7 +296,7 @@ def _rehearsed(plan: CagePlan, argv: list[str]) -> tuple[bool, str]:
         trial_run = Path(plan.run_dir) / REHEARSAL
         trial_run.mkdir()
         try:
-            named = {folder for path in _named_folders(argv, Path(plan.cwd)) if (folder := _nearest_folder(path))}
+            named = _places(argv, Path(plan.cwd))
             # What lies in the study (a profiler's report) is not the user's; of it a trial may write its own folder only.
             places = {plan.cwd} | {str(folder) for folder in named if not _below(folder, Path(plan.study_dir))}
             if foreign := _foreign(plan):

@@ -18,11 +18,19 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, tree
+from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, tree, words
 from saturate.trial.cage import CagePlan
-from saturate.trial.gate import AgentFailed, GateClosed, GateServer, GateTimeout, NoStep, SeveralTrainings
+from saturate.trial.gate import (
+    AgentFailed,
+    GateClosed,
+    GateServer,
+    GateTimeout,
+    NoStep,
+    SeveralTrainings,
+    StartedElsewhere,
+)
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import LastWords, Outcome, classify, stalled, unseen
+from saturate.trial.outcome import ELSEWHERE, Outcome, classify, stalled, unseen
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -89,11 +97,14 @@ class Block:
     evaluated: frozenset[int] = frozenset()
 
     @property
+    def tells_evaluations(self) -> bool:
+        """Whether most of the timed steps held none. A frozen teacher in eval mode makes every step look like one; then all of them count."""
+        return 2 * len(self.evaluated) <= len(self.timed_ns)
+
+    @property
     def step_ns(self) -> list[int]:
         """The timed steps without those that held an evaluation."""
-        training = [t for index, t in enumerate(self.timed_ns) if index not in self.evaluated]
-        # A frozen teacher in eval mode makes every step look like an evaluation; then all of them count.
-        return training if 2 * len(training) >= len(self.timed_ns) else self.timed_ns
+        return [t for index, t in enumerate(self.timed_ns) if index not in self.evaluated] if self.tells_evaluations else self.timed_ns
 
     @property
     def mean_ns(self) -> float:
@@ -148,7 +159,7 @@ class Trial:
         hashing = launch.hashing(workload.environment, spec.capture)
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
         supervisor = spec.folder / SUPERVISE
-        argv = launch.carried(workload.argv, environment, spec.techniques, hashing)
+        argv = launch.carried(workload.argv, environment, spec.techniques, {**hashing, **spec.environment})
         stdin, offset = standard_input.source()
         try:
             descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -163,6 +174,7 @@ class Trial:
             supervisor.unlink(missing_ok=True)      # the user's environment is in it
             self.server.close()
             raise
+        self.server.supervisor = self.supervisor.pid
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class Trial:
         self._step_s = sum(durations) / len(durations) / 1e9
         return Block(
             durations, slowest["parts"], {token: count - counts.get(token, 0) for token, count in self.counts.items()}, skip + steps,
-            self.sample, self.sample != sample, frozenset(index - skip for index in slowest["evaluations"]),
+            self.sample, self.sample != sample, frozenset(index - skip for index in slowest["evaluations"] if index >= skip),
         )
 
     def greeting(self) -> dict[str, Any]:
@@ -225,10 +237,6 @@ class Trial:
         self.run_block(skip, steps + 1, watch={"kind": kind, "skip": skip, "steps": steps, **options})
         return self.ask("seen")
 
-    def wait_capture(self) -> None:
-        """Wait until a verification run has recorded its last update."""
-        self.wait_ready()
-
     def _wait_gate(self, patience_s: float = math.inf, expected_s: float = 0.0) -> list[dict[str, Any]]:
         """`expected_s`: what the steps until then take as far as is known; only what comes on top of it is a silence that tells."""
         began, steps_s = time.monotonic(), SLOWER * expected_s
@@ -237,7 +245,7 @@ class Trial:
 
         def wait() -> list[dict[str, Any]]:
             try:
-                return self.server.wait_gates(silence, self._alive, self._printed, longest, self._recorded)
+                return self.server.wait_gates(silence, self._may_come, self._printed, longest, self._recorded)
             except GateTimeout:
                 if time.monotonic() - began < patience_s:
                     raise
@@ -279,6 +287,8 @@ class Trial:
             raise self.end(unseen(error.events, error.wrong_step, error.replayed)) from None
         except SeveralTrainings as error:
             raise self.end(Outcome("several_trainings", str(error), "give a command that starts one training")) from None
+        except StartedElsewhere:
+            raise self.end(ELSEWHERE) from None
         except GateClosed:
             raise self._collect() from None
 
@@ -289,6 +299,14 @@ class Trial:
         """A verification run comes to the gate after its last update only, and need not print until then: each update that it
         has recorded shows that it goes on."""
         return _grown(Path(self.spec.capture["folder"]) / "capture.jsonl") if self.spec.capture else (0, 0)
+
+    def _may_come(self) -> bool:
+        """Whether a rank may come to the gate still."""
+        if not self._alive():
+            return False
+        if not self.server.ranks and (absent := words.absent(self.spec.folder)) is not None:
+            raise self.end(absent)
+        return True
 
     def _alive(self) -> bool:
         return self.supervisor.poll() is None
@@ -324,7 +342,10 @@ class Trial:
 
     def finished(self) -> Outcome | None:
         """How the workload ended by itself, or None while it runs: for who follows it by other means than the gate."""
-        return None if self._alive() else self._collect().outcome
+        try:
+            return None if self._may_come() else self._collect().outcome
+        except TrialEnded as ended:
+            return ended.outcome
 
     def end(self, outcome: Outcome) -> TrialEnded:
         """Kill the tree, record `outcome`, and return the exception to raise."""
@@ -344,17 +365,14 @@ class Trial:
         said = redaction.without_secrets(self.output(), self.workload.environment)
         self.ended = starting.not_started(report, said) or classify(
             report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
-            self._last_words() if hello is None else None, raised=any(notice.get("raised") for notice in last))
+            words.last(self.spec.folder) if hello is None else None, raised=any(notice.get("raised") for notice in last))
+        if self.ended.kind in ("never_trained", "hung"):
+            self.ended = words.absent(self.spec.folder) or self.ended
         if self.spec.cage:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
             self.ended = dataclasses.replace(self.ended, remedy=standard_input.withheld() or self.ended.remedy)
         return TrialEnded(self.ended, self.log)
-
-    def _last_words(self) -> LastWords | None:
-        """Of the process that trained the longest, of those that ended before they came to the gate."""
-        found = filter(None, map(_word, self.spec.folder.glob("ended-*.json")))
-        return max(found, key=lambda word: word.steps, default=None)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left.
@@ -409,11 +427,3 @@ def _grown(path: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return 0, 0             # nothing was started yet
     return seen.st_size, seen.st_mtime_ns
-
-
-def _word(path: Path) -> LastWords | None:
-    """What a process has left of itself; None where a full disk, or a kill, kept it from writing all of it."""
-    try:
-        return LastWords(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -12,6 +12,11 @@ from saturate.trial.outcome import Outcome, decisive
 _READ_ONLY = re.compile(r"Read-only file system|\[Errno 30\]|errno = 30\b")
 _GUARDED = re.compile(r"Permission denied|Operation not permitted|\[Errno 1?[13]\]|errno = 1?[13]\b")
 
+#: What an overlay in a trial cannot do, and the folder below it can: to rename a folder that was there before, and to change what
+#: belongs to an owner or a group that the trial's namespace does not know.
+_ACROSS = re.compile(r"Invalid cross-device link|\[Errno 18\]|errno = 18\b")
+_FOREIGN = re.compile(r"Value too large for defined data type|\[Errno 75\]|errno = 75\b")
+
 _QUOTED = re.compile(r"['\"‘`]([^'\"’`\n]+)['\"’]")
 _ABSOLUTE = re.compile(r"(?<![\w./])/[^\s'\":,;)]+")
 #: As in "script.sh: line 2: out/log: Permission denied".
@@ -21,6 +26,7 @@ _BEFORE = re.compile(r"([^:\n]+): (?:Read-only file system|Permission denied|Ope
 _LAST_LINES = 8
 
 _WITHOUT_OVERLAYS = "if the command works without saturate, run it where overlays are allowed: saturate doctor says what forbids them here"
+_INTERCEPTED = "set SATURATE_ISOLATION=intercept, which redirects what Python writes anywhere"
 _AS_ASKED = "if the command works without saturate, unset SATURATE_ISOLATION: overlays, where the kernel allows them, refuse less"
 
 
@@ -29,8 +35,12 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
     if outcome.kind not in ("crashed", "exited") or (plan.mode == "intercept" and not plan.guarded):
         return None
     told = decisive(log).splitlines()
+    last = told if outcome.kind == "crashed" else told[-_LAST_LINES:]
+    if plan.mode == "overlay" and (line := next(filter(lambda line: _beyond_overlays(line, plan.cwd), reversed(last)), None)):
+        # As where an overlay is refused from the start: who started the trial goes on in the other mode.
+        return Outcome("cage_refused", f"{line.strip()[:300]} (an overlay cannot do that to what was there before the trial)", _INTERCEPTED)
     pattern = _READ_ONLY if plan.mode == "overlay" else _GUARDED
-    lines = [line for line in (told if outcome.kind == "crashed" else told[-_LAST_LINES:]) if pattern.search(line)]
+    lines = [line for line in last if pattern.search(line)]
     line = next((line.strip()[:300] for line in reversed(lines) if _allowed_outside(line, plan.cwd)), None)
     if line is None:
         return None
@@ -42,17 +52,28 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
 
 
 def _elsewhere(plan: CagePlan) -> str:
-    intercepted = "set SATURATE_ISOLATION=intercept, which redirects what Python writes anywhere"
     if plan.layout == "root":
-        return f"let it write elsewhere, or {intercepted}"
-    return f"name that folder in the command (--output-dir=FOLDER), let it write below home, /tmp or the working directory, or {intercepted}"
+        return f"let it write elsewhere, or {_INTERCEPTED}"
+    return f"name that folder in the command (--output-dir=FOLDER), let it write below home, /tmp or the working directory, or {_INTERCEPTED}"
+
+
+def _beyond_overlays(line: str, cwd: str) -> bool:
+    """Whether the line tells of what only the overlay refuses."""
+    if _ACROSS.search(line):
+        places = [_existing(path) for path in _paths_in(line, cwd)]
+        return len(places) > 1 and len({os.stat(place).st_dev for place in places}) == 1
+    return bool(_FOREIGN.search(line)) and _allowed_outside(line, cwd)
 
 
 def _allowed_outside(line: str, cwd: str) -> bool:
     """Whether a path that the line names can be written without the cage. True where it names none: sockets do not."""
-    named = _QUOTED.findall(line) or _ABSOLUTE.findall(line) or _BEFORE.findall(line)
-    paths = [os.path.join(cwd, name.strip()) for name in named if not name.strip().startswith("[Errno")]
+    paths = _paths_in(line, cwd)
     return not paths or any(os.access(_existing(path), os.W_OK) for path in paths)
+
+
+def _paths_in(line: str, cwd: str) -> list[str]:
+    named = _QUOTED.findall(line) or _ABSOLUTE.findall(line) or _BEFORE.findall(line)
+    return [os.path.join(cwd, name.strip()) for name in named if not name.strip().startswith("[Errno")]
 
 
 def _existing(path: str) -> str:

@@ -38,6 +38,17 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether `pid` is `ancestor` or descends from it; True of one that is gone meanwhile, of which nobody can say."""
+    while pid and state(pid):
+        at = pid
+        while at not in (ancestor, 1, 0) and (fields := _stat(at)):
+            at = int(fields[1])
+        if at in (ancestor, 1, 0):
+            return at == ancestor       # else one on the way has ended just now, and what it had started has another parent
+    return bool(pid)
+
+
 def state(pid: int) -> str:
     """The kernel's one-letter process state, "" when gone."""
     return next(iter(_stat(pid)), "")

@@ -36,6 +36,7 @@ class _Guest:
         self.plan_text = plan_text
         self.plan = {}
         self.callbacks = None
+        self.why_not = ""               # the reason why the agent stays out, once it does
 
     def imported(self, name, module):
         try:
@@ -45,11 +46,14 @@ class _Guest:
             callback = self.callbacks.pop(name, None)
             if callback is not None:
                 callback(module)
+                return
         except Exception as error:  # a guest fails open: the user's program must run whatever happens here
             interrupted = _from_signal_handler(error)
             self.stays_out(f"the agent could not start ({type(error).__name__}: {error})", leaves=not interrupted)
             if interrupted:             # a time limit, say: the program's to catch
                 raise
+        if name == "torch" and self.why_not:
+            self.leave_word()
 
     def load(self):
         """Start the agent: what it has to do after which import. {} where it cannot live here."""
@@ -81,7 +85,20 @@ class _Guest:
 
             watchdog.leave()
 
+    def leave_word(self):
+        """For the controller of a trial, which would wait for a step in vain. What imports no torch does not train."""
+        if self.plan.get("mode") == "run" or "ended" not in self.plan:
+            return
+        try:
+            import json
+
+            with open(f"{self.plan['ended']}-stayed-out-{os.getpid()}.json", "w", encoding="utf-8") as file:
+                json.dump({"why": self.why_not}, file)
+        except Exception:  # noqa: BLE001, S110 - a full disk, or a `json` of the user's: the log says why as well
+            pass
+
     def stays_out(self, why, leaves=True):
+        self.why_not = why
         _tell(f"{why}; nothing was changed")
         if leaves and self.plan.get("strict"):
             for stream in (sys.stdout, sys.stderr):
@@ -150,8 +167,8 @@ def _watch(guest):
     """Wait for the imports that the plan names. None: what the agent does begins with the process."""
     names = guest.plan_text.split('"', 4)[3].split()        # its first value: `json` may be the user's, see above
     if not names:
-        guest.callbacks = guest.load()
-        names = list(guest.callbacks)
+        guest.imported("", None)
+        names = list(guest.callbacks) or ["torch"]
     spec = spec_from_file_location("saturate.agent.importwatch", os.path.join(os.path.dirname(_HERE), "importwatch.py"))
     module = module_from_spec(spec)         # not in sys.modules: there it would bring the package
     spec.loader.exec_module(module)

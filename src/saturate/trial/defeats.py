@@ -1,0 +1,132 @@
+"""What keeps the agent from a training though the command is started with it: read from command lines and shell scripts, where it
+can be read there. Nothing is started to find it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+from saturate.trial.launch import defeated_by, is_python, of_env
+
+#: Commands of a shell that print what follows them.
+_PRINTERS = (["echo"], ["printf"])
+
+#: What stands in front of an assignment that holds for the Python behind it.
+_ASSIGNING = ("export", "declare", "typeset", "readonly", "env", "exec", "command", "nohup", "time")
+_KEEPS_PATH = re.compile(r"PYTHONPATH=.*\$\{?PYTHONPATH\b")
+
+#: Programs that have a daemon start their command, by the words that make them do so (none: they always do), and whether it gets the
+#: environment that they were started with.
+_DAEMONS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "srun": ((), True), "sbatch": ((), True), "ssh": ((), False), "docker": (("run", "exec"), False), "podman": (("run", "exec"), False),
+    "systemd-run": ((), False),
+}
+#: What may stand in front of those.
+_WRAPPERS = ("env", "nice", "ionice", "nohup", "setsid", "stdbuf", "sudo", "taskset", "time", "timeout")
+
+
+def starts_elsewhere(argv: list[str]) -> tuple[str, bool] | None:
+    """The program in front of the training that has a daemon start it, and whether the environment goes with it. Such a training is
+    no child of the command: it is neither isolated nor ended with it.
+
+    >>> starts_elsewhere(["srun", "-n", "2", "python", "train.py"]), starts_elsewhere(["timeout", "9", "docker", "run", "image", "train"])
+    (('srun', True), ('docker run', False))
+    >>> starts_elsewhere(["docker", "ps"]) is starts_elsewhere(["systemd-run", "--scope", "x"]) is starts_elsewhere(["x", "srun"]) is None
+    True
+    """
+    in_front = list(itertools.takewhile(lambda word: not is_python(word) and not word.endswith(".py"), argv))
+    for place, word in enumerate(in_front):
+        name = Path(word).name
+        if name in _DAEMONS:
+            by, inherits = _DAEMONS[name]
+            verb = next((later for later in argv[place + 1:] if later in by), None)
+            if (by and verb is None) or (name == "systemd-run" and "--scope" in argv):
+                return None
+            return f"{name} {verb}" if verb else name, inherits
+        if place == 0 and name not in _WRAPPERS:
+            return None
+    return None
+
+
+def not_handed_on(argv: list[str]) -> str | None:
+    """What in front of the training may not hand on the environment that the agent is found by, and why; None: nothing in sight.
+
+    >>> not_handed_on(["sudo", "-u", "me", "python", "t.py"])
+    'sudo clears the environment'
+    >>> not_handed_on(["sudo", "-E", "python", "t.py"]) is not_handed_on(["env", "-i", "python", "t.py"]) is None
+    True
+    """
+    elsewhere = starts_elsewhere(argv)
+    if elsewhere is not None and not elsewhere[1]:
+        return f"{elsewhere[0]} does not hand on the environment"
+    if argv and Path(argv[0]).name == "env" and of_env(argv) is None:
+        return "the options of env are not all known here, and it may clear the environment"
+    in_front = list(itertools.takewhile(lambda word: not is_python(word), argv))
+    sudo = next((place for place, word in enumerate(in_front) if Path(word).name == "sudo"), None)
+    if sudo is None or any(Path(word).name not in _WRAPPERS for word in in_front[:1]):
+        return None
+    kept = any(word.startswith("--preserve-env") or re.match(r"-[a-zA-Z]*E", word) for word in in_front[sudo:])
+    return None if kept else "sudo clears the environment"
+
+
+def in_first_line(script: str) -> str | None:
+    """The option of the interpreter in a `#!` line that keeps the agent out.
+
+    >>> in_first_line("#!/usr/bin/python3 -Es\\n"), in_first_line("#!/usr/bin/env python3\\n-I")
+    ('-E', None)
+    """
+    line = script.partition("\n")[0]
+    return defeated_by(line[2:].split()) if line.startswith("#!") else None
+
+
+def in_shell(script: str) -> tuple[int, str] | None:
+    """The first line of a shell script that starts Python such that `sitecustomize` does not run, or takes it out of PYTHONPATH: its
+    number, and what it does. Read word by word: what a variable or a text over several lines holds is not seen.
+
+    >>> in_shell("cd data && OMP_NUM_THREADS=1 python -I train.py")
+    (1, 'starts `python -I`, which ignores PYTHONPATH')
+    >>> in_shell("# python -I train.py") is None and in_shell("echo python -I train.py") is None
+    True
+    >>> in_shell("cat <<END > run.sh\\npython -I x\\nEND\\npython -E y")
+    (4, 'starts `python -E`, which ignores PYTHONPATH')
+    >>> in_shell("export PYTHONPATH=$PWD:$PYTHONPATH\\nPYTHONPATH=. python x.py")
+    (2, 'sets PYTHONPATH without what it holds (PYTHONPATH=.:$PYTHONPATH keeps that)')
+    """
+    inside = ""                 # what ends the text that is given to a command in place
+    for number, line in enumerate(script.splitlines(), 1):
+        if inside:
+            inside = "" if line.strip() == inside else inside
+            continue
+        text = re.search(r"<<-?\s*[\"']?(\w+)", line)
+        inside = text[1] if text else ""
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command: list[str] = []
+        with contextlib.suppress(ValueError):       # a quotation that ends on a later line
+            for word in (*words, ";"):
+                if set(word) <= set("();<>|&"):
+                    what = _defeat(command, line) if command[:1] not in _PRINTERS else None
+                    if what is not None:
+                        return number, what
+                    command = []
+                else:
+                    command.append(word)
+    return None
+
+
+def _defeat(command: list[str], line: str) -> str | None:
+    option = defeated_by(command)
+    if option is not None:
+        return f"starts `python {option}`, which ignores PYTHONPATH"
+    if command[:1] == ["unset"] and "PYTHONPATH" in command:
+        return "unsets PYTHONPATH"
+    in_front = itertools.takewhile(lambda word: word in _ASSIGNING or word.startswith("-") or "=" in word, command)
+    # By the line: a value with $(...) in it is several words here.
+    if any(word.startswith("PYTHONPATH=") for word in in_front) and not _KEEPS_PATH.search(line):
+        return "sets PYTHONPATH without what it holds (PYTHONPATH=.:$PYTHONPATH keeps that)"
+    if command[:1] == ["sudo"] and any(map(is_python, command)):
+        return not_handed_on(command) and "starts Python by sudo, which clears the environment"
+    return None
