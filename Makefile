@@ -12,8 +12,10 @@ SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 demo: $(VENV)/.installed          ## tune the char-GPT example: a few minutes on two cores
 	$(BIN)/saturate tune --budget 4m -- $(BIN)/python examples/char_gpt.py
 
-test: $(VENV)/.tested             ## lint, and all tests but the slow ones
-	$(BIN)/ruff check src tests bench examples
+lint: $(VENV)/.tested             ## ruff
+	$(BIN)/ruff check src tests bench examples docs
+
+test: lint                        ## lint, and all tests but the slow ones
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 test-all: $(VENV)/.tested         ## the slow tests as well
@@ -33,6 +35,7 @@ docs: $(VENV)/.installed          ## the pages of techniques and findings, from 
 	$(BIN)/python docs/generate.py
 
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("saturate needs Python 3.11 or newer, and this is %s: name one, as in make test PYTHON=python3.12" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
 	$(PIP) --editable .

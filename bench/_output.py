@@ -24,8 +24,8 @@ def write_json(path: Path | None, benchmark: str, rows: list[dict[str, Any]], me
                                indent=1) + "\n", encoding="utf-8")
 
 
-def close(met: bool, smoke: bool, targets: str) -> int:
-    """Print the last line; the exit code. A smoke run measures too little to be judged."""
-    print(f"smoke run, targets are not judged ({targets})" if smoke
-          else f"{'targets met' if met else 'TARGETS MISSED'} ({targets})")
-    return 0 if met or smoke else 1
+def close(met: bool | None, smoke: bool, targets: str) -> int:
+    """Print the last line; the exit code. A smoke run measures too little to be judged. `met` as in `write_json`."""
+    said = "smoke run, targets are not judged" if smoke else "targets are not judged" if met is None else "targets met" if met else "TARGETS MISSED"
+    print(f"{said} ({targets})")
+    return 0 if smoke or met is None or met else 1

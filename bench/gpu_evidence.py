@@ -1,7 +1,7 @@
-"""Evidence from a real GPU, in calls of less than ten minutes: `evidence/DEVICE.json`.
+"""Evidence from a real GPU, in several calls of some minutes each: `evidence/DEVICE.json`.
 
     python bench/gpu_evidence.py                            # in an environment with torch, saturate and pytest
-    python bench/gpu_evidence.py --wheels .whl --out "$OUT" # what is missing there is carried as wheels
+    python bench/gpu_evidence.py --wheels .whl --out FOLDER # what is missing there is carried as wheels
     python bench/gpu_evidence.py --rest                     # goes on where the last call ended: three cover everything
     python bench/gpu_evidence.py --only tune_char_gpt,tests # some parts; others in the file stay while their sources do
     python bench/gpu_evidence.py --public FOLDER            # with `tune` on public scripts that were copied there, see docs/public-scripts.md
@@ -157,7 +157,7 @@ PUBLIC = (
     _public("makemore", "makemore", "makemore.py", "-i", "names.txt", "-o", "/tmp/makemore", "--max-steps", "100000", "--device", "cuda"),
     _public("dcgan", "examples/dcgan", "main.py", "--dataset", "fake", "--accel", "--niter", "1000", "--outf", "/tmp"),
 )
-CALL_S = 9.3 * 60                   # of ten minutes that a call may take
+CALL_S = 9.3 * 60                   # of a call, unless --minutes says otherwise
 ENDING_S = 16.0                     # what ending a part can take
 BEGUN_WITH = 0.7                    # of its limit: with less, a part is left to the next call
 LEAST_S = 20.0                      # what a rehearsal begins a part with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import types
@@ -30,6 +31,15 @@ LINES = {
     "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit", "turns"))])
 def test_smoke(name, smoke):
     smoke(name, LINES[name])
+
+
+def test_a_peer_that_is_not_there_is_not_judged(bench, tmp_path, monkeypatch, capsys):
+    readers = bench("trace_readers")
+    monkeypatch.setattr("sys.argv", ["trace_readers.py", "--events", "2000", "--repeats", "1", "--json", str(tmp_path / "out.json")])
+    assert readers.main() == 0
+    assert capsys.readouterr().out.count("not judged") == 3
+    assert json.loads((tmp_path / "out.json").read_text())["targets_met"] is None
+    assert readers.judged([{}, {"met": None}, {"met": True}]) is True and readers.judged([{"met": False}, {"met": None}]) is False
 
 
 def outcome(identity, fate, **options):

@@ -137,7 +137,7 @@ def test_the_next_call_goes_on_where_the_last_one_ended(bench, tmp_path, monkeyp
     assert {name: part["status"] for name, part in first.items()} == {"one": "done", "long": "not run", "broken": "failed"}, "a shorter one has its turn"
     monkeypatch.setitem(bench.globals, "KEPT", tmp_path)
     (tmp_path / "next").mkdir()
-    assert bench.main(["--out", str(tmp_path / "next"), "--rest", "--minutes", "12"], parts) == 0, "an empty folder, as a lent machine has it"
+    assert bench.main(["--out", str(tmp_path / "next"), "--rest", "--minutes", "12"], parts) == 0, "an empty folder, as on another machine"
     second = written(tmp_path / "next")["parts"]
     assert second == first | {"long": second["long"]} and second["long"]["found"] == {"exit_code": 0, "n": 2}
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from saturate.checkpoints import keeper, manifests, pointer  # noqa: E402
 from saturate.checkpoints.chunks import Store  # noqa: E402
+from saturate.errors import CheckpointDamaged  # noqa: E402
 
 load = pointer.loading(torch.load)
 
@@ -173,7 +174,7 @@ def test_all_ways_to_name_the_file_and_to_load_it(job):
         load(job.folder / "nothing.pt")
 
 
-def test_a_copy_by_shutil_is_plain(job, monkeypatch):
+def test_a_copy_by_shutil_is_plain(job, monkeypatch, capsys):
     states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
     monkeypatch.setattr(shutil, "copyfile", pointer.copying(shutil.copyfile))
     shutil.copy2(job.folder / "ckpt_2.pt", job.folder / "best.pt")
@@ -183,8 +184,10 @@ def test_a_copy_by_shutil_is_plain(job, monkeypatch):
     with pytest.raises(shutil.SameFileError):
         shutil.copyfile(job.folder / "ckpt_2.pt", job.folder / "ckpt_2.pt")
     shutil.rmtree(job.folder / "store")
+    capsys.readouterr()
     shutil.copyfile(job.folder / "ckpt_2.pt", job.folder / "dangling.pt")
     assert (job.folder / "dangling.pt").read_bytes() == (job.folder / "ckpt_2.pt").read_bytes()
+    assert not capsys.readouterr().err
 
 
 def test_a_tree_that_was_moved_is_found(job):
@@ -334,14 +337,49 @@ def test_a_pointer_that_names_something_else_opens_nothing(job):
         job.save(f"ckpt_{step}.pt")
     good = (job.folder / "ckpt_2.pt").read_bytes()
     name = pointer.read(job.folder / "ckpt_2.pt").checkpoint
-    from saturate.errors import CheckpointDamaged
-
     (job.folder / "x.pt").write_bytes(good.replace(name.encode(), b"../" * 10 + b"x" * (len(name) - 30)))
     assert pointer.read(job.folder / "x.pt") is None        # the archive's own checksum
     for made in (pointer.Pointer("/etc", "..", name), pointer.Pointer(str(job.folder / "store"), ".", "../../x"),
                  pointer.Pointer("", "", ""), pointer.Pointer("/proc/self/root", ".", name)):
         with pytest.raises(CheckpointDamaged), pointer.resolved(made, job.folder / "x.pt"):
             pass
+
+
+def _unreadable(store):
+    (store / "store.json").unlink()
+    (store / "store.json").mkdir()
+
+
+def _of_another_version(store):
+    (store / "store.json").write_text('{"schema": 99, "kind": "saturate-checkpoints"}')
+
+
+def _flipped(store):
+    for pack in (store / "packs").glob("*.pack"):
+        content = bytearray(pack.read_bytes())
+        content[len(content) // 4] ^= 1
+        pack.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm, said, remedy", [
+    (_unreadable, "Is a directory", "leave to read"),
+    (_of_another_version, "format 99", "the version of saturate that wrote it"),
+    (_flipped, "not those that were saved", "checkpoint verify"),
+])
+def test_a_store_that_cannot_be_used_is_not_called_gone(job, capsys, harm, said, remedy):
+    """And a copy of a checkpoint that cannot be read does not silently become one of its pointer."""
+    for step in range(3):
+        job.save(f"ckpt_{step}.pt")
+    job.keeper.store.close()
+    harm(job.folder / "store")
+    with pytest.raises(CheckpointDamaged) as raised:
+        load(job.folder / "ckpt_2.pt")
+    assert said in raised.value.cause and remedy in raised.value.remedy
+    capsys.readouterr()
+    pointer.copying(shutil.copyfile)(job.folder / "ckpt_2.pt", job.folder / "copy.pt")
+    assert job.named("copy.pt")
+    told = capsys.readouterr().err
+    assert said in told and "not copied" in told and told.count("\n") == 1
 
 
 def test_a_manifest_never_says_where_to_write(job):

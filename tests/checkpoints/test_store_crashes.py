@@ -64,11 +64,11 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
 
 
 def kill_after(pid: int, reader: int, delay_s: float) -> int:
-    """Kill after the first report and a delay; the last step that was reported, -1 for none."""
+    """Kill after the first report and a delay; the last step that was reported, -1 for none. The child must be at work until then."""
     select.select([reader], [], [], 30)
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it had ended by itself: nothing was killed"
     reports = b""
     while part := os.read(reader, 1 << 16):
         reports += part
@@ -113,16 +113,18 @@ def survive_kills(folder: Path, kills: int, seed: int) -> None:
     for step in range(confirmed + 1):
         job.save(step)
     job.keeper.store.close()
-    assert pointer.read(folder / f"ckpt_{confirmed}.pt") is not None
+    assert not job.keeper.problem and pointer.read(folder / f"ckpt_{confirmed}.pt") is not None
     for turn in range(kills):
         if turn % 4 == 3:
-            kill_after(*in_child(collecting(folder)), draw.random() * 0.05)
+            assert kill_after(*in_child(collecting(folder)), draw.random() * 0.05) == 0, "nothing was collected before the kill"
         else:
             before = step_in(folder / "last.pt")
             assert before >= confirmed
             last = kill_after(*in_child(saving(folder, before + 1)), draw.random() * 0.15)
-            confirmed = max(before, last)
+            assert last > before, "nothing was saved before the kill"
+            confirmed = last
             assert step_in(folder / "last.pt") in (confirmed, confirmed + 1)
+            assert pointer.read(folder / "last.pt") is not None, "saves are plain: no store is being killed"
             for path in sorted(folder.glob("ckpt_*.pt"))[:-3]:
                 path.unlink()
         whole(folder)

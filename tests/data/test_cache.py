@@ -154,13 +154,10 @@ def test_workers_share_it(root, on, where, method):
 
 def test_samples_are_stored_ahead(root, on):
     dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip()]))
-    plain = epochs(dataset)
+    plain = {workers: epochs(dataset, num_workers=workers) for workers in (0, 2)}
     for workers in (0, 2):
         context = on(ahead=20)
-        if workers:
-            plain = None
-        batches = epochs(dataset, num_workers=workers)
-        assert plain is None or batches == plain
+        assert epochs(dataset, num_workers=workers) == plain[workers]
         assert counts(context)[1] == 40             # every sample of both epochs was read from the store
 
 

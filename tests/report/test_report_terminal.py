@@ -224,6 +224,19 @@ def test_one_pair_is_no_noise_but_a_budget_that_ended():
     assert plain(msgspec.structs.replace(noisy, races=[msgspec.structs.replace(race, pairs=2)]), 120).startswith("Too noisy to decide")
 
 
+@pytest.mark.parametrize(("floor", "interval", "title"), [
+    (0.0276, (0.99, 1.04), "Inconclusive"), (0.0276, (0.91, 1.13), "Too noisy to decide"), (0.06, (0.99, 1.04), "Too noisy to decide")])
+def test_what_two_processes_of_any_program_differ_by_is_no_noise(floor, interval, title):
+    """On the quietest machine one pair of the baseline resolves no 2 %: exit code 6, and "stop other programs"."""
+    record = studies.too_noisy()
+    result = msgspec.structs.replace(record.result, noise_floor=floor, speedup=1.015, speedup_ci=interval)
+    races = [msgspec.structs.replace(record.races[0], question=question, pairs=pairs) for question, pairs in (("A/A", 1), ("final", 3))]
+    record = msgspec.structs.replace(record, result=result, races=races)
+    said = " ".join(plain(record, 120).split())
+    assert said.startswith(title) and ("a longer --budget has time for more pairs" in said) is (title == "Inconclusive")
+    assert words.headline(record).kind == ("inconclusive" if title == "Inconclusive" else "noisy")
+
+
 def undecided(**changes):
     """Nothing helped, and one technique had no turn."""
     record = studies.nothing_helps()

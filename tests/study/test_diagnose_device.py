@@ -16,7 +16,9 @@ from saturate.report.profile_brief import brief
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 
-diagnose = pytest.importorskip("saturate.study.diagnose")
+pytest.importorskip("numpy")
+
+from saturate.study import diagnose
 
 STEPS = 4
 SAMPLE = {

@@ -26,7 +26,9 @@ from saturate.study.profile import _queue, _timed_steps, nothing, recorded_steps
 from saturate.study.seen import Seen
 from saturate.study.state import Request
 
-diagnose = pytest.importorskip("saturate.study.diagnose")
+pytest.importorskip("numpy")
+
+from saturate.study import diagnose
 
 CWD = Path("/home/user/project")
 SAMPLE = {

@@ -179,10 +179,8 @@ def test_the_lines_for_a_recipe_can_be_read_whatever_the_folder_is_called():
 
 def test_it_does_not_stack_with_another_checkpoint_writer():
     registry = _registry.load()
-    others = [module for module in registry.values() if module.TECHNIQUE.id != "incremental-checkpoint"
-              and any(touch.resource == "checkpoint-writer" for touch in module.TECHNIQUE.touches)]
-    for other in others:
-        assert _registry.conflicts([registry["incremental-checkpoint"], other])
+    both = [registry["incremental-checkpoint"], registry["async-checkpoint"]]
+    assert _registry.conflicts(both) == [("incremental-checkpoint", "async-checkpoint", "checkpoint-writer")]
 
 
 def test_undo_gives_torch_and_shutil_back(tmp_path, monkeypatch):

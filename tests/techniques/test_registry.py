@@ -17,9 +17,27 @@ from saturate.techniques import _registry
 from saturate.techniques._api import HEADINGS, Technique, Touch
 
 BUILT_IN = [
-    "allocator", "bf16-autocast", "channels-last", "compile", "cpu-threads", "cudnn-benchmark", "ddp-options",
-    "fp16-autocast", "fused-optimizer", "gc-freeze", "loader-workers", "pin-memory", "sdpa-backend", "tf32",
-    "zero-grad-none",
+    "activation-checkpointing", "allocator", "async-checkpoint", "batch-assembly", "bf16-autocast", "channels-last", "compile",
+    "cpu-offload", "cpu-threads", "cudnn-benchmark", "dataset-cache", "ddp-options", "device-prefetch", "dynamic-batch",
+    "fp16-autocast", "fp8-linear", "fused-optimizer", "gc-freeze", "global-batch", "incremental-checkpoint", "loader-workers",
+    "micro-batch", "optimizer-8bit", "optimizer-in-backward", "pin-memory", "sdpa-backend", "tf32", "zero-grad-none",
+]
+
+#: Every two that cannot stand in one recipe, and what both want for themselves.
+CONFLICTS = [
+    ("activation-checkpointing", "compile", "compiler"),
+    ("activation-checkpointing", "cpu-offload", "saved-tensors"),
+    ("async-checkpoint", "incremental-checkpoint", "checkpoint-writer"),
+    ("batch-assembly", "dataset-cache", "dataset"),
+    ("bf16-autocast", "fp16-autocast", "autocast"),
+    ("cpu-offload", "optimizer-8bit", "optimizer-state"),
+    ("cpu-offload", "optimizer-in-backward", "gradients"),
+    ("device-prefetch", "pin-memory", "pinned-memory"),
+    ("device-prefetch", "pin-memory", "tensor-copy"),
+    ("dynamic-batch", "micro-batch", "micro-batches"),
+    ("fp16-autocast", "optimizer-in-backward", "backward"),
+    ("optimizer-8bit", "optimizer-in-backward", "gradients"),
+    ("optimizer-in-backward", "zero-grad-none", "zero-grad"),
 ]
 
 GOOD = '"""T\n\n' + "\n\n".join(f"{heading}\n{'-' * len(heading)}\nText of {heading}." for heading in HEADINGS) + '''
@@ -83,7 +101,8 @@ def third_party(tmp_path, monkeypatch):
 
 
 def test_built_ins_load_in_order():
-    assert [name for name in _registry.load() if name in BUILT_IN] == BUILT_IN
+    loaded = _registry.load()
+    assert [name for name, module in loaded.items() if module.__name__.startswith("saturate.techniques.")] == BUILT_IN
 
 
 #: What recipes may give an option at worst, by the type of its default.
@@ -181,9 +200,9 @@ def test_conflicts_need_an_exclusive_claim():
     assert _registry.conflicts([other, other]) == [("d", "d", "loader")]
 
 
-def test_the_two_autocasts_conflict_and_nothing_else_does():
-    modules = [module for name, module in _registry.load().items() if name in BUILT_IN]
-    assert _registry.conflicts(modules) == [("bf16-autocast", "fp16-autocast", "autocast")]
+def test_the_built_ins_conflict_where_they_should_and_nowhere_else():
+    loaded = _registry.load()
+    assert _registry.conflicts([loaded[name] for name in BUILT_IN]) == CONFLICTS
 
 
 def test_order_is_by_stage_then_by_place_in_the_stack():

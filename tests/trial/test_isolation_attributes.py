@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from isolation_kit import SOURCE, script, snapshot
+from kernel import landlock_abi, listener_refused
 
-from saturate.trial import landlock, planning, supervise
+from saturate.trial import planning, supervise
 from saturate.trial.layers import discard
 
-GUARDED = bool(landlock.abi()) and planning._attributes_guarded()
+GUARDED = bool(landlock_abi()) and not listener_refused()
 needs_guard = pytest.mark.skipif(not GUARDED, reason="no Landlock here, or no seccomp filter that asks")
 
 _SITE = """

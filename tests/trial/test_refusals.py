@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from kernel import landlock_abi
 
 from saturate.errors import EnvironmentProblem
 from saturate.study import baseline
@@ -62,10 +63,11 @@ def test_who_asked_for_interception_is_told_so(tmp_path):
 
 
 def test_a_baseline_that_the_guard_stops_is_no_failure_of_the_command(tmp_path):
+    if not landlock_abi():
+        pytest.skip("no Landlock here")
     argv, environment = [sys.executable, "-c", "import subprocess; subprocess.run(['mkdir', 'out'], check=True)"], dict(os.environ)
     caged = planning.plan(tmp_path, tmp_path / ".saturate" / "t", argv, environment | {planning.OVERRIDE: "intercept"})
-    if not caged.guarded:
-        pytest.skip("no Landlock here")
+    assert caged.guarded
     spec = TrialSpec("t", "test", Path(caged.run_dir), cage=caged.to_json(), redirect=caged.redirect, environment=caged.environment)
     with Trial(Workload(argv, tmp_path, environment, 60.0), spec) as trial, pytest.raises(TrialEnded) as ended:
         trial.wait_ready()

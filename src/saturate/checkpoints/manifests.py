@@ -225,6 +225,7 @@ class StoredFile(RawIOBase):
         super().__init__()
         self.store = store
         self.manifest = manifest
+        self.problem: Exception | None = None           # what the last read raised: torch's reader makes another error of it
         pieces: list[tuple[int, Segment, int]] = []     # bytes, segment, offset of the piece in it
         used = 0
         for segment in manifest.segments:
@@ -253,6 +254,13 @@ class StoredFile(RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """At most to the end of a chunk, as files may."""
+        try:
+            return self._read(buffer)
+        except Exception as error:
+            self.problem = error
+            raise
+
+    def _read(self, buffer: Any) -> int:
         if self._place >= self.manifest.file_bytes:
             return 0
         which = bisect_right(self._starts, self._place) - 1

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saturate import notices
 from saturate.checkpoints import durable, manifests
 from saturate.checkpoints.chunks import Store
-from saturate.errors import CheckpointDamaged, EnvironmentProblem, SaturateError
+from saturate.errors import CheckpointDamaged, SaturateError
 
 SCHEMA = 1
 _MEMBER = "archive/saturate.json"
@@ -79,17 +80,36 @@ def read(path: Path | str) -> Pointer | None:
 
 
 def store_of(pointer: Pointer, path: Path) -> Store:
-    """The store that a pointer file at `path` leads to. Raises CheckpointDamaged when it is not there."""
-    tried = dict.fromkeys([Path(pointer.store), path.resolve().parent / pointer.relative])
-    for folder in tried:
-        with contextlib.suppress(EnvironmentProblem, OSError):
-            store = Store.open(folder)
-            if (store.manifests / f"{pointer.checkpoint}.json").exists() or len(tried) == 1:
-                return store
-            store.close()
+    """The store that a pointer file at `path` leads to. Raises CheckpointDamaged when it is not there, or cannot be read."""
+    problem: SaturateError | None = None
+    for folder in _places(pointer, path):
+        try:
+            return Store.open(folder)
+        except SaturateError as error:
+            problem = error
+    if problem is not None:
+        raise CheckpointDamaged(f"{path} names checkpoint {pointer.checkpoint[:40]}, whose store cannot be used",
+                                cause=": ".join(filter(None, (problem.message, problem.cause))), remedy=problem.remedy) from problem
     raise CheckpointDamaged(f"{path} names checkpoint {pointer.checkpoint[:40]}, which is not in {pointer.store}",
                             cause="the store was moved or removed, or the checkpoint was removed by gc",
                             remedy="saturate checkpoint export --store FOLDER FILE, where the store now is")
+
+
+def _places(pointer: Pointer, path: Path) -> list[Path]:
+    """Store folders that hold the checkpoint, or that do not let one see whether they do."""
+    folders = dict.fromkeys([Path(pointer.store), path.resolve().parent / pointer.relative])
+    return [folder for folder in folders
+            if _may_exist(folder / "store.json") and _may_exist(Store(folder).manifests / f"{pointer.checkpoint}.json")]
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -112,8 +132,13 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if pointer is None:
             return original(f, *args, **kwargs)
         with resolved(pointer, Path(path)) as (store, manifest), manifests.opened(store, manifest) as stream:
-            # There is no file to map: it is read, which gives the same tensors.
-            return original(stream, *args, **{**kwargs, "mmap": False})
+            try:
+                # There is no file to map: it is read, which gives the same tensors.
+                return original(stream, *args, **{**kwargs, "mmap": False})
+            except Exception:
+                if stream.raw.problem is not None:      # type: ignore[attr-defined]
+                    raise stream.raw.problem from None  # type: ignore[attr-defined]
+                raise
 
     return load
 
@@ -128,8 +153,11 @@ def copying(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with resolved(pointer, Path(src)) as (store, manifest):
                 manifests.copy(store, manifest, Path(dst))
-        except SaturateError:
-            return original(src, dst, follow_symlinks=follow_symlinks)      # a dangling pointer stays one
+        except SaturateError as error:
+            if _places(pointer, Path(src)):         # a pointer to what is gone stays one, as a link would
+                said = ": ".join(filter(None, (error.message, error.cause)))
+                notices.tell(f"saturate: {dst} only names the checkpoint that {src} names, its bytes were not copied: {said}\n")
+            return original(src, dst, follow_symlinks=follow_symlinks)
         return dst
 
     return copyfile

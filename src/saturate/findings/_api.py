@@ -35,7 +35,7 @@ class Rule:
     title: str
     techniques: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()     # conclusions of the trace, of `_registry.CONCLUSIONS`
-    since: str = "0.2"
+    since: str = "0.1"
     fields: frozenset[str] = frozenset()    # of `records.analysis.Device`: says nothing where one of them is not known
 
 
