@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from saturate.measure.stationary import block_steps, in_turns, surely_longer, typical_ms, warmed_up, with_lead
+from saturate.measure.stationary import block_steps, drifts, in_turns, surely_longer, typical_ms, warmed_up, with_lead
 
 MS = 1_000_000
 
@@ -120,6 +120,19 @@ def test_turns(step_ms, steps, expected):
 def test_steps_longer_than_there_is_time_for(seconds, sure):
     """One step may be a compilation, and two that differ are not the same."""
     assert surely_longer([int(1e9 * s) for s in seconds], 10e9) == sure
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_of_a_training_that_becomes_slower_or_faster(seed):
+    rng = random.Random(seed)
+
+    def blocks(count, drift, sd):
+        return [100 * (1 + drift * n) * rng.lognormvariate(0, sd) for n in range(count)]
+
+    assert drifts(blocks(6, 0.05, 0.002)) and drifts(blocks(12, -0.02, 0.01)) and drifts([20.0] * 5 + [10.0] * 4)
+    assert not drifts(blocks(6, 0.0, 0.05)) and not drifts(blocks(40, 0.0, 0.05)) and not drifts(blocks(12, 0.003, 0.0))
+    assert not drifts([20.0, 20.0, 10.0, 10.0, 10.0]) and not drifts([]), "too few to tell"
+    assert not drifts([20.0, 20.1, 19.9, 20.0, 95.0, 20.1, 20.0, 19.9, 20.0, 20.1]), "one evaluation"
 
 
 def test_a_block_needs_a_step_time():

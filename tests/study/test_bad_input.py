@@ -190,10 +190,10 @@ def test_a_verification_run_shows_life_by_each_update(hangs, script, start, monk
     capture = {"folder": str(path.parent), "updates": 10, "seed": 20, "aligned": False, "perturb": None}
     trial = start(str(path), "4" if hangs else "10", capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}, timeout_s=2.0)
     if not hangs:
-        trial.wait_capture()
+        trial.wait_ready()
         return
     with pytest.raises(TrialEnded) as ended:
-        trial.wait_capture()
+        trial.wait_ready()
     assert (ended.value.outcome.kind, ended.value.outcome.reason) == ("hung", "no sign of progress for 2 s")
 
 

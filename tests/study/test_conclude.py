@@ -13,6 +13,8 @@ import pytest
 from saturate.report import words
 from saturate.study import summary, tune
 from saturate.study.ending import Interrupted
+from saturate.study.fates import Fate
+from saturate.study.search import Search
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
@@ -97,6 +99,17 @@ def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch)
                             store=SimpleNamespace(answer=lambda question: None))
     tune._confirm(study, SimpleNamespace(bench=None), math.inf)
     assert study.notes == [note] * bool(note)
+
+
+@pytest.mark.parametrize(("names", "gain", "interval"), [(("one",), 0.004, (-0.003, 0.011)), (("one", "two"), None, None)])
+def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, interval, monkeypatch):
+    """Its fate was "no_difference", with the +12 % [+8 %, +16 %] of an earlier race, which was called the closest."""
+    final = SimpleNamespace(decision=SimpleNamespace(verdict="no_difference"), gain=0.004, gain_ci=(-0.003, 0.011))
+    monkeypatch.setattr(tune, "_final_race", lambda *arguments: final)
+    kept = tuple(SimpleNamespace(id=name, label=str) for name in names)
+    search = Search({}, None, None, None, 0.0, print, kept=kept, fates={one.id: Fate("kept", "", one, 0.12, (0.08, 0.16)) for one in kept})
+    tune._confirm(SimpleNamespace(search=search, starved="", say=lambda line: None), SimpleNamespace(), math.inf)
+    assert search.kept == () and all((f.fate, f.gain, f.gain_ci) == ("no_difference", gain, interval) for f in search.fates.values())
 
 
 def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

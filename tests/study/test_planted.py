@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,35 @@ def test_parameters_that_break_or_stand_still_are_not_believed() -> None:
     still = block(moved=False)
     assert "did not move" in str(other_work([block()] * 4, [block(), still, still, block()]))
     assert other_work([block(), still], [still, still]) is None, "small updates of the baseline also vanish"
+
+
+def evaluating(*evaluated: int, steps: int = 10) -> Block:
+    return Block([1000] * steps, {}, {}, steps, [1.0], evaluated=frozenset(evaluated))
+
+
+def test_steps_that_claim_an_evaluation_more_often_are_not_believed() -> None:
+    """They are not counted: who calls its slow steps so is faster without them."""
+    assert "50% of its steps held an evaluation" in str(other_work([evaluating()] * 4, [evaluating(0, 2, 4, 6, 8)] * 4))
+    assert other_work([evaluating(0, 2, 4, 6, 8)] * 4, [evaluating()] * 4) is None
+    teacher = evaluating(*range(10))
+    assert other_work([teacher] * 4, [teacher] * 4) is None and other_work([evaluating()] * 2, [evaluating(), evaluating(3)]) is None
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7, 20])
+@pytest.mark.parametrize("each", [1, 4, 19])
+def test_evaluations_at_regular_intervals_are_believed_from_the_first_block_on(period: int, each: int) -> None:
+    """Which of its steps a process is timed in is chance."""
+    draw = random.Random(period)
+    for _ in range(200):
+        places, blocks = [draw.randrange(period), draw.randrange(period)], ([], [])
+        for _ in range(10):
+            for _ in range(1 + 3 // each):          # the turns of a block
+                skipped = 1 + draw.randrange(2 + min(each, 8) // 2)
+                for side, found in enumerate(blocks):
+                    begin = places[side] + skipped
+                    found.append(evaluating(*(n for n in range(each) if (begin + n) % period == 0), steps=each))
+                    places[side] = begin + each
+            assert other_work(*blocks) is None
 
 
 def test_clocks_are_compared_with_ours() -> None:

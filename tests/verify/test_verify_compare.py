@@ -13,7 +13,7 @@ import pytest
 from saturate.verify.compare import bitwise, compare
 from saturate.verify.deviation import deviation
 from saturate.verify.series import Series
-from saturate.verify.tolerance import informative, repeated, tolerance, unrepeatable
+from saturate.verify.tolerance import SEPARATED, informative, repeated, tolerance, unrepeatable
 
 N, SEGMENTS = 60, [4, 8, 8]
 
@@ -303,3 +303,84 @@ def test_buffers_that_the_baseline_itself_does_not_repeat_are_not_compared():
     assert bitwise(base, turned)
     shrunk = replace(base, statistics=[row[:5] for row in base.statistics], statistics_segments=[3, 2])
     assert not bitwise(base, shrunk)
+
+
+def apart(seed, *, noise=0.2, gradients=1.0):
+    """Four tensors of 64 entries, whose updates have a direction and, in each run, noise of its own from update 1 on."""
+    path, own = random.Random(0), random.Random(seed)
+    position, rows = [path.uniform(0.5, 1) for _ in range(256)], []
+    for k in range(N):
+        step = [path.gauss(0, 1) for _ in position]
+        position = [p + 0.01 * (d + (noise * own.gauss(0, 1) if k else 0.0)) for p, d in zip(position, step)]
+        rows.append(array("d", position))
+    norms = [(1 + 0.98**k) * (1 + 0.1 * noise * own.uniform(-1, 1)) * (gradients if k >= 2 else 1.0) for k in range(N)]
+    return Series([[2.0 * 0.98**k] for k in range(N)], norms, rows, segments=[64] * 4)
+
+
+def test_a_tensor_of_four_that_goes_the_other_way_is_seen():
+    """The medians over tensors, and what three quarters of them do, say nothing of it."""
+    base = apart(0, noise=0.0)
+    turned = [array("d", [*[2 * start - now for start, now in zip(base.samples[1], row[:64])], *row[64:]]) if k > 1 else row
+              for k, row in enumerate(base.samples)]
+    noise, lost = random.Random(9), [row for row in base.samples[:2]]
+    for k in range(2, N):
+        lost.append(array("d", [*[p + 0.01 * noise.gauss(0, 1) for p in lost[-1][:64]], *base.samples[k][64:]]))
+    allowed = tolerance(base, twins=[apart(1, noise=1e-3)])
+    assert compare(base, replace(base, samples=turned), allowed).reason == "tensor 0 goes the other way than in the baseline, in most updates"
+    assert compare(base, replace(base, samples=lost), allowed).passed, "noise that has no effect, as of the key bias of attention"
+
+
+@pytest.mark.parametrize("factor", [0.25, 50.0])
+@pytest.mark.parametrize("repeats", [True, False])
+def test_wrong_gradients_show_where_a_training_separates_at_once(factor, repeats):
+    """Adam hides their size from the updates. Once these may point anywhere, gradients a hundred times too large were allowed."""
+    base, again = apart(1), apart(1 if repeats else 2)
+    allowed = tolerance(base, aa=[again], twins=[apart(3)])
+    assert min(allowed.turn[2:]) >= SEPARATED and not compare(base, apart(4, gradients=factor), allowed).passed
+    assert compare(base, apart(4), allowed).passed
+    assert (unrepeatable(base, again) is None) is repeats, "nothing is compared where it does not repeat its own first updates"
+
+
+def odd(seed, kind):
+    """A run of BASE's data that differs from it in one way or another."""
+    draw, run = random.Random(seed), made(seed, jitter=10 ** random.Random(seed).uniform(-6, -0.5))
+    wrong = {"zero": 0.0, "nan": math.nan, "inf": math.inf}.get(kind)
+    if wrong is not None:
+        run = replace(run, grad_norms=[wrong if draw.random() < 0.2 else norm for norm in run.grad_norms])
+    if kind in ("nan", "inf"):
+        run = replace(run, losses=[[loss, wrong] if draw.random() < 0.1 else [loss, loss] for loss, _ in run.losses],
+                      samples=[array("d", [wrong] * 20) if draw.random() < 0.05 or k == N - 1 else row for k, row in enumerate(run.samples)])
+    if kind == "still":
+        begin = draw.randrange(N - 10)
+        run = replace(run, samples=[array("d", [*run.samples[min(k, begin)][:4], *row[4:]]) for k, row in enumerate(run.samples)])
+        run = replace(run, samples=[run.samples[k - (k % 7 == 3)] for k in range(N)])
+    if kind == "elsewhere":
+        run = made(seed, tamper=lambda k, step: [draw.choice([-3.0, 0.1, 1.0]) * s for s in step])
+    return run
+
+
+@pytest.mark.parametrize("kind", ["near", "zero", "nan", "inf", "still", "elsewhere"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tolerance_allows_the_runs_that_it_comes_from(seed, kind):
+    base, run = BASE, odd(seed, kind)
+    if seed % 2:
+        draw = random.Random(100 + seed)
+        base = replace(base, grad_norms=[draw.choice([0.0, 0.05, 1.0, 1.5]) for _ in range(N)])
+    verdict = compare(base, run, tolerance(base, [run, made(50 + seed, jitter=1e-5)]))
+    assert verdict.passed, verdict.reason
+    others = tolerance(base, [made(50 + seed, jitter=1e-5)])
+    assert kind in ("near", "zero") or not compare(base, run, others).passed
+
+
+def test_a_gradient_that_is_nearly_nothing_is_compared_with_the_others():
+    """Of a hinge loss whose samples are learnt but for a few, an update may have no gradient in one of two honest runs: "gradient norm
+    deviates by inf %", and the perturbed baseline itself was outside of what it allowed."""
+    base = changed("grad_norms", 20, 0.02)
+    solved, one_more = (changed("grad_norms", 20, value) for value in (0.0, 0.06))
+    allowed = tolerance(base, twins=[solved])
+    assert compare(base, solved, allowed).passed and compare(base, one_more, allowed).passed
+    assert not compare(base, changed("grad_norms", 20, 0.4), allowed).passed, "far more than nothing"
+    vanished = changed("grad_norms", 21, 0.0)
+    assert "deviates by inf % in update 21" in compare(BASE, vanished, TIGHT).reason
+    assert compare(BASE, vanished, tolerance(BASE, twins=[vanished])).passed, "in the perturbed baseline it vanishes as well"
+    assert not compare(BASE, changed("grad_norms", 22, 0.0), tolerance(BASE, twins=[vanished])).passed, "in that update only"

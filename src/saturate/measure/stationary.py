@@ -156,6 +156,22 @@ def in_turns(step_ms: float, steps: int) -> tuple[int, int, int]:
     return ceil(steps / each), ceil(THAW_MS / step_ms), each
 
 
+#: Blocks of a process at its beginning and later that differ by more than this share, beyond their noise, are of a training that
+#: becomes slower or faster as it goes on. A single pair claims no less anyway.
+SHIFT = 0.05
+
+
+def drifts(block_ms: Sequence[float]) -> bool:
+    """Whether the blocks of one process become slower or faster, from the first third of them to the last. Their noise is that of
+    second differences, which a steady drift does not inflate; fewer than six tell nothing."""
+    third = len(block_ms) // 3
+    if third < 2:
+        return False
+    noise = fmean((a - 2 * b + c) ** 2 for a, b, c in zip(block_ms, block_ms[1:], block_ms[2:])) / 6
+    first, last = fmean(block_ms[:third]), fmean(block_ms[-third:])
+    return abs(last - first) > SHIFT * min(first, last) + ERRORS * sqrt(2 * noise / third)
+
+
 def typical_ms(step_ns: Sequence[int]) -> float:
     """Typical step time, milliseconds: the mean with events cut off, because a median misreads alternating steps.
     Raises ValueError when there are no steps."""

@@ -109,6 +109,7 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""                               # path, relative to the study folder
     startup_s: float | None = None              # process start until the step was found, a few steps in
     warmup_s: float | None = None               # first step to stationary
+    settling_s: float | None = None             # what of that a stationary step would not have taken; None: it never was
     compile_s: float | None = None
     recompiles: int | None = None
     steps: int = 0

@@ -137,6 +137,10 @@ def kept(record: StudyRecord) -> list[TechniqueOutcome]:
 #: the gain that counts.
 NOISY_WITHOUT_A_FINAL_RACE = 5.0
 
+#: Noise that is not resolved must be as large to have been measured: what two processes of any program may differ by makes 2.8 % of
+#: a single pair of the baseline on the quietest machine, and of the two pairs of a final race as much. More pairs help against that.
+NOISE = 0.04
+
 FINAL_RACE = "final"
 
 #: Where a final race found no gain.
@@ -160,12 +164,18 @@ def _kind(record: StudyRecord) -> Kind:
     finished = result.speedup_ci is not None
     # Where nothing was raced, or the final race had one pair, time was short, however much the baseline differs from itself.
     noisy = not _one_pair(record) and (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
-        1.0 if finished else NOISY_WITHOUT_A_FINAL_RACE)
+        1.0 if finished else NOISY_WITHOUT_A_FINAL_RACE) and max(result.noise_floor, _half_width(record)) >= NOISE
     # A clear race that nobody could verify is a question of numerics, however noisy the machine.
     undecided = finished and result.speedup_ci[0] <= 1 + record.threshold       # type: ignore[index]
     if result.verified is None and result.verified_reason and not (noisy and undecided):
         return "cannot_verify"
     return "noisy" if noisy else "inconclusive"
+
+
+def _half_width(record: StudyRecord) -> float:
+    """Of the interval of the final race, as a share; 0 without one."""
+    low, high = record.result.speedup_ci or (1.0, 1.0)
+    return math.sqrt(high / low) - 1 if low > 0 else math.inf
 
 
 def _one_pair(record: StudyRecord) -> bool:
@@ -231,7 +241,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or unmeasured or why)
     if _one_pair(record):
         return Headline(kind, "Undecided within the budget", raced, "the budget ended before the final race had a second pair of processes")
-    return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts")
+    return Headline(kind, "Inconclusive", raced, "the interval neither reaches nor excludes a gain that counts; a longer --budget has time for more pairs")
 
 
 def _anything_tried(record: StudyRecord) -> bool:

@@ -58,7 +58,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
             study.say(f"  it trains; what a step is was found after {cold.trial.first_gate_s or 0.0:.1f} s; waiting until steps are steady")
             live = bench.warm(cold)
             try:
-                stored = observe(study, live)
+                stored = {**observe(study, live), "warm_ups": bench.warm_ups}
                 live.trial.thaw()
                 stored["ceilings"] = live.trial.ask("ceilings")
                 stored["sources"] = sources.digests(live.trial.ask("sources"), study.request.argv, study.request.cwd)
@@ -80,6 +80,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
         return True
     bench.step = stored["step"]
     bench.reference_events = stored["events"]
+    bench.warm_ups = [[(steps, events) for steps, events in one] for one in stored.get("warm_ups", [])]     # not of an older study
     bench.pace = pace(study.facts, stored["startup_s"])
     bench.sources = stored.get("sources", {})
     if (bench.folder / "caches").is_dir():

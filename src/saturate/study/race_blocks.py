@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
+from statistics import fmean
 
 from saturate.measure import stationary
 from saturate.study.bench import Live, queues
+from saturate.study.rates import Window, differ, rate
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
+
+#: Longer blocks are shifted by no more than shorter ones of so many steps: each shift costs time.
+MOST_SHIFTED = 8
+
+#: What chance makes of few steps: so many standard errors say that it was no chance. Two processes that evaluate in every second step, in
+#: turn, differ the more where one step is timed at a time.
+SURE_OF_SHARES = 5.0
 
 #: A loader that has made all batches but this share keeps up, as far as a race resolves.
 SLACK = 0.02
@@ -26,6 +36,13 @@ def run_block(live: Live, skip: int, steps: int, cpus: Sequence[int | None] = ()
     return block
 
 
+def skipped_too(steps: int, draw: random.Random) -> int:
+    """How many steps more are skipped before so many are timed, for chance to choose. Blocks of one length would time a step that is
+    slow at regular intervals (it logs, it renews a preconditioner) always or never, where the two have a common divisor: and which of
+    both differs between two processes of one program, as their warm-ups do."""
+    return draw.randrange(min(steps, MOST_SHIFTED) // 2 + 2)
+
+
 def falls_behind(*lives: Live) -> bool:
     """Whether a loader may have made fewer batches than were taken from it, by more than the one in the making or `SLACK`: then
     the loop will wait for it once what it has in store is used up, and short blocks would not show that."""
@@ -39,28 +56,41 @@ def have_workers(*lives: Live) -> bool:
     return any(loader.num_workers for live in lives for loader in live.evidence.loaders)
 
 
-def believe(blocks: dict[str, list[Block]]) -> None:
-    """Raise TrialEnded of B when B's time is that of other work."""
-    reason = other_work(blocks["a"], blocks["b"])
+def means_ms(a: Block, b: Block) -> tuple[float, float]:
+    """Milliseconds per step of one block of each side. Either both are without the steps that held an evaluation, or neither is: one side
+    with them and the other without would differ by what an evaluation takes."""
+    if a.tells_evaluations and b.tells_evaluations:
+        return a.mean_ns / 1e6, b.mean_ns / 1e6
+    return fmean(a.timed_ns) / 1e6, fmean(b.timed_ns) / 1e6
+
+
+def believe(blocks: dict[str, list[Block]], warm_ups: Sequence[Sequence[Window]]) -> None:
+    """Raise TrialEnded of B when B's time is that of other work. `warm_ups`: of the baseline."""
+    reason = other_work(blocks["a"], blocks["b"], [window for one in warm_ups for window in one])
     if reason is not None:
         ended = TrialEnded(Outcome("trains_otherwise", reason))
         ended.side = "b"
         raise ended
 
 
-def other_work(a: list[Block], b: list[Block]) -> str | None:
-    """What shows that the timed blocks of B are not the same work as those of A; None when nothing does.
+def other_work(a: list[Block], b: list[Block], known: Sequence[Window] = ()) -> str | None:
+    """What shows that the timed blocks of B are not the same work as those of A; None when nothing does. `known`: of other processes
+    of the baseline, how often events came (see `study.rates`).
 
     A verification run cannot show what only happens to be done while time is taken. Uneven accumulation at the end of
     an epoch, and a training that diverges by itself, are allowed for.
     """
-    steps_a, steps_b = sum(block.steps for block in a), sum(block.steps for block in b)
+    ours, theirs = ([(block.steps, block.events) for block in blocks] for blocks in (a, b))
     for token in sorted({token for block in a for token in block.events}):
-        expected = sum(block.events.get(token, 0) for block in a) / steps_a
-        found = sum(block.events.get(token, 0) for block in b) / steps_b
-        if abs(found - expected) > 0.15 * expected + 1.0 / min(steps_a, steps_b):
+        if differ(ours, theirs, token, known):
             what = {"B": "backward ran", "C": "its closure ran"}.get(token, "its optimizer stepped")
-            return f"{what} {found:.2f} times a step while it was timed, in the other process {expected:.2f} times"
+            return f"{what} {rate(theirs, token):.2f} times a step while it was timed, in the other process {rate(ours, token):.2f} times"
+    timed_a, timed_b = sum(len(block.timed_ns) for block in a), sum(len(block.timed_ns) for block in b)
+    expected, found = sum(len(block.evaluated) for block in a) / timed_a, sum(len(block.evaluated) for block in b) / timed_b
+    likely = (expected * timed_a + 2) / (timed_a + 4)       # as it may be where few steps, or none, held one by chance
+    error = math.sqrt(likely * (1 - likely) * (1 / timed_a + 1 / timed_b))
+    if found > expected + 0.15 + 1 / min(timed_a, timed_b) + SURE_OF_SHARES * error:
+        return f"{found:.0%} of its steps held an evaluation while they were timed, in the other process {expected:.0%}; these are not counted"
     if not all(map(math.isfinite, b[-1].sample)) and all(map(math.isfinite, a[-1].sample)):
         return "its parameters are not finite after a timed block"
     if all(block.moved for block in a) and 2 * sum(block.moved for block in b) <= len(b):

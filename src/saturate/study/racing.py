@@ -21,7 +21,15 @@ from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
-from saturate.study.race_blocks import believe, block_size, falls_behind, have_workers, run_block
+from saturate.study.race_blocks import (
+    believe,
+    block_size,
+    falls_behind,
+    have_workers,
+    means_ms,
+    run_block,
+    skipped_too,
+)
 from saturate.study.race_pair import (
     LEAST_ROUNDS,
     KernelWork,
@@ -32,6 +40,7 @@ from saturate.study.race_pair import (
     work_question,
     work_so_far,
 )
+from saturate.study.rates import Window
 from saturate.trial.outcome import Outcome, ran_out_of_memory
 from saturate.trial.process import Block, TrialEnded, joined
 
@@ -77,6 +86,7 @@ class Racer:
         self.mode = mode
         self.waits = True                   # whether the baseline waits for its loader, as far as is known
         self.in_turns = True                # whether a block may be cut into short turns: an accelerator drains at the end of each
+        self.warm_ups: list[list[Window]] = []      # of the baseline's processes, see `Bench`
         self.between_sd = race.PRIOR_BETWEEN_SD
         self.steadying: set[str] = set()    # ids of techniques without which processes of one set differ
         self.steady_sd = race.PRIOR_BETWEEN_SD      # between processes that have one of them
@@ -86,6 +96,7 @@ class Racer:
         self.on_pair: Callable[[Live, Live], None] | None = None       # told of A and B when their rounds are over, while both live
         self.on_crowded: Callable[[str], None] | None = None    # told why two cannot live at once; None: whoever asked wants them to
         self._base: Live | None = None      # a frozen baseline that screening races share
+        self._base_ms: dict[bool, list[float]] = {}     # its blocks, by whether they show that it waits for its loader
 
     # -- the baseline that screening shares ------------------------------------------------------------------------
 
@@ -102,7 +113,11 @@ class Racer:
     def drop_base(self) -> None:
         if self._base is not None:
             self.bench.finish_live(self._base)
-            self._base = None
+            self._base, self._base_ms = None, {}
+
+    def _base_drifts(self) -> bool:
+        """Whether it becomes slower or faster as it goes on: what is compared with it then is so by being younger."""
+        return any(map(stationary.drifts, self._base_ms.values()))
 
     def alternate(self) -> None:
         """From now on two processes never live at once."""
@@ -193,16 +208,24 @@ class Racer:
             self.drop_base()
             self._alternate(a, b, pair)
             return
+        if self._base_drifts():
+            self.drop_base()
+        older = share_base and self.base(a) is not None
         try:
             self._concurrent(a, b, share_base, pair)
+            again = older and self._base_drifts()
         except TrialEnded as ended:
             if self.may_be_crowded(ended):
                 pair.forget()
                 self._alone(ended, a, b, pair)
                 return
-            # The shared process ran out of steps in somebody else's race: start another one.
-            if not (share_base and ended.side == "a" and ended.outcome.kind == "too_short"):
+            # The shared process ran out of steps in somebody else's race, or has come to a part of the training that is other work
+            # than what a young one does: start another one.
+            again = ended.outcome.kind == "too_short" if ended.side == "a" else older and ended.outcome.kind == "trains_otherwise"
+            again = again and share_base
+            if not again:
                 raise
+        if again:
             pair.forget()
             self.drop_base()
             self._concurrent(a, b, share_base, pair)
@@ -236,13 +259,17 @@ class Racer:
                         blocks[side].append(joined(parts))
                     turn += cut[0]
                     if b:
-                        believe(blocks)
-                    pair.keep(blocks["a"][-1].mean_ns / 1e6, blocks["b"][-1].mean_ns / 1e6)
+                        believe(blocks, self.warm_ups)
+                    a_ms, b_ms = means_ms(blocks["a"][-1], blocks["b"][-1])
+                    pair.keep(a_ms, b_ms)
+                    if share_base:
+                        self._base_ms.setdefault(loader_bound, []).append(a_ms)
                     if hides and not loader_bound and falls_behind(first, second):
                         loader_bound = True
                         skip, steps = block_size(first, second)
                         pair.forget()
                         pair.count_rounds()
+                        self._base_ms.pop(False, None)
                 pair.count(before, lives)
                 on_side("b", partial(self.bench.prove_still, second))
                 if self.on_pair is not None:
@@ -276,18 +303,19 @@ class Racer:
 
     def _alternate(self, a: Set, b: Set, pair: Pair, first: str = "") -> None:
         order = (("a", a), ("b", b)) if (first or "ab"[pair.number % 2]) == "a" else (("b", b), ("a", a))
-        blocks = {side: self._blocks_alone(side, techniques) for side, techniques in order}
+        blocks = {side: self._blocks_alone(side, techniques, pair.number) for side, techniques in order}
         if b:
-            believe(blocks)
+            believe(blocks, self.warm_ups)
         for of_a, of_b in zip(blocks["a"], blocks["b"]):
-            pair.keep(of_a.mean_ns / 1e6, of_b.mean_ns / 1e6)
+            pair.keep(*means_ms(of_a, of_b))
 
-    def _blocks_alone(self, side: str, techniques: Set) -> list[Block]:
+    def _blocks_alone(self, side: str, techniques: Set, number: int) -> list[Block]:
         live = on_side(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
 
         def blocks(loader_bound: bool) -> list[Block]:
             skip, steps = block_size(live, live, loader_bound)
-            return [on_side(side, partial(run_block, live, skip, steps)) for _ in range(ALTERNATE_ROUNDS)]
+            draw = random.Random(number)        # the n-th blocks of both sides skip as many
+            return [on_side(side, partial(run_block, live, skip + skipped_too(steps, draw), steps)) for _ in range(ALTERNATE_ROUNDS)]
 
         try:
             before = falls_behind(live)
@@ -337,7 +365,7 @@ def _alternately(first: Live, second: Live, turn: int, turns: int, rest: int, ea
     parts: dict[str, list[Block]] = {"a": [], "b": []}
     for number in range(turn, turn + turns):
         order = ((first, "a"), (second, "b")) if number % 2 == 0 else ((second, "b"), (first, "a"))
-        more = draw.randrange(2) if each == 1 else 0        # or only every second step would ever count
+        more = skipped_too(each, draw)
         cpus: Sequence[int | None] = ()
         for live, side in order:
             parts[side].append(on_side(side, partial(run_block, live, rest + more, each, cpus)))

@@ -175,24 +175,25 @@ def _why_no_break_even(study: Study, steps: int | None) -> str:
         return "the study ended before the final race"
     if study.final.b_ms >= study.final.a_ms:
         return words.NEVER
-    return "no start of the baseline, or none of the final set, was timed to its end"
+    return "no start of the baseline, or none of the final set, was timed until its steps were steady"
 
 
 def _break_even(study: Study) -> int | None:
     """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches.
 
-    Starts vary from run to run, so medians over all trials of either kind are compared. Compiling is paid once where a
-    cache keeps it; its cold cost is the longest that any trial of these techniques took.
+    Starts vary from run to run, so medians over all trials of either kind are compared. The steps of a warm-up train as well: it costs
+    what they took longer than those after it. Compiling is paid once where a cache keeps it; its cold cost is the longest that any
+    trial of these techniques took.
     """
     if not (study.final and study.search and study.search.kept) or study.starved:
         return None
     labels = {c.label() for c in study.search.kept}
-    trials = [t for t in study.store.trials() if t["startup_s"] is not None and t["warmup_s"] is not None]
-    plain = [t["startup_s"] + t["warmup_s"] for t in trials if not t["techniques"]]
+    trials = [t for t in study.store.trials() if t["startup_s"] is not None and t.get("settling_s") is not None]
+    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"]]
     tuned = [t for t in trials if set(t["techniques"]) == labels]
     if not plain or not tuned:
         return None
-    warm = median([t["startup_s"] + t["warmup_s"] - (t["compile_s"] or 0.0) for t in tuned])
+    warm = median([t["startup_s"] + t["settling_s"] - (t["compile_s"] or 0.0) for t in tuned])
     cold_compile = max((t["compile_s"] or 0.0 for t in trials if t["techniques"] and set(t["techniques"]) <= labels), default=0.0)
     return breakeven.steps(study.final.a_ms, study.final.b_ms, warm + cold_compile - median(plain))
 

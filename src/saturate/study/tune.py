@@ -252,6 +252,7 @@ def racer_of(study: Study, bench: Bench) -> Racer:
     assert facts is not None
     racer = Racer(bench, study.request.threshold, baseline.race_mode(study))
     racer.in_turns = facts.device == "cpu"
+    racer.warm_ups = bench.warm_ups
     racer.waits = facts.input_wait_ms >= WAITS * facts.step_ms
     return racer
 
@@ -385,7 +386,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
-        _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain")
+        _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain", study.final)
         return
     if len(kept) == 1:      # its gain in the final set is what the final race measured
         fate = study.search.fates[kept[0].id]
@@ -410,10 +411,15 @@ def _won(stairs: list[tuple[Set, Result]], before: Set, kept: Set) -> Result | N
     return result if raced and result.decision.verdict == "faster" else None
 
 
-def _drop(study: Study, kept: tuple[Candidate, ...], fate: str, reason: str) -> None:
+def _drop(study: Study, kept: tuple[Candidate, ...], fate: str, reason: str, final: Result | None = None) -> None:
+    """Nothing is kept. A final race that says so is what is known of its one technique; of several it says nothing of any of them, and
+    what they gained before it was not confirmed."""
     assert study.search is not None
     for candidate in kept:
         study.search.settle(candidate, fate, reason)
+        if final is not None:
+            found = study.search.fates[candidate.id]
+            found.gain, found.gain_ci = (final.gain, final.gain_ci) if len(kept) == 1 else (None, None)
     study.search.kept = ()
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from saturate.records.result import NumericsCurve
-from saturate.verify.deviation import FIRST_ACTING, METRICS, Deviation, deviation, tells, tells_of_all, update_of
+from saturate.verify.broken import broken, opposed
+from saturate.verify.deviation import FIRST_ACTING, METRICS, Deviation, deviation
 from saturate.verify.series import Series
-from saturate.verify.tolerance import Tolerance
+from saturate.verify.tolerance import SEPARATED, Tolerance
 
 #: Up to this many times what is allowed is not far. What a kink makes of rounding begins small; other random numbers, another
 #: learning rate or gradients that are summed are a hundred times outside in the update where they begin.
@@ -66,32 +67,6 @@ def _other_training(baseline: Series, candidate: Series) -> str | None:
     for k, (expected, found) in enumerate(zip(baseline.samples, candidate.samples)):
         if len(expected) != len(found):
             return f"update {k} has {len(found)} sampled parameters instead of {len(expected)}"
-    return None
-
-
-def _broken(baseline: Series, candidate: Series, k: int) -> str | None:
-    """Update k yields no usable number, or does not move what the baseline moves."""
-    for expected, found in zip(baseline.losses[k], candidate.losses[k]):
-        if math.isfinite(expected) and not math.isfinite(found):
-            return f"loss is {found} in update {k}, the baseline's is {expected:.6g}"
-    expected, found = baseline.grad_norms[k], candidate.grad_norms[k]
-    if math.isfinite(expected) and not math.isfinite(found):
-        return f"gradient norm is {found} in update {k}, the baseline's is {expected:.6g}"
-    if not all(map(math.isfinite, candidate.samples[k])) and all(map(math.isfinite, baseline.samples[k])):
-        return f"parameters are not finite after update {k}"
-    if k < FIRST_ACTING:
-        return None
-    if baseline.statistics and baseline.statistics_segments == candidate.statistics_segments and any(
-            math.isfinite(a) and not math.isfinite(b) for a, b in zip(baseline.statistics[k], candidate.statistics[k])):
-        return f"running statistics of a module are not finite, or of another size, after update {k}"
-    change, other = update_of(baseline, k), update_of(candidate, k)
-    if not any(other) and tells_of_all(baseline, change, baseline.samples[k]):
-        return f"update {k} is missing: no parameter moved, the baseline's did"
-    for part, (begin, end) in enumerate(baseline.parts()):
-        if any(other[begin:end]) or baseline.coarse(part):
-            continue        # of 16 bits: where an update is near half a unit in all entries, it may vanish in one of two honest runs
-        if tells(baseline, part, change[begin:end], baseline.samples[k][begin:end], 16):
-            return f"tensor {part} did not move in update {k}, the baseline's did"
     return None
 
 
@@ -166,11 +141,14 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
     found = deviation(baseline, candidate)
     reason, times = None, math.inf
     for k in range(len(found.loss)):
-        reason = _broken(baseline, candidate, k)
+        reason = next((text for what, text in broken(baseline, candidate, k) if what not in tolerance.excused[k]), None)
         if reason is None and (outside := _excess(found, tolerance, k)) is not None:
             reason, times = outside
         if reason is not None:
             break
+    early = [k for k in range(FIRST_ACTING, len(found.loss)) if tolerance.turn[k] < SEPARATED]
+    if reason is None and (part := opposed(baseline, candidate, early)) is not None:
+        reason = f"tensor {part} goes the other way than in the baseline, in most updates"
     if reason is None and found.slowest > tolerance.slowest:
         reason, times = f"a tensor travels only {math.exp(-found.slowest):.1%} of its way in the baseline", found.slowest / tolerance.slowest
     if reason is None and abs(found.moves) > tolerance.moves:

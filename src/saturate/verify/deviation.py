@@ -3,7 +3,7 @@
 Each number is linear in a small perturbation, so that a tolerance is a multiple of what a known perturbation does:
 
     loss        |mean loss - baseline's|, in the loss's unit
-    gradient    |ln(gradient norm / baseline's)|
+    gradient    |ln(gradient norm / baseline's)|, where that is not below a tenth of its median
     turn        sqrt(2 - 2 cos) between the updates of a tensor: their angle in radians, while it is small
     stretch     |ln(length of the update / baseline's)|
     drift       |growth of a tensor's length since the techniques act, beyond the baseline's|: what a lost weight
@@ -108,10 +108,19 @@ def tells_of_all(series: Series, change: Sequence[float], held: Sequence[float])
     return norm(change) > QUANTUM * series.rounding * norm(held)
 
 
-def _ratio(other: float, base: float) -> float:
-    """|ln(other / base)|; nan when the baseline is not a positive number, inf when only the other is not."""
+def least_gradient(base: Series) -> float:
+    """Shorter gradients of this training are compared as if they were as long: one that is nearly nothing (a hinge loss whose last
+    samples are learnt) is noise by its own measure, as a loss is that is nearly zero."""
+    known = [value for value in base.grad_norms if math.isfinite(value) and value > 0]
+    return 0.1 * median(known) if known else 0.0
+
+
+def _ratio(other: float, base: float, least: float) -> float:
+    """|ln(other / base)|, neither below `least` where the baseline is; nan when that is not a positive number, inf when only the other is not."""
     if not (math.isfinite(base) and base > 0):
         return math.nan
+    if base < least and math.isfinite(other):
+        base, other = least, max(least, other)
     return abs(math.log(other / base)) if math.isfinite(other) and other > 0 else math.inf
 
 
@@ -126,7 +135,7 @@ def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
         length_a, length_b = norm(a), norm(b)
         if math.isfinite(length_b) and length_b > 0:
             cosine = math.fsum(map(mul, a, b)) / (length_a * length_b)
-            turns.append(math.sqrt(max(0.0, 2 - 2 * cosine)))
+            turns.append(math.sqrt(min(4.0, max(0.0, 2 - 2 * cosine))))
             stretches.append(math.log(length_b / length_a))
         else:
             turns.append(math.inf)
@@ -208,7 +217,7 @@ def _slowest(base: Series, other: Series, first: int, count: int) -> float:
     travelled = list(zip(paths(base, first, count), paths(other, first, count)))
     usual = math.fsum(a for a, _ in travelled) / max(1, len(travelled))
     seldom = _seldom_moving(base, first, count)
-    lags = [math.log(a / b) if b > 0 else math.inf for part, (a, b) in enumerate(travelled) if a > 1e-3 * usual and part not in seldom]
+    lags = [math.log(a / b) if 0 < b < math.inf else math.inf for part, (a, b) in enumerate(travelled) if a > 1e-3 * usual and part not in seldom]
     return max([0.0, *lags])
 
 
@@ -264,10 +273,11 @@ def deviation(base: Series, other: Series, acting: int = FIRST_ACTING) -> Deviat
     if any(len(base.samples[k]) != len(other.samples[k]) for k in range(n)):
         raise ValueError("the samples are of different parameters")
     loss, gradient, turn, stretch, drift = [], [], [math.nan] * min(n, 1), [math.nan] * min(n, 1), []
+    least = least_gradient(base)
     for k in range(n):
         expected, found = base.loss(k), other.loss(k)
         loss.append(math.nan if math.isnan(expected) else abs(found - expected) if math.isfinite(found) else math.inf)
-        gradient.append(_ratio(other.grad_norms[k], base.grad_norms[k]))
+        gradient.append(_ratio(other.grad_norms[k], base.grad_norms[k], least))
         drift.append(math.nan if k < acting else _drift(base, other, acting - 1, k))
         if k:
             angle, length = _direction(base, other, k)

@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import median
 
+from saturate.verify.broken import broken
 from saturate.verify.deviation import (
     FIRST_ACTING,
     QUANTUM,
     Deviation,
     OfMetrics,
     deviation,
+    least_gradient,
     moves_without_direction,
     norm,
     update_of,
@@ -44,8 +46,8 @@ DRIFT_SAFETY = 12.0
 #: No tolerance on lengths exceeds this factor, so that an exploding gradient always shows.
 WIDEST_RATIO = math.log(100.0)
 
-#: Once updates may turn by a radian, the trajectories have separated: loss and lengths are then only held to their
-#: range, and what is broken outright (not finite, not moving) still fails.
+#: Once updates may turn by a radian, the trajectories have separated: loss and gradient norm are then only held to their
+#: range, the length of updates to `WIDEST_RATIO`, and what is broken outright (not finite, not moving) still fails.
 SEPARATED = 1.0
 
 #: A program that runs twice gives the same numbers but for the order of sums, and for the shortest format (bfloat16: 2^-9). Little
@@ -75,7 +77,8 @@ class Tolerance(OfMetrics):
     """Allowed deviation per update (units as in `deviation`), and the least allowed update cosine."""
 
     slowest: float
-    moves: float = LEAST_MORE
+    moves: float
+    excused: list[frozenset[str]]       # what of each update is broken in an unchanged or perturbed run as well (see `broken`)
 
     @property
     def least_cosine(self) -> list[float]:
@@ -96,9 +99,13 @@ def widened(allowed: Sequence[float], losses: Sequence[Sequence[float]], otherwi
 
 
 def _running(found: Sequence[list[float]], floor: Sequence[float], widest: float, safety: float) -> list[float]:
-    """Running maximum over updates (looking ahead) and over runs, times the safety factor, between floor and cap."""
+    """Running maximum over updates (looking ahead) and over runs, times the safety factor, between floor and cap. Where a run has no
+    number that the baseline has, anything is allowed in that update."""
     allowed = []
     for k, least in enumerate(floor):
+        if any(math.inf in run[k:k + 1] for run in found):
+            allowed.append(math.inf)
+            continue
         seen = [value for run in found for value in run[: _horizon(k) + 1] if math.isfinite(value)]
         allowed.append(min(widest, max(least, safety * max(seen, default=0.0))))
     return allowed
@@ -136,7 +143,8 @@ def tolerance(
 
     loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero); where the loss itself
                 is in a format of 16 bits, one unit of it
-    gradient    four roundings, at least 1e-4: sums of many terms in another order
+    gradient    four roundings, at least 1e-4: sums of many terms in another order; once the trajectories have separated, the range of
+                the baseline's own
     turn        5e-3 rad, or the square root of the rounding when more: Adam-like rules divide small gradients by
                 their own size, so entries whose exact gradient is zero (the biases of attention keys) move by noise;
                 a fused AdamW turned a public transformer's updates by 0.012 rad in update 51, its twin by 3e-5 only,
@@ -168,16 +176,27 @@ def tolerance(
     columns = zip(*(run.series() for run in runs)) if runs else ((),) * len(floors)
     loss, gradient, turn, stretch, drift, statistics = (
         _running(*column) for column in zip(columns, floors, widest, safety))
-    stretch = [min(WIDEST_RATIO, allowed * times) for allowed, times in zip(stretch, _shorter(baseline))]
+    stretch = [min(max(allowed, WIDEST_RATIO), allowed * times) for allowed, times in zip(stretch, _shorter(baseline))]
+    norms = [max(value, least_gradient(baseline)) for value in baseline.grad_norms if math.isfinite(value)]
+    spread = min(WIDEST_RATIO, math.log(max(norms) / min(norms))) if norms and min(norms) > 0 else WIDEST_RATIO
     for k in range(n):
         if turn[k] >= SEPARATED:
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
-            gradient[k] = stretch[k] = WIDEST_RATIO
+            gradient[k] = max(gradient[k], spread)
+            stretch[k] = max(stretch[k], WIDEST_RATIO)
             statistics[k] = math.inf
-    lag = max([LEAST_LAG, *(SAFETY * run.slowest for run in runs if math.isfinite(run.slowest))])
+    lag = _total([run.slowest for run in runs], LEAST_LAG)
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
-    more = max([LEAST_MORE, SAFETY * chance, *(SAFETY * abs(run.moves) for run in runs if math.isfinite(run.moves))])
-    return Tolerance(loss, gradient, turn, stretch, drift, statistics, min(lag, WIDEST_RATIO), min(more, WIDEST_RATIO))
+    more = _total([abs(run.moves) for run in runs], LEAST_MORE, SAFETY * chance)
+    excused = [frozenset(what for run in (*aa, *twins) if k < len(run) for what, _ in broken(baseline, run, k)) for k in range(n)]
+    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused)
+
+
+def _total(found: Sequence[float], *least: float) -> float:
+    """What is allowed of a number of the whole run: as `_running` says."""
+    if math.inf in found:
+        return math.inf
+    return min(WIDEST_RATIO, max([*least, *(SAFETY * value for value in found if math.isfinite(value))]))
 
 
 def informative(baseline: Series) -> str | None:
@@ -248,13 +267,15 @@ def _starts_otherwise(baseline: Series, repetition: Series) -> bool:
     """Whether the first updates differ by more than rounding explains, before anything could amplify it.
 
     The losses of two random batches come near each other by chance, so all numbers of both updates are looked at. A search within a step (LBFGS) amplifies already in the first.
+    Where the first update that a technique acts in might turn by a radian (see `SEPARATED`), none would be compared.
     """
     found = deviation(baseline, repetition)
     updates = range(1 if baseline.searches else FIRST_ACTING)
     moved = norm([a - b for a, b in zip(repetition.samples[0], baseline.samples[0])])
     return (any(found.loss[k] > REPEATS * abs(baseline.loss(k)) for k in updates)
             or not baseline.searches and any(found.gradient[k] > REPEATS for k in updates)
-            or moved > REPEATS * norm(baseline.samples[0]) or found.turn[1] > SEPARATED / 2)
+            or moved > REPEATS * norm(baseline.samples[0]) or found.turn[1] > SEPARATED / 2
+            or not baseline.searches and any(SAFETY * turn >= SEPARATED for turn in found.turn[: _horizon(FIRST_ACTING) + 1]))
 
 
 def repeated(baseline: Series, repetition: Series) -> Series:
