@@ -119,7 +119,7 @@ def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.M
     store = types.SimpleNamespace(phases=lambda: [], add_seconds=lambda phase, seconds: None)
     study = types.SimpleNamespace(request=request, store=store, started=0.0, facts=Facts(device="cpu"), findings=[], registry={}, on_end=None, starved="",
                                   aa=None, refusal=None, say=said.append)
-    bench = types.SimpleNamespace(pace=None, peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
+    bench = types.SimpleNamespace(pace=None, warm_ups=[], peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
     tune._measure(study, bench)         # type: ignore[arg-type]
     assert study.refusal == "cannot verify: it does not repeat itself" == said[-1]
 
