@@ -135,7 +135,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 # There is no file to map: it is read, which gives the same tensors.
                 return original(stream, *args, **{**kwargs, "mmap": False})
-            except Exception:
+            except Exception:       # torch answers a broken stream in words of its own; the stream knows what broke it
                 if stream.raw.problem is not None:      # type: ignore[attr-defined]
                     raise stream.raw.problem from None  # type: ignore[attr-defined]
                 raise

@@ -23,16 +23,13 @@ from typing import Any
 
 from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, UsageError
-from saturate.inference import batches, identity, pickles, session
+from saturate.inference import batches, identity, pickles, session, wrapped
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
 
 _MANIFEST = "source.json"
 _MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _LOADER, _FACTS = (
     "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "loader.pt", "facts.pt")
-
-#: What `torch.nn.parallel` puts around a module, by class name.
-_PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 
 @dataclass(frozen=True)
@@ -303,16 +300,11 @@ def callable_of(torch: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
 def _unwrapped(torch: Any, model: Any) -> tuple[Any, list[str]]:
     """The user's module inside of what compiles it or spreads it over devices."""
     notes = []
-    while isinstance(model, torch.nn.Module):
-        if "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]
-            notes.append("the model came compiled: the baseline is the model without torch.compile, which is tried "
-                         "as a candidate")
-        elif type(model).__name__ in _PARALLEL and "module" in model._modules:
-            notes.append(f"the model came in {type(model).__name__}: the module inside is optimized, on one device")
-            model = model._modules["module"]
-        else:
-            break
+    while isinstance(model, torch.nn.Module) and (name := wrapped.held_as(model)) is not None:
+        notes.append("the model came compiled: the baseline is the model without torch.compile, which is tried as a candidate"
+                     if name == "_orig_mod" else
+                     f"the model came in {type(model).__name__}: the module inside is optimized, on one device")
+        model = model._modules[name]
     return model, notes
 
 

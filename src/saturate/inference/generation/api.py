@@ -20,12 +20,13 @@ from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
-from saturate.inference.generation.models import Adapter, unwrapped
+from saturate.inference.generation.models import Adapter
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.journal import Journal
 from saturate.inference.modes import evaluating
 from saturate.inference.process import clear_away
+from saturate.inference.wrapped import unwrapped
 from saturate.records.generation import GenerationRecord
 from saturate.trial.lock import FolderLock
 

@@ -24,12 +24,13 @@ from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.compare import agreement
 from saturate.inference.generation.decode import Request
 from saturate.inference.generation.host import Prepared, Refused, Served, Yard
-from saturate.inference.generation.models import device_of, unwrapped
+from saturate.inference.generation.models import device_of
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.modes import evaluating
 from saturate.inference.process import WorkerFailed
 from saturate.inference.techniques._api import Entry
+from saturate.inference.wrapped import unwrapped
 from saturate.measure.race import Estimate
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import CandidateRecord

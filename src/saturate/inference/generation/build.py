@@ -20,7 +20,6 @@ from saturate.inference.generation.models import (
     plain_forward,
     slots_of,
     text_config,
-    unwrapped,
     without_gradients,
 )
 from saturate.inference.generation.prompt_lookup import PromptLookup
@@ -33,6 +32,7 @@ from saturate.inference.generation.speculative import (
     QuotingDrafter,
     refuse_unfit,
 )
+from saturate.inference.wrapped import unwrapped
 
 #: The word for drafts from the text itself, in the place of a draft model.
 LOOKUP = "prompt-lookup"

@@ -20,15 +20,13 @@ from typing import Any, Protocol
 
 from saturate.errors import UsageError
 from saturate.inference.generation.cache import StaticCache
+from saturate.inference.wrapped import unwrapped
 
 #: Names under which models tell the longest sequence they take; Hugging Face's are looked for in `model.config`.
 _CONTEXT = ("max_position_embeddings", "n_positions", "context", "context_length", "max_seq_len", "block_size")
 
 #: A forward of at most so many tokens is a step of decoding, which a compiled decoder compiles. Others are prefills.
 STEP_TOKENS = 16
-
-#: What `torch.nn.parallel` puts around a module, by class name.
-_PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 _FIXED_SLOTS = 64  # capacity of a compiled decoder, in steps of this: a compiled forward is reused for like batches
 
@@ -59,16 +57,6 @@ class Decoder(Protocol):
         """Logits [rows, count, vocabulary] of the tokens ids[i, starts[i]:starts[i] + count]; with `keep`, it may be
         those of the last `keep` alone. What row i holds from starts[i] on is forgotten first, so going back is
         feeding again."""
-
-
-def unwrapped(torch: Any, model: Any) -> Any:
-    """The module inside of what compiles it or spreads it over devices: there its forward has names, and steps are compiled here."""
-    while isinstance(model, torch.nn.Module):
-        inner = "_orig_mod" if "_orig_mod" in model._modules else "module" if type(model).__name__ in _PARALLEL else None
-        if inner not in model._modules:
-            break
-        model = model._modules[inner]
-    return model
 
 
 def without_gradients(torch: Any, inference: bool) -> Any:
