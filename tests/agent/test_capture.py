@@ -61,6 +61,25 @@ def test_optimizers_that_hold_the_same_tensors_in_another_order_are_the_same_tra
     assert plain.segments == other.segments and plain.samples == other.samples and plain.losses == other.losses
 
 
+#: An encoder and a decoder with an optimizer each, and an embedding that both hold.
+SHARED = """
+import torch, torch.nn as nn
+torch.manual_seed(0)
+shared, one, two = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+optimizers = [torch.optim.Adam([*shared.parameters(), *part.parameters()]) for part in (one, two)]
+words = torch.arange(8)
+def loss(): return two(torch.tanh(one(shared(words)))).square().mean()
+"""
+
+
+def test_the_second_optimizer_of_a_step_is_no_successor_of_the_first_for_what_both_hold(script, start, tmp_path: Path) -> None:
+    """Where the step was known from another process, it was: the step that it ends never came, and the training went on for ever."""
+    capture = {"folder": str(tmp_path), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
+    step = {"token": "S1", "count": 1, "tokens": ["B", "S0", "S1"]}
+    start(str(script(SHARED + LOOP)), capture=capture, step=step, timeout_s=20.0).wait_ready()
+    assert len(series.read(tmp_path)) == 8
+
+
 def test_a_default_device_and_number_format_of_the_script_do_not_change_what_is_perturbed() -> None:
     import torch
 

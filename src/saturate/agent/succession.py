@@ -21,7 +21,9 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
     """An optimizer steps for the first time. True where it is not clear what it is to the step that was known before."""
     step = session.step
     known = step is not None and step.token != CLOSURE
-    if known and any(token != "B" for token in step.tokens) and not session.plan.get("drill"):
+    # One that the step names is a part of it, though it may hold what another part holds as well (an embedding that both share).
+    newcomer = known and name not in step.tokens and any(token != "B" for token in step.tokens)
+    if newcomer and not session.plan.get("drill"):
         part, role = _predecessor(session, optimizer)
         if role is not None:
             session.optimizers.roles[name] = role
@@ -29,7 +31,7 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
             _hold(session, part, optimizer)
             return False
         # Of a step that was known before it began, and of one that the user named and nobody saw yet, nobody is a successor.
-        if session.succession is None and name not in step.tokens and not session.awaited:
+        if session.succession is None and not session.awaited:
             session.succession = Succession(step, session.phase, len(session.tokens))
     _hold(session, name, optimizer)
     return known
