@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import studies
 
-from saturate.report import words
+from saturate.report import html, words
 from saturate.report.terminal import summary
 
 WIDTHS = (60, 80, 120)
@@ -50,6 +50,16 @@ def test_kept_techniques_are_listed_by_gain_and_folded():
     assert re.search(r"^kept +bf16-autocast +\+31\.2 %  \[\+30\.1, \+32\.3\]  precision$", text, re.M)
     assert "+3 more: compile, fused-optimizer, gc-freeze" in text
     assert text.index("bf16-autocast") < text.index("loader-workers")
+
+
+def test_parts_that_contradict_the_race_are_not_its_reason():
+    record = studies.big_win()
+    assert "\nwhy       input wait 66.0 -> 2.10 ms" in plain(record)
+    slower = {name: 1.05 * value for name, value in record.split_before.items()}
+    contradicted = msgspec.structs.replace(record, split_after=slower)
+    assert "\nwhy" not in plain(contradicted)
+    told = "less than half of what they found"
+    assert told in html.render(contradicted) and told not in html.render(record)
 
 
 def test_memory_stands_beside_time():

@@ -226,7 +226,8 @@ def step_split(record: StudyRecord) -> Markup:
     return section(
         "step",
         title,
-        ("Both bars have the same scale. " if after else "") + "The split explains; only the races decide.",
+        ("Both bars have the same scale. " if after else "") + "The split explains; only the races decide."
+        + (" Here it explains less than half of what they found: it is of a few steps of one process each." if words.unexplained(record) else ""),
         rows(
             [(name, bar_of(name, split), tag("b", milliseconds(_total(split)))) for name, split in columns],
             "rows two",

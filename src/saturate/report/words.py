@@ -255,13 +255,21 @@ def _counts_from(record: StudyRecord) -> str:
 def moved(record: StudyRecord, parts: int = 2) -> str:
     """Where the time went: the parts of a step that changed most, "input wait 66.0 -> 2.1 ms, ..."."""
     before, after = record.split_before, record.split_after
-    if not before or not after:
+    if not before or not after or unexplained(record):
         return ""
     names = list(dict.fromkeys([*before, *after]))
     by_change = sorted(names, key=lambda name: -abs(before.get(name, 0.0) - after.get(name, 0.0)))
     return ", ".join(
         f"{name} {ms(before.get(name, 0.0))} -> {ms(after.get(name, 0.0))} ms" for name in by_change[:parts]
     )
+
+
+def unexplained(record: StudyRecord) -> bool:
+    """Whether the two looks at a step's parts show less than half of what the races found (as logarithms). They are of a few steps
+    of one process each: where processes of one program differ, "backward 19 -> 23 ms" would stand beside "faster"."""
+    before, after = sum(record.split_before.values()), sum(record.split_after.values())
+    speedup = record.result.speedup or 1.0
+    return bool(before and after and speedup > 1.0) and before / after < math.sqrt(speedup)
 
 
 #: Why a study is undecided in which nothing that was raced is.

@@ -252,7 +252,8 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
     it does, and a candidate is accepted or not by chance.
     """
     help = ("give it a fixed seed (one from the clock, or from the system's randomness, makes each run another training); sort what it "
-            "takes from a set (its order follows addresses, or the hashes of strings where the script chooses PYTHONHASHSEED itself)")
+            "takes from a set (its order follows addresses, or the hashes of strings where the script chooses PYTHONHASHSEED itself); "
+            "take what its own worker processes make in a fixed order (from a queue it comes in the order in which they are ready)")
     for k, (expected, found) in enumerate(zip(baseline.digests[:FIRST_ACTING], repetition.digests)):
         if expected and found and expected != found:
             return f"the script does not repeat itself: a second run of it had other data in update {k}; {help}"
