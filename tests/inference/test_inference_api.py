@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optimizations
 import pytest
 
 import saturate
 from saturate.errors import CheckUnusable, EnvironmentProblem, SaturateError, UsageError, WorkloadFailed
-from saturate.inference import api, folders, plan, samples
-from saturate.inference.process import WorkerFailed
+from saturate.inference import api, folders, jury, plan, samples
+from saturate.inference.failures import WorkerFailed
+from saturate.inference.lab import Lab
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.records.inference import ModelFacts
@@ -156,32 +156,11 @@ def test_what_is_public_is_there_and_nothing_else() -> None:
         saturate.optimise       # noqa: B018
 
 
-@pytest.mark.parametrize(("verdict", "ratio", "said"), [("faster", 2.0, "faster"), ("inconclusive", 0.96, "inconclusive"),
-                                                       ("slower", 0.5, "nothing_helps")])
-def test_who_serves_no_more_samples_has_not_won(monkeypatch: Any, verdict: Any, ratio: float, said: str) -> None:
-    race = SimpleNamespace(verdict=verdict, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
-    fake = lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], [], race))      # noqa: E731
-    monkeypatch.setattr("saturate.inference.serving.Serving", fake)
-    record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
-    won = verdict == "faster"
-    assert record.verdict == said and (record.best is not None) is won and (record.artifact is not None) is won
-    assert any(one.fate == "kept" for one in record.candidates) is won
-
-
-def test_without_a_race_nobody_serves_more(monkeypatch: Any) -> None:
-    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch, limits: SimpleNamespace(
-        search=lambda *rest: ([], ["best, batch 8 does not run: a timeout"], None)))
-    record = api.with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
-    assert record.verdict == "inconclusive" and record.best is None and record.artifact is None
-    assert any(one.reason.endswith("no batch size was served by both, the model and the winner; best, batch 8 does not run: a timeout")
-               for one in record.candidates) and record.notes[-1] == "best, batch 8 does not run: a timeout"
-
-
 def test_what_was_found_for_another_aim_is_not_taken_over() -> None:
     source = SimpleNamespace(model_hash="m", inputs_hash="i", train_hash="", device="cpu", switches={})
-    lab = SimpleNamespace(facts=ModelFacts(), threads=1)
-    keys = {api.key_of(source, lab, objective, limits) for objective in api.OBJECTIVES for limits in ({}, {"p99_ms": 3.0}, {"p99_ms": 4.0})}
-    assert len(keys) == 9 and api.key_of(source, lab, "latency", {}) in keys
+    lab = Lab(source, Path("nowhere"), 1, 0.0, facts=ModelFacts())         # type: ignore[arg-type]
+    keys = {lab.key(objective, limits) for objective in api.OBJECTIVES for limits in ({}, {"p99_ms": 3.0}, {"p99_ms": 4.0})}
+    assert len(keys) == 9 and lab.key("latency", {}) in keys
 
 
 def test_what_keeps_candidates_away_is_said_first() -> None:
@@ -268,15 +247,15 @@ class Raises:
 
 
 def test_training_data_that_the_check_scores_is_refused_wherever_it_is() -> None:
-    assert api.apart(Train(training(), max), scored_samples(), 60.0) == []
+    assert jury.apart(Train(training(), max), scored_samples(), 60.0) == []
     with pytest.raises(CheckUnusable, match="training data is among") as caught:
-        api.apart(Train(training(leak=True), max), scored_samples(), 60.0)
+        jury.apart(Train(training(leak=True), max), scored_samples(), 60.0)
     assert "40 of 40 samples that the check scores" in caught.value.cause or "40 of 4840" in caught.value.cause
 
 
 def test_training_data_that_was_not_looked_at_is_said() -> None:
-    assert "the first 1 batches" in api.apart(Train(training(), max), scored_samples(), 0.0)[0]
-    assert api.apart(Train(itertools.repeat((torch.zeros(8, 4), torch.zeros(8))), max), scored_samples(), 0.2)
+    assert "the first 1 batches" in jury.apart(Train(training(), max), scored_samples(), 0.0)[0]
+    assert jury.apart(Train(itertools.repeat((torch.zeros(8, 4), torch.zeros(8))), max), scored_samples(), 0.2)
 
 
 @pytest.mark.parametrize(("loader", "error", "words"), [
@@ -284,7 +263,7 @@ def test_training_data_that_was_not_looked_at_is_said() -> None:
     ([torch.zeros(8, 4)], UsageError, "yields Tensor"), ([(torch.zeros(8, 4),)], UsageError, "yields tuple")])
 def test_a_training_loader_that_is_none_is_named(loader: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as caught:
-        api.apart(Train(loader, max), scored_samples(), 60.0)
+        jury.apart(Train(loader, max), scored_samples(), 60.0)
     assert words in caught.value.card()
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from saturate.inference import samples
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import CheckFailed, controls, scored
+from saturate.inference.checking import controls, scored
+from saturate.inference.failures import CheckFailed
 
 torch = pytest.importorskip("torch", reason="models need torch")
 
@@ -245,6 +246,19 @@ def test_what_refuses_noise_does_look_at_the_answers():
 
     found = controls(strict, run, Budget(0.02))
     assert found.problem is None and any("does look at the answers" in note for note in found.notes)
+
+
+def test_of_answers_that_are_no_tensors_no_noise_is_made():
+    """Of generated tokens, say: "one number only" was said of them."""
+    found = controls(lambda run: [float(row[0] > 0) for row in run([[0], [1]] * 20)], lambda prompts: prompts, Budget(0.02))
+    assert found.problem is None and len(found.notes) == 1 and "no noise can be made" in found.notes[0]
+
+
+@pytest.mark.parametrize(("inputs", "count"), [(([[1, 2], [3]],), 2), (([1, 2],), 1), (([[1, 2], [3]], 4), 1), (([[1, 2], "ab"],), 1), (([],), 1), (([[]],), 1)])
+def test_each_prompt_is_a_sample(inputs, count):
+    assert len(samples.names(inputs)) == count
+    if count == 2:
+        assert {*samples.names(inputs)} == {*samples.names(([[3], [1, 2]],))} and samples.names(inputs)[0] == samples.names(([1, 2],))[0]
 
 
 def test_constant_answers_say_nothing_about_the_check():

@@ -15,9 +15,7 @@ from test_inference_search import (
     INT8,
     OTHER,
     RUN,
-    CheckFailed,
     FakeWorker,
-    WorkerFailed,
     World,
     fates,
     quick,
@@ -29,6 +27,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import api, confirm, plan, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.search import Search, Tried
 from saturate.records.inference import Timing
 from saturate.techniques._api import Touch
@@ -41,7 +40,7 @@ BF16 = technique("bf16", "number", "convergence", (Touch("number-format"),), bou
 
 def champion(search: Search, world: World) -> tuple[confirm.Confirmed | None, Any]:
     search.deadline_s, search.end_s = time.monotonic() + 60, math.inf       # as `optimize` does at the end of the walk
-    return confirm.champion(search, world, WorkerFailed, CheckFailed, search.deadline_s)
+    return confirm.champion(search, world, search.deadline_s)
 
 
 def stored(world: World, label: str, factor: float) -> None:
@@ -96,7 +95,7 @@ def test_without_time_for_another_race_it_is_not_said_that_nothing_helps() -> No
     search = walk(world, RUN, OTHER)
     stored(world, "run", 1.0)
     search.deadline_s = search.end_s = 0.0
-    assert confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf) == (None, None)
+    assert confirm.champion(search, world, math.inf) == (None, None)
     assert fates(search)["other"] == "dominated" and [one.candidate.label() for one in result.open_ones(search)] == ["other"]
 
 
@@ -128,7 +127,7 @@ def test_behind_the_end_of_the_time_one_that_was_not_scored_is_worth_a_turn(loss
     search = walk(world, many, BF16, RUN)
     losing(world, *(label for label in fates(search) if label.startswith("fast")))
     search.deadline_s = search.end_s = 0.0
-    won, _ = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+    won, _ = confirm.champion(search, world, math.inf)
     assert won is not None and winner in won.found.candidate.label(), fates(search)
 
 
@@ -197,7 +196,7 @@ def test_nothing_is_repaired_without_time_or_without_the_model() -> None:
                 raise WorkerFailed("failed", "no memory")
 
             world.baseline = baseline                   # type: ignore[method-assign]
-        won, _ = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+        won, _ = confirm.champion(search, world, math.inf)
         assert won is not None and won.found.candidate.label() == "run" and not any(candidate.keep for candidate in search.tried)
 
 
@@ -340,7 +339,7 @@ def ending(world: World, times: int, how: str, *, outside: bool = True) -> None:
             left[0] -= 1
             if left[0] < 0:
                 return then(*given, **named)
-            raise WorkerFailed("failed", "ended by signal 9", outside)
+            raise WorkerFailed("failed", "ended by signal 9", outside=outside)
         return call
 
     def load(candidate: Candidate) -> FakeWorker:

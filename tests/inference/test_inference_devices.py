@@ -84,7 +84,7 @@ def test_what_is_compared_of_a_model_on_a_gpu_lies_on_the_cpu(lab: Lab) -> None:
         worker, unknown = lab.probe(worker)
         assert not unknown and lab.twin is not None and lab.others
         assert on_cpu([*lab.reference, *(lab.again or ()), *lab.twin, *(one.batch for one in lab.others), *(one.answer for one in lab.others)])
-        assert lab.problem(worker, Candidate()) is None and lab.other_sizes(worker, Candidate()) is None
+        assert lab.examine(worker, Candidate()).problem is None and lab.other_sizes(worker, Candidate()) is None
         model = Summed()
         model.device = "cuda"
         assert here.compare(torch, model, lab) == []

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
 from saturate.inference import gpu_failures, lab, worker  # noqa: E402 - after the check for torch
-from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.process import Worker  # noqa: E402
 
 BATCHES = [(torch.ones(4, 3),), (torch.zeros(4, 3),)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
@@ -17,13 +16,14 @@ from saturate.errors import EnvironmentProblem, WorkloadFailed
 from saturate.inference import accuracy, checking, confirm
 from saturate.inference import lab as module
 from saturate.inference.accuracy import Budget, Judgement, read, split
-from saturate.inference.api import control, running_model
+from saturate.inference.api import running_model
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed, NotDeployable
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal
+from saturate.inference.jury import Jury, control
 from saturate.inference.lab import Lab
-from saturate.inference.process import WorkerFailed
 from saturate.inference.result import best_of
 from saturate.inference.samples import Seen
 from saturate.inference.search import Tried
@@ -173,11 +173,9 @@ def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- the samples of the confirmation -------------------------------------------------------------------------------
 
 
-def scored_lab(before: list[float], budget: Budget, **more: Any) -> Lab:
-    lab = Lab(None, Path("nowhere"), 1, 0.0, budget=budget, scores=read(before), **more)       # type: ignore[arg-type]
-    if len(before) >= accuracy.FEWEST_TO_SPLIT:
-        lab.selection, lab.confirmation = split(len(before))
-    return lab
+def scored_lab(before: list[float], budget: Budget) -> Lab:
+    halves = split(len(before)) if len(before) >= accuracy.FEWEST_TO_SPLIT else None
+    return Lab(None, Path("nowhere"), 1, 0.0, jury=Jury(read(before), budget, halves))       # type: ignore[arg-type]
 
 
 def named(number: int) -> Candidate:
@@ -195,9 +193,7 @@ def test_a_search_lets_a_bad_candidate_through_in_five_percent_at_most(monkeypat
     def passes(lost: int, won: int, turn: int) -> bool:
         """Only the answers that changed count, so as many of them need no second look."""
         before, after = [1.0] * lost + [0.0] * won + [1.0] * (300 - lost - won), [0.0] * lost + [1.0] * (300 - lost)
-        lab = scored_lab(before, budget)
-        lab.confirmation, lab.turns = tuple(range(300)), [str(other) for other in range(turn)]
-        return lab.confirmed(read(after), named(0)).verdict == "pass"
+        return Jury(read(before), budget, ((), tuple(range(300)))).judge(read(after), turn).verdict == "pass"
 
     rng, searches, wrongly, first = numpy.random.default_rng(5), 1500, 0, 0
     halves = numpy.array(split(600))
@@ -224,7 +220,7 @@ def test_who_met_the_samples_before_has_its_own_level_again(tmp_path: Path) -> N
     lab = scored_lab(before, Budget(0.02))
     first, second = lab.confirmed(after, named(1)), lab.confirmed(after, named(2))
     assert first.drop_ci is not None and second.drop_ci is not None and first.drop_ci[1] < second.drop_ci[1]
-    later = dataclasses.replace(lab, budget=Budget(0.001))          # as `Result.pick` does
+    later = lab.within(0.001, 0.0)              # as `Result.pick` does
     assert later.confirmed(after, named(1)).drop_ci == first.drop_ci and lab.confirmed(after, named(2)) == second
     assert len(lab.turns) == 2
     assert (lab.judge(after).samples_needed or 0) == 0 and lab.judge(after).verdict == "pass", "the selection has all of it"
@@ -255,9 +251,10 @@ def test_only_the_very_answers_of_the_baseline_are_identical() -> None:
         return float((run(torch.zeros(100, 1)).argmax(1) == right).float().mean())
 
     for check, change in ((accurate, lambda x: x), (accurate, lambda x: x.argmax(1, keepdim=True).expand(-1, 2).mul(2).sub(1))):
-        lab = Lab(None, Path("nowhere"), 1, 0.0, check=check, budget=Budget(0.0))       # type: ignore[arg-type]
+        lab = Lab(None, Path("nowhere"), 1, 0.0, check=check)       # type: ignore[arg-type]
         found = checking.scored(check, lab.run_of(Answering(change(base))))             # type: ignore[arg-type]
-        lab.scores, lab.answers = found.scores, found.answers
+        assert found.scores is not None
+        lab.jury = Jury(found.scores, Budget(0.0), answers=found.answers)
         same, another = (lab.score(Answering(change(one))) for one in (base, other))    # type: ignore[arg-type]
         assert same is not None and another is not None
         assert lab.judge(another).verdict == "undecided"
@@ -274,25 +271,57 @@ def test_a_check_with_few_samples_says_that_it_cannot_confirm() -> None:
     assert scored_lab(values * 2, Budget(0.5)).judge(read(values * 2)).verdict == "pass"
 
 
-def test_a_check_with_few_samples_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def heard(values: list[float], **more: Any) -> checking.Controls:
+    return checking.Controls(checking.Scored(read(values), None, Seen(), "asked", "answered", 1, "", 0.0), **more)
+
+
+def test_a_check_with_few_samples_is_noted() -> None:
     for count, noted in ((19, True), (20, False)):
-        lab = scored_lab([1.0], Budget(0.5), check=len)
-        done = types.SimpleNamespace(scores=read([0.5] * count), answers="", asked="", samples=Seen(), output="")
-        monkeypatch.setattr(checking, "controls", lambda *given, done=done: types.SimpleNamespace(problem=None, baseline=done, notes=(), shuffled=False))
-        source = types.SimpleNamespace(calibration=lambda torch: [])
-        notes = control(lab, Answering(None), source, None, lambda text: None)          # type: ignore[arg-type]
-        assert any(f"{count} samples" in note for note in notes) == noted and (lab.confirmation is None) == noted
+        jury, notes = Jury.of(heard([0.5] * count), Budget(0.5))
+        assert any(f"{count} samples" in note for note in notes) == noted and (jury.halves is None) == noted
+        assert (jury.asked, jury.answers) == ("asked", "answered")
+
+
+def test_what_is_known_of_the_check_is_said() -> None:
+    assert Jury.of(heard([0.5] * 20, notes=("it prints",)), Budget(0.5))[1] == ["it prints"]
 
 
 def test_a_check_that_shuffles_certifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [0.1 * (i % 3) for i in range(40)]
-    lab = scored_lab(values, Budget(0.5), check=len)
-    lab.selection = lab.confirmation = None
-    done = types.SimpleNamespace(scores=read(values), answers="", asked="", samples=Seen(), output="")
-    monkeypatch.setattr(checking, "controls", lambda *given: types.SimpleNamespace(problem=None, baseline=done, notes=(), shuffled=True))
-    control(lab, Answering(None), types.SimpleNamespace(calibration=lambda torch: []), None, lambda text: None)      # type: ignore[arg-type]
+    lab = scored_lab(values, Budget(0.5))
+    monkeypatch.setattr(checking, "controls", lambda *given: heard(values, shuffled=True))
+    source = SimpleNamespace(calibration=lambda torch: [])
+    lab.jury, _ = control(len, lab.run_of(Answering(None)), Budget(0.5), source, None, 0.0)         # type: ignore[arg-type]
     for judgement in (lab.judge(read(values)), lab.confirmed(read(values), named(1))):
         assert judgement.verdict == "undecided" and "in another order each time" in judgement.reason and judgement.samples_needed is None
+
+
+@pytest.mark.parametrize("halves", [None, split(40)])
+def test_scores_that_are_none_of_the_same_samples_fail(halves: Any) -> None:
+    jury = Jury(read([0.1 * (i % 3) for i in range(40)]), Budget(0.5), halves)
+    for scores in (read([0.1] * 39), read(0.1)):
+        for turn in (None, 0):
+            judged = jury.judge(scores, turn)
+            assert judged.verdict == "fail" and judged.numbers() == (None, None) and "the check returned" in judged.reason
+
+
+class Repeating:
+    """A candidate that answers with these numbers, one after the other."""
+
+    def __init__(self, *answers: float):
+        self.answers = list(answers)
+
+    def outputs(self) -> Any:
+        return [[torch.full((2, 3), self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])]]
+
+
+@pytest.mark.parametrize(("answers", "says"), [((1.0,), None), ((9.0,), "it calls itself"), ((1.0, 1.0, 2.0), "it is random")])
+def test_what_is_seen_of_a_candidate_comes_with_what_is_wrong_with_it(answers: tuple[float, ...], says: str | None) -> None:
+    lab = Lab(SimpleNamespace(switches={}), Path("nowhere"), 1, 0.0, facts=ModelFacts(dtypes=("float32",)))         # type: ignore[arg-type]
+    lab.reference = [[torch.full((2, 3), 1.0)]]
+    found = lab.examine(Repeating(*answers), SimpleNamespace(numerics="reordering"))              # type: ignore[arg-type]
+    assert (found.problem is None) == (says is None) and (says or "") in (found.problem or "")
+    assert found.agreement_db is not None
 
 
 def test_records_hold_no_infinity() -> None:

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_inference_search import INT8, RUN, FakeWorker, WorkerFailed, World, fates, quick, registry, technique, walk
+from test_inference_search import INT8, RUN, FakeWorker, World, fates, quick, registry, technique, walk
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import api, identity
+from saturate.inference import identity
+from saturate.inference import journal as module
 from saturate.inference.accuracy import Budget, Scores
 from saturate.inference.candidates import Candidate, Part
-from saturate.inference.journal import NAME, Journal
+from saturate.inference.failures import WorkerFailed
+from saturate.inference.journal import NAME, Journal, rests
+from saturate.inference.jury import Jury
+from saturate.inference.lab import Lab
 from saturate.inference.techniques._api import Train
 from saturate.inference.tried import Tried, entry_of, tried_of
 from saturate.records.inference import ModelFacts, Timing
@@ -85,9 +89,7 @@ def test_scores_of_the_very_same_answers_stay_that(tmp_path: Path) -> None:
 def test_what_may_go_otherwise_another_time_is_tried_again(tmp_path: Path, kind: str, outside: bool, again: bool) -> None:
     def refuse(candidate: Candidate) -> FakeWorker:
         world.started.append(candidate.label())
-        error = WorkerFailed(kind, "No space left on device")
-        error.outside = outside         # type: ignore[attr-defined]
-        raise error
+        raise WorkerFailed(kind, "No space left on device", outside=outside)        # type: ignore[arg-type]
 
     for _ in range(2):
         world = World({"run": 0.5})
@@ -132,15 +134,15 @@ def test_a_search_is_known_by_training_versions_and_machine(monkeypatch: pytest.
     facts = ModelFacts(torch="2.9", installed={"onnxruntime": "1.20"}, cpu_flags=frozenset(("avx2", "avx512f")))
 
     def key(facts: ModelFacts = facts, threads: int = 1, **more: Any) -> str:
-        return api.key_of(SimpleNamespace(**{**vars(source), **more}), SimpleNamespace(facts=facts, threads=threads), "latency", {})
+        return Lab(SimpleNamespace(**{**vars(source), **more}), Path("nowhere"), threads, 0.0, facts=facts).key("latency", {})     # type: ignore[arg-type]
 
     change = functools.partial(dataclasses.replace, facts)
     others = [key(train_hash="t"), key(device="cuda:1"), key(switches={"products": "high"}), key(threads=2), key(change(torch="2.10")), key(change(installed={"onnxruntime": "1.21"})),
               key(change(cpu_flags=frozenset(("avx2",)))), key(change(capability=(9, 0)))]
-    monkeypatch.setattr(api, "__version__", "another")
+    monkeypatch.setattr(module, "__version__", "another")
     others.append(key())
     monkeypatch.undo()
-    monkeypatch.setattr(api.hardware, "gpu_name", lambda torch, device: "NVIDIA H200")      # an H100 has the same capability
+    monkeypatch.setattr(module.hardware, "gpu_name", lambda torch, device: "NVIDIA H200")      # an H100 has the same capability
     others.append(key())
     monkeypatch.undo()
     assert len({key(), *others}) == len(others) + 1
@@ -189,18 +191,19 @@ def test_code_includes_what_is_called_inside_and_through_modules() -> None:
 
 
 def test_what_scores_rest_on() -> None:
-    def lab(check: Any, **more: Any) -> SimpleNamespace:
-        return SimpleNamespace(**{"check": check, "budget": Budget(0.01), "scores": Scores(0.9), "asked": "a", **more})
+    def known(check: Any, mean: float = 0.9, asked: str = "a", **more: Any) -> dict[str, str]:
+        budget = Budget(**{"max_drop": 0.01, **more})
+        return rests(torch, check, budget, Jury(Scores(mean), budget, asked=asked).heard)
 
     check = scored(0.1, torch.zeros(3))
-    same = api.rests(lab(check))
-    assert api.rests(lab(check)) == same
-    for other in (lab(scored(0.2, torch.zeros(3))), lab(check, asked="b"), lab(check, scores=Scores(0.8)), lab(check, budget=Budget(0.01, metric="f1"))):
-        assert api.rests(other)["check"] != same["check"]
-    other = api.rests(lab(check, budget=Budget(0.02)))
+    same = known(check)
+    assert known(check) == same
+    for other in (known(scored(0.2, torch.zeros(3))), known(check, asked="b"), known(check, 0.8), known(check, metric="f1")):
+        assert other["check"] != same["check"]
+    other = known(check, max_drop=0.02)
     assert other["check"] == same["check"] and other["budget"] != same["budget"]
-    assert api.rests(lab(functools.reduce))["check"] != api.rests(lab(functools.reduce))["check"], "nobody can see what it does"
-    assert api.rests(lab(None)) == {"check": "", "budget": ""}
+    assert known(functools.reduce)["check"] != known(functools.reduce)["check"], "nobody can see what it does"
+    assert rests(torch, None) == {"check": "", "budget": ""}
 
 
 def test_training_is_known_by_data_loss_and_options() -> None:

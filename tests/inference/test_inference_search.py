@@ -17,6 +17,8 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import confirm, order, plan, racing, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
+from saturate.inference.failures import CheckFailed, WorkerFailed
+from saturate.inference.guards import Behaviour, Finding
 from saturate.inference.journal import Journal
 from saturate.inference.limits import over_limit, surely_over_limit
 from saturate.inference.search import Search, Tried
@@ -49,16 +51,6 @@ SWITCH = technique("switch", "session", "exact", (Touch("switch"),))
 BF16 = technique("bf16", "number", "precision", (Touch("number-format"),))
 INT8 = technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")))
 PRUNE = technique("prune", "train", "convergence", (Touch("weights-trained"),))
-
-
-class WorkerFailed(Exception):
-    def __init__(self, kind: str, reason: str, outside: bool = False):
-        super().__init__(reason)
-        self.kind, self.reason, self.outside = kind, reason, outside
-
-
-class CheckFailed(Exception):
-    pass
 
 
 @dataclass
@@ -117,17 +109,12 @@ class World:
         self.workers.append(worker)
         return worker
 
-    def problem(self, worker: FakeWorker, candidate: Candidate) -> str | None:
-        return "other shapes" if any(part.id in self.wrong for part in candidate.parts) else None
+    def examine(self, worker: FakeWorker, candidate: Candidate) -> Behaviour:
+        wrong = any(part.id in self.wrong for part in candidate.parts)
+        return Behaviour((Finding("structure", not wrong, "other shapes"),), 50.0, 0.125)
 
     def other_sizes(self, worker: FakeWorker, candidate: Candidate) -> str | None:
         return "a batch of 1 fails" if any(part.id in self.stiff for part in candidate.parts) else None
-
-    def agreement(self, worker: FakeWorker) -> float:
-        return 50.0
-
-    def flip_rate(self, worker: FakeWorker) -> float | None:
-        return 0.125
 
     def baseline_bytes(self, processes: int) -> int | None:
         return int(1e9)
@@ -156,8 +143,6 @@ class World:
     def ranking(self) -> tuple[list[str], tuple[str, ...]]:
         return [f"layer{index}" for index in range(16)], ("layer7", "layer9")
 
-    # as a yard
-
     def deploy(self, found: Any) -> Any:
         return found.candidate
 
@@ -176,7 +161,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def walk(world: World, *modules: Any, check: bool = True, journal: Any = None, seconds: float = 60.0, **more: Any) -> Search:
     found = plan.pool(registry(*modules), ModelFacts(), check=check)
     search = Search(world, found, more.pop("objective", "latency"), more.pop("limits", {}), time.monotonic() + seconds, world.budget,
-                    WorkerFailed, CheckFailed, journal=journal)
+                    journal=journal)
     search.run(world.baseline())
     return search
 
@@ -546,7 +531,7 @@ def test_the_journal_saves_the_work_and_survives_a_cut(tmp_path: Any) -> None:
     def once(cut: bool = False) -> tuple[World, Search]:
         world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
         found = plan.pool(modules, ModelFacts(), check=True)
-        search = Search(world, found, "latency", {}, time.monotonic() + 60, 0.01, WorkerFailed, CheckFailed, journal=Journal(tmp_path, "k"))
+        search = Search(world, found, "latency", {}, time.monotonic() + 60, 0.01, journal=Journal(tmp_path, "k"))
         search.run(world.baseline())
         return world, search
 
@@ -582,10 +567,10 @@ def test_undecided_ones_are_confirmed_and_what_fails_gives_way() -> None:
     search = walk(world, RUN, INT8)
     assert fates(search)["int8"] == "undecided"
     world.undecided = False         # the other samples decide
-    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    won = confirm.winner(search, world)
     assert won is not None and won.found.candidate.label() == "int8"
     world.undecided = True
-    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    won = confirm.winner(search, world)
     assert won is not None and won.found.candidate.label() == "run", "a lossless one needs no samples"
 
 
@@ -599,7 +584,7 @@ def test_what_cannot_be_stored_gives_way() -> None:
 
     world.deploy = deploy       # type: ignore[method-assign]
     search = walk(world, RUN, OTHER)
-    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    won = confirm.winner(search, world)
     assert won is not None and won.found.candidate.label() == "other"
     assert fates(search)["run"] == "not_deployable"
 
@@ -615,7 +600,7 @@ def test_what_hangs_in_a_race_gives_way(other: float) -> None:
     world = World({"run": 0.5, "other": other})
     search = walk(world, RUN, OTHER)
     world.load = lambda artifact: (Hanging if artifact.label() == "run" else FakeWorker)(0.5, artifact)  # type: ignore[method-assign]
-    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, time.monotonic() + 60)
+    won, final = confirm.champion(search, world, time.monotonic() + 60)
     assert won is not None and won.found.candidate.label() == "other" and final is not None and final.verdict == "faster"
     lost = next(found for candidate, found in search.tried.items() if candidate.label() == "run")
     assert lost.fate == "failed" and lost.reason.startswith("timeout: in the final race, a call took longer")
@@ -641,7 +626,7 @@ def test_a_full_disk_is_not_remembered_against_a_candidate(tmp_path: Any, kind: 
 def test_what_takes_no_other_batch_gives_way() -> None:
     world = World({"run": 0.5, "other": 0.6}, stiff=frozenset({"run"}))
     search = walk(world, RUN, OTHER)
-    won = confirm.winner(search, world, WorkerFailed, CheckFailed)
+    won = confirm.winner(search, world)
     assert won is not None and won.found.candidate.label() == "other" and fates(search)["run"] == "rejected_behaviour"
 
 
@@ -666,7 +651,7 @@ def test_limits_hold_for_what_was_stored_and_over_many_calls(limits: dict[str, f
     world.load = load       # type: ignore[method-assign]
     search = walk(world, RUN, OTHER, limits=limits)
     assert "over_limit" not in fates(search).values(), "a screening does not see it"
-    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, math.inf)
+    won, final = confirm.champion(search, world, math.inf)
     assert won is not None and won.found.candidate.label() == "other" and final is not None and final.verdict == "faster"
     found = next(one for one in search.tried.values() if one.candidate.label() == "run")
     assert found.fate == "over_limit" and found.reason.startswith(f"loaded from its artifact: {next(iter(limits))} is ")
@@ -693,7 +678,7 @@ def test_one_slow_call_of_a_dozen_refuses_no_winner(slow: set[int], seconds: flo
     search = walk(world, RUN)
     search.limits, slowed = {"p99_ms": 15.0}, held_up(slow)
     world.load = lambda artifact: slowed(0.5, artifact)     # type: ignore[method-assign]
-    won, final = confirm.champion(search, world, WorkerFailed, CheckFailed, time.monotonic() + seconds)
+    won, final = confirm.champion(search, world, time.monotonic() + seconds)
     found = next(iter(search.tried.values()))
     assert found.fate == kept and (won is not None) is (kept == "kept")
     if won is not None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optimizations
 import pytest
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference import racing
 from saturate.inference.ending import Ending
-from saturate.inference.process import WorkerFailed
-from saturate.inference.serving import Fleet, Serving, Setting, climb
+from saturate.inference.failures import WorkerFailed
+from saturate.inference.serving import Fleet, Serving, Setting, climb, with_throughput
 
 
 def rates(curve: dict[Setting, float | None], cores: int = 4) -> dict[Setting, float]:
@@ -178,3 +179,26 @@ def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: 
     with pytest.raises(EnvironmentProblem, match="has ended") as caught, ending.told():
         raise WorkerFailed("failed", "signal 9", outside=True)
     assert attached == [(caught.value, f"{caught.value.message}: signal 9")]
+
+
+@pytest.mark.parametrize(("verdict", "ratio", "said"), [("faster", 2.0, "faster"), ("inconclusive", 0.96, "inconclusive"),
+                                                       ("slower", 0.5, "nothing_helps")])
+def test_who_serves_no_more_samples_has_not_won(monkeypatch: pytest.MonkeyPatch, verdict: Any, ratio: float, said: str) -> None:
+    pytest.importorskip("torch")
+    race = SimpleNamespace(verdict=verdict, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
+    fake = lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], [], race))      # noqa: E731
+    monkeypatch.setattr("saturate.inference.serving.Serving", fake)
+    record = with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+    won = verdict == "faster"
+    assert record.verdict == said and (record.best is not None) is won and (record.artifact is not None) is won
+    assert any(one.fate == "kept" for one in record.candidates) is won
+
+
+def test_without_a_race_nobody_serves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch, limits: SimpleNamespace(
+        search=lambda *rest: ([], ["best, batch 8 does not run: a timeout"], None)))
+    record = with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+    assert record.verdict == "inconclusive" and record.best is None and record.artifact is None
+    assert any(one.reason.endswith("no batch size was served by both, the model and the winner; best, batch 8 does not run: a timeout")
+               for one in record.candidates) and record.notes[-1] == "best, batch 8 does not run: a timeout"

@@ -31,7 +31,8 @@ from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # no
 from saturate.inference import batches, guards, identity, pickles  # noqa: E402
 from saturate.inference import source as source_module  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
-from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.process import Worker  # noqa: E402
 from saturate.inference.source import Source, signature_of  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
 

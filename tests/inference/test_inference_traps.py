@@ -20,7 +20,7 @@ from saturate.errors import CheckUnusable, EnvironmentProblem, NothingFaster, St
 from saturate.inference import api, artifact, lab
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.ending import so_far
-from saturate.inference.process import WorkerFailed
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.result import judged
 from saturate.inference.search import Tried
 from saturate.records.inference import CandidateRecord, ModelFacts

@@ -125,6 +125,13 @@ class Budget:
         return None if other is None else f"a score of {other:g} lies outside of the score_range, {low:g} to {high:g}"
 
 
+def refuse_other(budget: Any) -> None:
+    """Raise UsageError for what is given as a budget, and is none."""
+    if budget is not None and not isinstance(budget, Budget):
+        raise UsageError(f"the budget is {budget!r:.100}", cause=f"it is a {type(budget).__name__}, not a saturate.Budget",
+                         remedy="budget=saturate.Budget(max_drop=0.01)")
+
+
 @dataclass(frozen=True)
 class Scores:
     """What a check said about one candidate: one value per sample, or a single number (`values` is None then)."""

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import numbers
 import os
@@ -22,37 +21,24 @@ from typing import Any
 
 import msgspec
 
-from saturate import __version__
-from saturate.errors import CheckUnusable, EnvironmentProblem, UsageError, WorkloadFailed
-from saturate.inference import (
-    checking,
-    confirm,
-    examples,
-    folders,
-    guards,
-    hardware,
-    here,
-    identity,
-    plan,
-    samples,
-    structure,
-    users_code,
-)
-from saturate.inference.accuracy import FEWEST_TO_SPLIT, Budget, split
+from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed
+from saturate.inference import confirm, examples, folders, guards, here, plan, structure
+from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.artifact import Artifact, load
-from saturate.inference.checking import CheckFailed
 from saturate.inference.ending import Ending
-from saturate.inference.journal import Journal
+from saturate.inference.failures import WorkerFailed
+from saturate.inference.journal import Journal, rests
+from saturate.inference.jury import control
 from saturate.inference.lab import Lab, of_the_machine
-from saturate.inference.process import WorkerFailed, clear_away
-from saturate.inference.racing import Race
+from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
+from saturate.inference.serving import with_throughput
 from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
-from saturate.records.inference import ModelFacts, OptimizeRecord
+from saturate.records.inference import ModelFacts
 from saturate.records.spelling import suggestion
 from saturate.trial.lock import FolderLock
 
@@ -66,14 +52,8 @@ CONFIRM_SHARE = 0.3
 #: A candidate that takes more than this share of the machine's memory is ended.
 MOST_MEMORY = 0.8
 
-#: Batch sizes and processes are searched for at least so long, where throughput is the objective.
-LEAST_SERVING_S = 20.0
-
 #: So many lossless candidates may become the second baseline.
 LOSSLESS_TURNS = 2
-
-#: Of the time, so much may go into looking for the check's samples in the training data, which may be endless.
-LOOK_SHARE = 0.05
 
 
 def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None, budget: Budget | None = None,
@@ -120,8 +100,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             say(note)
         if objective == "throughput":
             refuse_one_size(torch, source)
-        lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, budget=budget,
-                  memory_bytes=memory_limit(source.device), signature=signature_of(model))
+        lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, memory_bytes=memory_limit(source.device),
+                  signature=signature_of(model))
         registry = known(_registry.load(), only, skip)
         with running_model():
             worker = lab.baseline()
@@ -132,14 +112,18 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 notes += unknown
             notes += here.compare(torch, model, lab)
             if check is not None:
-                notes += control(lab, worker, source, trainer, say)
+                assert budget is not None
+                say("check: twice on the baseline, once on noise")
+                lab.jury, said = control(check, lab.run_of(worker), budget, source, trainer, lab.deadline_s)
+                notes += said
             assert lab.facts is not None
             pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
             notes += pool.notes()
-            journal = Journal(folder, key_of(source, lab, objective, limits or {}), resume, rests(lab))
+            heard = lab.jury.heard if lab.jury is not None else ()
+            journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
             lab.remember(journal)
             search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
-                            budget.max_drop if budget else 0.0, WorkerFailed, CheckFailed, say, journal, end_s=lab.deadline_s)
+                            budget.max_drop if budget else 0.0, say, journal, end_s=lab.deadline_s)
             ending = Ending(search, lab, notes, began)
             with ending.told():
                 search.run(worker)
@@ -198,9 +182,7 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
             raise UsageError(f"there is no limit {name!r}", remedy=f"one of {', '.join(LIMITS)}")
         if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
             raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number")
-    if budget is not None and not isinstance(budget, Budget):
-        raise UsageError(f"the budget is {budget!r:.100}", cause=f"it is a {type(budget).__name__}, not a saturate.Budget",
-                         remedy="budget=saturate.Budget(max_drop=0.01)")
+    refuse_other(budget)
     return Budget(max_drop=0.01) if budget is None and check is not None else budget
 
 
@@ -265,93 +247,11 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
     return notes
 
 
-def control(lab: Lab, worker: Any, source: Source, train: Train | None, say: Callable[[str], None]) -> list[str]:
-    """Whether the check can judge; its scores of the baseline, split in two. Raises CheckUnusable."""
-    import torch
-
-    assert lab.check is not None and lab.budget is not None
-    say("check: twice on the baseline, once on noise")
-    found = checking.controls(lab.check, lab.run_of(worker), lab.budget)
-    if found.problem is not None:
-        raise CheckUnusable(f"the check cannot be used: {found.problem.what}", evidence=found.baseline.output[-2000:],
-                            remedy=found.problem.remedy)
-    shared = samples.overlap(source.calibration(torch), found.baseline.samples)
-    if shared.refused:
-        raise CheckUnusable("calibration data is among the data of the check", cause=shared.words(),
-                            remedy="give inputs, or calibration (--calibration NAME), that the check does not score: training data, for one")
-    notes = list(found.notes)
-    if train is not None:
-        notes += apart(train, found.baseline.samples, LOOK_SHARE * (lab.deadline_s - clock.monotonic()))
-    lab.scores, lab.answers, lab.asked = found.baseline.scores, found.baseline.answers, found.baseline.asked
-    values = lab.scores.values if lab.scores else None
-    if values is None:
-        notes.append("the check returns a single number: it cannot certify a budget; return one value per sample")
-    elif found.shuffled:
-        lab.unsplit = checking.SHUFFLED
-    elif len(values) >= FEWEST_TO_SPLIT:
-        lab.selection, lab.confirmation = split(len(values))
-    else:
-        notes.append(f"the check scores {len(values)} samples: with fewer than {FEWEST_TO_SPLIT} none are left to confirm what the others "
-                     "chose, so it cannot certify a budget")
-    return notes
-
-
-def apart(train: Train, used: samples.Seen, limit_s: float) -> list[str]:
-    """What was not looked at of the training data within the time. Raises CheckUnusable where the check scores it, and
-    UsageError, WorkloadFailed for a loader that is none, or breaks."""
-    until = clock.monotonic() + limit_s
-    given = samples.Seen(used.names())
-    notes = []
-    for number, batch in enumerate(users_code.items(train.loader, "`train.loader`"), 1):
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise UsageError(f"`train.loader` yields {type(batch).__name__}, not tuples (*inputs, target)",
-                             remedy="train.loader=[(first, second, ..., target)], one tuple for each batch")
-        given.add(tuple(batch[:-1]))
-        if clock.monotonic() > until:
-            notes.append(f"whether the check scores training data was looked up in the first {number:,} batches of it: the time for "
-                         "that was over")
-            break
-    shared = samples.between(given, used)
-    if shared.refused:
-        raise CheckUnusable("training data is among the data of the check", cause=shared.words("training"),
-                            remedy="train on samples that the check does not score")
-    return notes
-
-
-def key_of(source: Source, lab: Lab, objective: str, limits: Mapping[str, float]) -> str:
-    """What all of a search's results depend on: what was given, versions, and the machine."""
-    import torch
-
-    facts = lab.facts
-    assert facts is not None
-    given = source.model_hash, source.inputs_hash, source.train_hash, lab.threads, *sorted(source.switches.items())
-    aim = objective, sorted(limits.items())                 # what is over a limit, and how memory is measured
-    here = __version__, facts.torch, sorted(facts.installed.items()), sorted(facts.cpu_flags), machine.cpu_name(), source.device, facts.capability
-    return _digest(given, aim, here, hardware.gpu_name(torch, source.device))
-
-
-def rests(lab: Lab) -> dict[str, str]:
-    """What some of a search's results depend on: the scores on the check, with its data and what it says of the model; and on
-    the budget who was worth scoring. A check whose code nobody can see may be another one each time."""
-    if lab.check is None:
-        return {"check": "", "budget": ""}
-    import torch
-
-    known = identity.of_callable(torch, lab.check) or secrets.token_hex(8)
-    metric = lab.budget.metric if lab.budget is not None else None
-    scores = None if lab.scores is None else (lab.scores.mean, lab.scores.values)
-    return {"check": _digest(known, metric, lab.asked, scores), "budget": _digest(lab.budget)}
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
-
-
 def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     """Store, confirm and race the best; the result, whatever came of it."""
     search, lab = ending.search, ending.lab
     say("confirm: store the best, load it in a fresh process, score and race it")
-    won, ending.final = confirm.champion(search, lab, WorkerFailed, CheckFailed, lab.deadline_s)
+    won, ending.final = confirm.champion(search, lab, lab.deadline_s)
     ending.won = won
     own = won is not None and won.found.candidate.lossless
     ending.lossless, unraced = (won, "") if own else _best_lossless(search, lab)
@@ -370,33 +270,6 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     return Result.of(record, search, lab)
 
 
-def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Callable[[str], None]) -> OptimizeRecord:
-    """The record with the batch sizes and processes that serve most samples per second."""
-    import torch
-
-    from saturate.inference.serving import Serving
-
-    rows, failed, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, clock.monotonic() + LEAST_SERVING_S))
-    record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *failed], throughput_ratio=race.speedup if race else None,
-                                     throughput_ratio_ci=race.speedup_ci if race else None)
-    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race, failed)
-
-
-def _serves_no_more(record: OptimizeRecord, race: Race | None, failed: list[str]) -> OptimizeRecord:
-    """The record without a winner: one call answers sooner, but that was not the objective. None: nothing could be raced; what `failed`
-    says why."""
-    undecided = race is None or race.verdict == "inconclusive"
-    ratio = "" if race is None or race.speedup is None else f"{race.speedup:.2f}x "
-    if race is None:
-        why = "; ".join(["no batch size was served by both, the model and the winner", *failed])
-    else:
-        why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
-    reason = f"{ratio}samples per second, each at its best batch size: {why}"
-    rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
-            for one in record.candidates]
-    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, serve="", candidates=rows)
-
-
 def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, str]:
     """The second baseline, stored and loaded like the winner. None: it is the model itself, or not known for a reason."""
     turns = 0
@@ -404,7 +277,7 @@ def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, 
         if turns == LOSSLESS_TURNS:
             return None, f"{turns} lossless candidates cannot be stored and loaded again, and the others had no turn"
         turns += 1
-        survived = confirm.survive(found, lab, WorkerFailed, CheckFailed, search.progress)
+        survived = confirm.survive(found, lab, search.progress)
         if survived is not None:
             return survived, ""
     return None, undecided_lossless(search)

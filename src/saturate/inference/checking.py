@@ -22,10 +22,11 @@ from typing import Any, Literal, TextIO
 
 from saturate.inference import samples, users_code
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
+from saturate.inference.failures import CheckFailed
 from saturate.inference.samples import Overlap, Seen, overlap
 from saturate.report import tracebacks
 
-__all__ = ["Check", "CheckFailed", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]
+__all__ = ["Check", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]
 
 #: Of what a check prints, so many characters are kept.
 MOST_OUTPUT = 64 * 1024
@@ -57,14 +58,6 @@ class Problem:
     remedy: str = ""
 
 
-class CheckFailed(Exception):
-    """The check gave no scores for a candidate; the message says why."""
-
-    def __init__(self, problem: Problem):
-        super().__init__(problem.what)
-        self.problem = problem
-
-
 @dataclass(frozen=True)
 class Scored:
     """One run of the check. `scores` is None where there is a `problem`."""
@@ -85,7 +78,7 @@ class Scored:
         if self.failure is not None:
             raise self.failure
         if self.problem is not None or self.scores is None:
-            raise CheckFailed(self.problem or Problem("unusable", "the check gave no scores"))
+            raise CheckFailed(self.problem.what if self.problem is not None else "the check gave no scores")
         return self.scores
 
 
@@ -207,6 +200,8 @@ def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, b
         notes = (*known.notes, note) if note else known.notes
         return dataclasses.replace(known, noise=noise, problem=problem, notes=notes)
 
+    if not pool.kept:
+        return result("the answers are no tensors, so no noise can be made of them: whether the check looks at them is not known")
     if not pool.varies():
         return result("the answers of the model hold one number only, so noise made of them tells nothing about the check")
     verdicts = []

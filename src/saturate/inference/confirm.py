@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from saturate.inference import racing
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
-from saturate.inference.search import NEEDS_LESS, WEIGHED, Search, Tried
+from saturate.inference.search import NEEDS_LESS, WEIGHED, Lab, Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import Fate
 from saturate.records.sizes import show
@@ -37,32 +38,6 @@ FINAL = Limits(max_pairs=4, min_rounds=6, max_rounds=16)
 DUEL = Limits(max_pairs=2, min_rounds=6, max_rounds=12)
 
 T = TypeVar("T")
-
-
-class Yard(Protocol):
-    """What confirming asks of the machine."""
-
-    def deploy(self, found: Tried) -> Path:
-        """Store the candidate as an artifact. Raises NotDeployable."""
-
-    def load(self, artifact: Path) -> Any:
-        """A fresh process that serves the artifact. Raises `process.WorkerFailed`."""
-
-    def artifact_bytes(self, folder: Path) -> int | None:
-        """The memory of a fresh process that serves an artifact; None: not known."""
-
-    def baseline(self) -> Any:
-        """A fresh process with the user's own model."""
-
-    def problem(self, worker: Any, candidate: Any) -> str | None: ...
-
-    def other_sizes(self, worker: Any, candidate: Any) -> str | None:
-        """What a guard has against it on batches of other sizes."""
-
-    def score(self, worker: Any) -> Any: ...
-
-    def confirmed(self, scores: Any, candidate: Any) -> Any:
-        """Judgement of the samples that the selection did not see, at the candidate's own level."""
 
 
 class NotDeployable(Exception):
@@ -97,25 +72,25 @@ def promising(found: Tried, search: Search) -> bool:
     return found.fate == "undecided" and judgement is not None and judgement.drop_ci is not None and judgement.drop <= search.max_drop
 
 
-def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
-             deadline_s: float, mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
+def champion(search: Search, lab: Lab, deadline_s: float,
+             mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
     loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. None: no
     contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
     search's own)."""
     for _ in range(MOST):
-        won = winner(search, yard, failed, check_failed, search.mend if mend is None else mend)
+        won = winner(search, lab, search.mend if mend is None else mend)
         if won is None:
             break
         try:
             if search.objective == "memory":
-                won.memory_bytes = once_more(lambda won=won: most_bytes(won, yard), failed)
-            final = once_more(lambda artifact=won.artifact: against(yard, artifact, None, deadline_s), failed)
+                won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
+            final = once_more(lambda artifact=won.artifact: against(lab, artifact, None, deadline_s))
             if outcome(final, search, won) == "faster":
-                final = once_more(lambda won=won, final=final: with_enough_calls(won, final, yard, search.limits, deadline_s), failed)
-        except failed as error:
-            won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"  # type: ignore[attr-defined]
-            won.found.outside = _outside(error)
+                final = once_more(lambda won=won, final=final: with_enough_calls(won, final, lab, search.limits, deadline_s))
+        except WorkerFailed as error:
+            won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"
+            won.found.outside = error.outside
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
         verdict = outcome(final, search, won)
@@ -132,13 +107,13 @@ def champion(search: Search, yard: Yard, failed: type[Exception], check_failed: 
     return None, None
 
 
-def with_enough_calls(won: Confirmed, final: Race, yard: Yard, limits: Mapping[str, float], deadline_s: float) -> Race:
+def with_enough_calls(won: Confirmed, final: Race, lab: Lab, limits: Mapping[str, float], deadline_s: float) -> Race:
     """The final race with more calls of the artifact, where it had too few to tell whether they keep a limit that they seem to
     pass: a slow model may have a dozen, and one that something else held up is their 99th percentile."""
     times = list(final.times_b)
     if not too_few_calls(times, won.memory_bytes, limits) or time.monotonic() >= deadline_s:
         return final
-    with racing.lane(lambda: yard.load(won.artifact)) as more:
+    with racing.lane(lambda: lab.load(won.artifact)) as more:
         while not decided(times, won.memory_bytes, limits) and time.monotonic() < deadline_s:
             before = len(more.times_ns)
             more.run()
@@ -158,10 +133,10 @@ def refused(won: Confirmed, final: Race, verdict: str, limits: Mapping[str, floa
     return "over_limit", f"loaded from its artifact: {over}"
 
 
-def most_bytes(won: Confirmed, yard: Yard) -> int | None:
+def most_bytes(won: Confirmed, lab: Lab) -> int | None:
     """The most that some fresh processes of the artifact take; None: not known. The first was confirmed; one that the search had chosen
     for what it took would be partly the luckiest."""
-    found = [won.memory_bytes, *(yard.artifact_bytes(won.artifact) for _ in range(WEIGHED - 1))]
+    found = [won.memory_bytes, *(lab.artifact_bytes(won.artifact) for _ in range(WEIGHED - 1))]
     return None if None in found else max(found)        # type: ignore[type-var]
 
 
@@ -199,8 +174,7 @@ def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
         won.found.reason = f"in the final race {final.reason}; {won.found.speedup or 1.0:.2f}x in a screening"
 
 
-def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: type[Exception],
-           mend: Callable[[Tried], None] = lambda found: None) -> Confirmed | None:
+def winner(search: Search, lab: Lab, mend: Callable[[Tried], None] = lambda found: None) -> Confirmed | None:
     """The best contender that survives; None: only the baseline is left. What does not survive gets its fate, and goes to
     `mend`, which may bring other contenders in its place."""
     best: Confirmed | None = None
@@ -209,13 +183,13 @@ def winner(search: Search, yard: Yard, failed: type[Exception], check_failed: ty
     while (found := following(search, seen, best, spare)) is not None:
         seen.add(found.candidate)
         spare = spare and (not found.unscored or search.time_left())
-        confirmed = survive(found, yard, failed, check_failed, search.progress)
+        confirmed = survive(found, lab, search.progress)
         if confirmed is None:
             mend(found)
         elif best is None:
             best = confirmed
         elif search.objective != "memory" and search.time_left():
-            best = duel(best, confirmed, yard, search)
+            best = duel(best, confirmed, lab, search)
     return best
 
 
@@ -238,24 +212,23 @@ def following(search: Search, seen: set[Candidate], best: Confirmed | None, spar
     return next(filter(has_turn, left), None)
 
 
-def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: type[Exception],
-            progress: Callable[[str], None]) -> Confirmed | None:
+def survive(found: Tried, lab: Lab, progress: Callable[[str], None]) -> Confirmed | None:
     """Store, load, guard, score. None where one of these fails; `found` then says why."""
     try:
-        artifact = yard.deploy(found)
+        artifact = lab.deploy(found)
     except NotDeployable as error:
         _not_deployed(found, error.__cause__ or error, f"it cannot be stored: {error}", progress)
         return None
     try:
-        confirmed = once_more(lambda: _served(found, artifact, yard, check_failed), failed)
-    except failed as error:
+        confirmed = once_more(lambda: _served(found, artifact, lab))
+    except WorkerFailed as error:
         _not_deployed(found, error, f"its artifact does not serve in a fresh process: {error}", progress)
         return None
     if confirmed is None:
         return None
     if confirmed.scores is None:
         return confirmed
-    confirmed.judgement = yard.confirmed(confirmed.scores, found.candidate)
+    confirmed.judgement = lab.confirmed(confirmed.scores, found.candidate)
     verdict = confirmed.judgement.verdict
     if verdict == "pass" or (verdict == "undecided" and found.candidate.lossless):
         return confirmed
@@ -266,19 +239,19 @@ def survive(found: Tried, yard: Yard, failed: type[Exception], check_failed: typ
     return None
 
 
-def _served(found: Tried, artifact: Path, yard: Yard, check_failed: type[Exception]) -> Confirmed | None:
+def _served(found: Tried, artifact: Path, lab: Lab) -> Confirmed | None:
     """Load, guard, score, without a judgement. None where guards or the check refuse; raises where the process does not live."""
-    worker = yard.load(artifact)
+    worker = lab.load(artifact)
     try:
-        problem = yard.problem(worker, found.candidate)
+        problem = lab.examine(worker, found.candidate).problem
         confirmed = Confirmed(found, artifact, memory_bytes=worker.memory_bytes())      # before larger batches take more
-        problem = problem or yard.other_sizes(worker, found.candidate)
+        problem = problem or lab.other_sizes(worker, found.candidate)
         if problem is not None:
             found.fate, found.reason = "rejected_behaviour", f"loaded from its artifact: {problem}"
             return None
         try:
-            confirmed.scores = yard.score(worker)
-        except check_failed as error:
+            confirmed.scores = lab.score(worker)
+        except CheckFailed as error:
             found.fate, found.reason = "rejected_behaviour", f"the check fails on its artifact: {error}"
             return None
     finally:
@@ -286,12 +259,12 @@ def _served(found: Tried, artifact: Path, yard: Yard, check_failed: type[Excepti
     return confirmed
 
 
-def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Confirmed:
+def duel(first: Confirmed, second: Confirmed, lab: Lab, search: Search) -> Confirmed:
     """The faster of two; the first where they cannot be told apart."""
     try:
-        race = racing.race(lambda: yard.load(first.artifact), lambda: yard.load(second.artifact), limits=DUEL,
+        race = racing.race(lambda: lab.load(first.artifact), lambda: lab.load(second.artifact), limits=DUEL,
                            threshold=0.0, deadline_s=search.deadline_s)
-    except search.failed as error:          # whose doing it was the final race will tell
+    except WorkerFailed as error:            # whose doing it was the final race will tell
         second.found.reason = f"{second.found.speedup or 1.0:.2f}x in a screening; a race with {first.found.candidate.label()} failed: {error}"
         search.progress(f"{second.found.candidate.label()}: {second.found.reason}")
         return first
@@ -311,27 +284,24 @@ def duel(first: Confirmed, second: Confirmed, yard: Yard, search: Search) -> Con
 def _not_deployed(found: Tried, cause: BaseException, reason: str, progress: Callable[[str], None]) -> None:
     """What could not be stored or served, by what a process of it ended of, if one did: the time, or what was no fault of its own, leaves
     open whether it may be the answer."""
-    found.fate, found.reason, found.outside = "not_deployable", reason, _outside(cause)
-    if getattr(cause, "kind", None) == "timeout":
+    ended = cause if isinstance(cause, WorkerFailed) else None
+    found.fate, found.reason, found.outside = "not_deployable", reason, ended is not None and ended.outside
+    if ended is not None and ended.kind == "timeout":
         found.fate, found.reason = "failed", f"timeout: {reason}"
     progress(f"{found.candidate.label()}: {found.reason}")
 
 
-def once_more(trial: Callable[[], T], failed: type[Exception]) -> T:
+def once_more(trial: Callable[[], T]) -> T:
     """What it gives; tried again where it was no fault of the candidate's that a process ended."""
     try:
         return trial()
-    except failed as error:
-        if not _outside(error):
+    except WorkerFailed as error:
+        if not error.outside:
             raise
     return trial()
 
 
-def _outside(error: BaseException) -> bool:
-    return getattr(error, "outside", False)
-
-
-def against(yard: Yard, artifact: Path, other: Path | None, deadline_s: float) -> Race:
+def against(lab: Lab, artifact: Path, other: Path | None, deadline_s: float) -> Race:
     """The final race of an artifact: against another one, or (None) against the user's baseline."""
-    start = yard.baseline if other is None else (lambda: yard.load(other))
-    return racing.race(start, lambda: yard.load(artifact), limits=FINAL, deadline_s=deadline_s)
+    start = lab.baseline if other is None else (lambda: lab.load(other))
+    return racing.race(start, lambda: lab.load(artifact), limits=FINAL, deadline_s=deadline_s)

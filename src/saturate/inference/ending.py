@@ -11,7 +11,7 @@ import msgspec
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference.confirm import Confirmed, contenders
-from saturate.inference.process import WorkerFailed
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, record_of
 from saturate.records.inference import OptimizeRecord, Unconfirmed

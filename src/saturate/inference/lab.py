@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
-from saturate.inference import accuracy, artifact, batches, checking, confirm, guards, samples, session
+from saturate.inference import artifact, batches, checking, confirm, guards, samples, session
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.formats import MADE_FOR
-from saturate.inference.journal import Journal
-from saturate.inference.process import Worker, WorkerFailed
+from saturate.inference.journal import Journal, key_of, turn, turns_of
+from saturate.inference.jury import Jury
+from saturate.inference.process import Worker
 from saturate.inference.search import Tried
 from saturate.inference.source import Source
 from saturate.records.inference import ModelFacts
@@ -49,9 +50,6 @@ RANKING_S = 300.0
 
 #: Calls after which a process has the memory that serving takes.
 _SERVED_CALLS = 8
-
-#: In the journal, what a contender's turn at the samples of the confirmation begins with.
-TURN = "confirmed: "
 
 #: Batches of examples that an artifact keeps.
 EXAMPLES = 2
@@ -79,7 +77,6 @@ class Lab:
     deadline_s: float
     memory_bytes: int | None = None
     check: Callable[..., Any] | None = None
-    budget: Budget | None = None
     facts: ModelFacts | None = None
     reference: list[list[Any]] = field(default_factory=list)    # the baseline's outputs
     again: list[list[Any]] | None = None                        # the same, a second time
@@ -87,19 +84,23 @@ class Lab:
     twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
     others: list[Other] = field(default_factory=list)           # batches of other sizes, with its outputs
     signature: inspect.Signature | None = None                  # of the model, for a check that calls it with keywords
-    scores: Scores | None = None                                # the baseline's
-    answers: str = ""                                           # digest of what the check got from the baseline
-    asked: str = ""                                             # digest of what the check asked the baseline
-    selection: tuple[int, ...] | None = None
-    confirmation: tuple[int, ...] | None = None
-    unsplit: str = ""                                           # why a check with enough samples is not split
+    jury: Jury | None = None                                    # of the check, once it is known that it can judge
     turns: list[str] = field(default_factory=list)              # who met the confirmation's samples, in that order
     journal: Journal | None = None                              # remembers the turns
     stored: dict[Candidate, Path] = field(default_factory=dict)
     made: list[Path] = field(default_factory=list)              # artifacts of candidates; see `discard`
     _prepared_s: float = 0.0
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
-    _agreement: tuple[Any, Any] | None = None
+
+    @property
+    def budget(self) -> Budget | None:
+        return None if self.jury is None else self.jury.budget
+
+    def within(self, max_drop: float, deadline_s: float) -> Lab:
+        """The same for another budget, and with another end."""
+        assert self.jury is not None
+        jury = dataclasses.replace(self.jury, budget=dataclasses.replace(self.jury.budget, max_drop=max_drop))
+        return dataclasses.replace(self, jury=jury, deadline_s=deadline_s)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class Lab:
     def baseline_bytes(self, processes: int) -> int | None:
         """The least that so many processes of the model itself take to serve; None: not known. The first is the one that was observed,
         as it was before probes and the check made it larger. Raises WorkerFailed."""
-        found = [self.own_bytes, *(confirm.once_more(lambda: _serving_bytes(self.baseline()), WorkerFailed) for _ in range(processes - 1))]
+        found = [self.own_bytes, *(confirm.once_more(lambda: _serving_bytes(self.baseline())) for _ in range(processes - 1))]
         return None if None in found else min(found)        # type: ignore[type-var]
 
     def artifact_bytes(self, folder: Path) -> int | None:
@@ -198,16 +199,14 @@ class Lab:
 
     # -- guards ----------------------------------------------------------------------------------------------------
 
-    def problem(self, worker: Worker, candidate: Candidate) -> str | None:
-        found = self._behaviour(worker, candidate.numerics)
-        if found.problem is not None:
-            return found.problem
-        if self.facts is not None and not self.facts.random:
-            once, again = worker.outputs(), worker.outputs()
-            repeated = guards.repeats(self._torch(), once, again)
-            if not repeated.passed:
-                return repeated.what
-        return None
+    def examine(self, worker: Worker, candidate: Candidate) -> guards.Behaviour:
+        """How its outputs compare with the baseline's, and with each other where the model is not random."""
+        torch, facts = self._torch(), self.facts
+        found = guards.examine(torch, self.reference, worker.outputs(), numerics=candidate.numerics, precision=self.precision(),
+                               again=self.again, twin=self.twin, generates=bool(facts and facts.generates))
+        if found.problem is not None or facts is None or facts.random:
+            return found
+        return dataclasses.replace(found, findings=(*found.findings, guards.repeats(torch, worker.outputs(), worker.outputs())))
 
     def observe(self, worker: Worker) -> None:
         """What candidates are compared with: the outputs of the baseline, twice, and the memory that it takes until then."""
@@ -271,20 +270,6 @@ class Lab:
         """The coarsest format that the baseline computes in, as `guards.examine` takes it."""
         return computed_in(self.facts, self.source.switches) if self.facts is not None else "float32"
 
-    def agreement(self, worker: Worker) -> float | None:
-        return self._agreement[1].agreement_db if self._agreement and self._agreement[0] is worker else None
-
-    def flip_rate(self, worker: Worker) -> float | None:
-        return self._agreement[1].flip_rate if self._agreement and self._agreement[0] is worker else None
-
-    def _behaviour(self, worker: Worker, numerics: str) -> guards.Behaviour:
-        facts = self.facts
-        found = guards.examine(self._torch(), self.reference, worker.outputs(), numerics=numerics,
-                               precision=self.precision(), again=self.again, twin=self.twin,
-                               generates=bool(facts and facts.generates))
-        self._agreement = (worker, found)
-        return found
-
     def _torch(self) -> Any:
         import torch
 
@@ -298,49 +283,40 @@ class Lab:
 
     def score(self, worker: Worker) -> Scores | None:
         """The check on a worker; None where there is no check."""
-        if self.check is None or self.budget is None:
+        if self.check is None or self.jury is None:
             return None
-        found = checking.scored(self.check, self.run_of(worker), self.budget.metric)
+        found = checking.scored(self.check, self.run_of(worker), self.jury.budget.metric)
         scores = found.required()
         # Whole numbers, such as classes, are often the same although the model is another one.
-        return dataclasses.replace(scores, identical=found.fractions and found.answers == self.answers)
+        return dataclasses.replace(scores, identical=found.fractions and found.answers == self.jury.answers)
 
     def judge(self, scores: Scores) -> Judgement:
-        assert self.budget is not None
-        return self._judged(scores, self.selection, self.budget, accuracy.level(self.budget.confidence, 0))
+        """By the samples of the selection."""
+        assert self.jury is not None
+        return self.jury.judge(scores)
 
     def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
-        """By samples that the selection did not see. They are the same for all contenders, so each has to pass by its own
-        share of the chance of a false one: with so many tries at the whole of it, one would pass too often."""
-        assert self.budget is not None
-        confidence = accuracy.level(self.budget.confidence, self.turn(candidate))
-        return self._judged(scores, self.confirmation, dataclasses.replace(self.budget, confidence=confidence), confidence)
+        """By samples that the selection did not see, at the candidate's own level."""
+        assert self.jury is not None
+        return self.jury.judge(scores, turn(candidate.key(), self.turns, self._keep_turn))
 
-    def turn(self, candidate: Candidate) -> int:
-        """Its place among those that met these samples. It keeps it: its bound is the same each time, whatever the budget."""
-        name = f"{TURN}{candidate.key()}"
-        if name not in self.turns:
-            self.turns.append(name)
-            if self.journal is not None:
-                self.journal.add(name, {})
-        return self.turns.index(name)
+    def _keep_turn(self, name: str) -> None:
+        if self.journal is not None:
+            self.journal.add(name, {})
 
     def remember(self, journal: Journal) -> None:
         """Go on after the turns of a search that was here before."""
         self.journal = journal
-        self.turns += [name for name in journal.known if name.startswith(TURN)]
+        self.turns += turns_of(journal.known)
 
-    def _judged(self, scores: Scores, indices: tuple[int, ...] | None, budget: Budget, confirmed_at: float | None) -> Judgement:
-        assert self.scores is not None
-        before, share = self.scores, 1.0
-        if indices is not None and scores.values is not None and len(scores.values) == len(before.values or ()):
-            share = len(indices) / len(scores.values)
-            before, scores = before.at(indices), scores.at(indices)
-        try:
-            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confirmed_at)
-        except accuracy.UnusableScores as error:
-            return Judgement("fail", math.inf, None, None, None, str(error))
-        return found if indices is not None or budget.confidence is None else accuracy.unsplit(found, self.unsplit)
+    def key(self, objective: str, limits: Mapping[str, float]) -> str:
+        """What all of a search's results depend on, for its journal."""
+        source, facts = self.source, self.facts
+        assert facts is not None
+        given = source.model_hash, source.inputs_hash, source.train_hash, self.threads, *sorted(source.switches.items())
+        aim = objective, sorted(limits.items())                 # what is over a limit, and how memory is measured
+        seen = facts.torch, sorted(facts.installed.items()), sorted(facts.cpu_flags), facts.capability
+        return key_of(self._torch(), source.device, given, aim, seen)
 
     # -- repair ----------------------------------------------------------------------------------------------------
 

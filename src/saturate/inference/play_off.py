@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from saturate.inference import racing
+from saturate.inference.failures import WorkerFailed
 
 if TYPE_CHECKING:
     from saturate.inference.candidates import Candidate
@@ -41,7 +42,7 @@ def run(search: Search) -> None:
             ahead = search.value(rival) > search.value(holder)
             holder = rival if ahead else holder
             lanes.pop(0 if ahead else 1).worker.close()
-    except search.failed as error:
+    except WorkerFailed as error:
         search.progress(f"not compared once more: {error}")
     finally:
         for lane in lanes:

@@ -21,13 +21,14 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from saturate import plugins
 from saturate.errors import EnvironmentProblem
 from saturate.inference import batches as trees
 from saturate.inference import crashes, pickles, wire
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import Kind, WorkerFailed
 from saturate.inference.formats.aoti import SCRATCH
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Entry, Proof
@@ -41,8 +42,6 @@ from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 _MARK = "SATURATE_WORKER"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-
-Kind = Literal["not_applied", "failed", "out_of_memory", "timeout", "disk_full"]
 
 #: A call, a block of calls or all outputs: longer is a hang.
 REQUEST_S = 600.0
@@ -66,20 +65,6 @@ _DUMP = 1 << 17
 #: Variables of the user's process that a candidate's process does not get: one would keep torch from reading what
 #: that process wrote, the other asks for the agent of `saturate run`.
 _UNWANTED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "SATURATE_PLAN")
-
-
-class WorkerFailed(Exception):
-    """A candidate refused, failed, or had to be ended. `reason` is one sentence; `log` is the traceback or the end of
-    what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs).
-    `outside`: it was no fault of its own, so that it may work another time."""
-
-    def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False, outside: bool = False):
-        super().__init__(reason)
-        self.outside = outside
-        self.kind: Kind = kind
-        self.reason = reason
-        self.log = log
-        self.alive = alive
 
 
 def request_limit_s(expected_s: float, left_s: float = math.inf) -> float:

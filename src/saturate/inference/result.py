@@ -116,10 +116,10 @@ class Result:
 
     def _picked(self, max_drop: float, seconds: float) -> Artifact:
         until_s = clock.monotonic() + seconds
-        lab = dataclasses.replace(self._lab, budget=dataclasses.replace(self._lab.budget, max_drop=max_drop), deadline_s=until_s)
+        lab = self._lab.within(max_drop, until_s)
         search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
-        won, final = confirm.champion(search, lab, search.failed, search.check_failed, until_s, mend=lambda found: None)
+        won, final = confirm.champion(search, lab, until_s, mend=lambda found: None)
         lab.discard(won.artifact if won is not None else None)
         best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
                        "another budget's choice is raced against the model alone")
@@ -176,8 +176,8 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
     facts, budget = lab.facts, lab.budget
     assert facts is not None and search.baseline is not None
     baseline = search.baseline.record()
-    if lab.scores is not None:
-        baseline = msgspec.structs.replace(baseline, accuracy=lab.scores.mean)
+    if lab.jury is not None:
+        baseline = msgspec.structs.replace(baseline, accuracy=lab.jury.scores.mean)
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
     waiting = untried(search, lab.threads, TIME_ENDED if complete else SEARCH_ENDED)

@@ -172,7 +172,7 @@ def cuts(inputs: tuple[Any, ...]) -> dict[str, list[tuple[str, ...]]]:
 
 def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     """For each sample of a batch the names that it goes by: its rows in all tensors that are as long as the largest one;
-    without tensors, each text, or the whole call.
+    without tensors, each text, each prompt, or the whole call.
 
     Rows of integers have a second name without what their ends repeat: padding differs with the batch that a text
     happens to be in. Rows of several tensors have one for each that could be told apart alone: noise may be drawn anew, a mask left out.
@@ -181,13 +181,20 @@ def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     arrays = _arrays(inputs)
     if not arrays:
         found = list(leaves(inputs))
-        texts = [leaf for leaf in found if isinstance(leaf, (str, bytes))] or [found]
+        texts = [leaf for leaf in found if isinstance(leaf, (str, bytes))] or _prompts(inputs) or [found]
         return [(_name(repr(text).encode()),) for text in texts]
     if len(arrays) == 1 and len(arrays[0].shape) == 1:      # no batch: its numbers are no samples
         return [(_name(raw(arrays[0])),)]
     batch = arrays[0].shape[0]
     together = [array for array in arrays if array.shape[0] == batch]
     return [_names([array[row] for array in together]) for row in range(batch)]
+
+
+def _prompts(inputs: tuple[Any, ...]) -> list[list[int]]:
+    """Lists of whole numbers, where a call holds a list of these and nothing else: the tokens of each text."""
+    rows = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) else ()
+    told = all(isinstance(row, (list, tuple)) and row and all(type(token) is int for token in row) for row in rows)
+    return [list(row) for row in rows] if told else []
 
 
 def _arrays(inputs: tuple[Any, ...]) -> list[Any]:

@@ -13,11 +13,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import order, plan, racing
+from saturate.inference import guards, order, plan, racing
+from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import surely_over_limit
 from saturate.inference.techniques._api import COMPRESSED_BYTES
 from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
@@ -44,19 +47,25 @@ CONCLUDING = 1.2
 
 
 class Lab(Protocol):
-    """What the search asks of the machine; `api` has the real one, tests have one without processes."""
+    """What the search and the confirmation ask of the machine; `lab` has the real one, tests have one without processes."""
+
+    def baseline(self) -> Any:
+        """A fresh process with the user's own model. Raises WorkerFailed."""
 
     def start(self, candidate: Candidate) -> Any:
-        """A prepared process. Raises `process.WorkerFailed`."""
+        """A prepared process. Raises WorkerFailed."""
 
-    def problem(self, worker: Any, candidate: Candidate) -> str | None:
-        """What a behaviour guard has against the worker's outputs."""
+    def deploy(self, found: Tried) -> Path:
+        """Store the candidate as an artifact. Raises `confirm.NotDeployable`."""
 
-    def agreement(self, worker: Any) -> float | None:
-        """Signal-to-noise ratio of its outputs against the baseline's, dB."""
+    def load(self, folder: Path) -> Any:
+        """A fresh process that serves the artifact. Raises WorkerFailed."""
 
-    def flip_rate(self, worker: Any) -> float | None:
-        """Share of rows of its outputs whose largest entry is another one; None: no class scores."""
+    def examine(self, worker: Any, candidate: Candidate) -> guards.Behaviour:
+        """How the worker's outputs compare with the baseline's, and what a guard has against them."""
+
+    def other_sizes(self, worker: Any, candidate: Candidate) -> str | None:
+        """What a guard has against it on batches of other sizes."""
 
     def baseline_bytes(self, processes: int) -> int | None:
         """The least that so many processes of the model itself take to serve; None: not known."""
@@ -64,17 +73,20 @@ class Lab(Protocol):
     def served_bytes(self, worker: Any, found: Tried) -> int | None:
         """The memory of serving what the worker stores, without what preparing it has left behind; None: not known."""
 
-    def score(self, worker: Any) -> Any:
-        """The user's check on the worker: Scores. Raises `checking.CheckFailed` where the check fails on it."""
+    def artifact_bytes(self, folder: Path) -> int | None:
+        """The memory of a fresh process that serves an artifact; None: not known."""
 
-    def judge(self, scores: Any) -> Any:
-        """Judgement of the samples that selection may see."""
+    def score(self, worker: Any) -> Scores | None:
+        """The user's check on the worker; None where there is no check. Raises CheckFailed where the check fails on it."""
+
+    def judge(self, scores: Scores) -> Judgement:
+        """By the samples that selection may see."""
+
+    def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
+        """By the samples that the selection did not see, at the candidate's own level."""
 
     def ranking(self) -> tuple[list[str], tuple[str, ...]]:
         """Names of layers, the most sensitive first, and the first and last one."""
-
-    def baseline(self) -> Any:
-        """A process with the user's own model."""
 
 
 @dataclass
@@ -88,8 +100,6 @@ class Search:
     limits: dict[str, float]
     deadline_s: float
     max_drop: float                             # of the budget; 0 without one
-    failed: type[Exception]                     # process.WorkerFailed
-    check_failed: type[Exception]
     progress: Callable[[str], None] = lambda text: None
     journal: Any = None
     baseline: Tried | None = None
@@ -117,7 +127,7 @@ class Search:
         try:
             self._lane = racing.Lane.of(self._lane.worker)
             self._lane.run()
-        except self.failed:
+        except WorkerFailed:
             self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
                               peak_memory_bytes=self._own_bytes())
@@ -245,12 +255,12 @@ class Search:
         found = Tried(candidate, "failed", "")
         try:
             worker = self.lab.start(candidate)
-        except self.failed as error:
+        except WorkerFailed as error:
             _fail(found, error)
         else:
             try:
                 self._measure(worker, found)
-            except self.failed as error:
+            except WorkerFailed as error:
                 _fail(found, error)
             finally:
                 worker.close()
@@ -262,7 +272,7 @@ class Search:
         try:
             self._lane.renew(self.lab.baseline)
             self._lane.run()
-        except self.failed as error:
+        except WorkerFailed as error:
             raise EnvironmentProblem("the model's own process ended, and another one does not live either", cause=str(error),
                                      remedy="look for what ends processes here (memory, other users), and give the same command again: it "
                                             "goes on from here") from error
@@ -276,10 +286,10 @@ class Search:
         if idle is not None:
             found.fate, found.reason = "not_applied", idle
             return
-        problem = self.lab.problem(worker, candidate)
-        found.agreement, found.flip_rate = self.lab.agreement(worker), self.lab.flip_rate(worker)
-        if problem is not None:
-            found.fate, found.reason = "rejected_behaviour", problem
+        behaviour = self.lab.examine(worker, candidate)
+        found.agreement, found.flip_rate = behaviour.agreement_db, behaviour.flip_rate
+        if behaviour.problem is not None:
+            found.fate, found.reason = "rejected_behaviour", behaviour.problem
             return
         lane = racing.Lane.of(worker)
         found.speedup = racing.screen(self._lane, lane)
@@ -309,7 +319,7 @@ class Search:
     def _score(self, worker: Any, found: Tried) -> None:
         try:
             found.scores = self.lab.score(worker)
-        except self.check_failed as error:
+        except CheckFailed as error:
             found.fate, found.reason = "rejected_behaviour", f"the check fails on it: {error}"
             return
         found.judge(self.lab.judge(found.scores))
@@ -350,7 +360,7 @@ class Search:
             return
         try:
             names, ends = self.lab.ranking()
-        except self.failed as error:
+        except WorkerFailed as error:
             self.progress(f"{broken.candidate.label()}: not repaired, its layers cannot be ranked: {error}")
             return
         repair = Repair(names, ends)
@@ -370,7 +380,7 @@ class Search:
         if self.objective == "memory":
             try:
                 return self.lab.baseline_bytes(WEIGHED)
-            except self.failed as error:
+            except WorkerFailed as error:
                 self.progress(f"the model's memory is that of one process, for another one failed: {error}")
         return self.lab.baseline_bytes(1)
 
@@ -393,7 +403,7 @@ class Search:
                     for candidate in self.wanted_after_all():
                         if self.time_left():
                             self._try(candidate)
-        except self.failed as error:
+        except WorkerFailed as error:
             self.progress(f"{found.candidate.label()}: not repaired, the model itself does not start: {error}")
         finally:
             self.end_s = end_s
@@ -404,9 +414,9 @@ def compressed_bytes(notes: Mapping[str, str]) -> int | None:
     return int(notes[COMPRESSED_BYTES]) if COMPRESSED_BYTES in notes else None
 
 
-def _fail(found: Tried, error: Any) -> None:
+def _fail(found: Tried, error: WorkerFailed) -> None:
     """What a WorkerFailed says of a candidate. Which of several techniques it was is said, one alone needs no name."""
     ids = [part.id for part in found.candidate.parts]
     said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason
     found.fate, found.reason = "not_applied" if error.kind == "not_applied" else "failed", f"{error.kind.replace('_', ' ')}: {said}"
-    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), error.kind == "disk_full" or getattr(error, "outside", False)
+    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), error.kind == "disk_full" or error.outside

@@ -18,19 +18,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from saturate.inference import racing
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.lab import Lab
 from saturate.inference.limits import decided, over_limit, too_few_calls
-from saturate.inference.process import Worker, WorkerFailed
+from saturate.inference.process import Worker
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
-from saturate.records.inference import ThroughputRow
+from saturate.records.inference import OptimizeRecord, ThroughputRow
 
 #: A larger setting must give this much more; less is not worth the latency.
 PAYS = 1.05
 MOST_BATCH = 4096
 _ROUNDS = 5
 _ROUND_S = 0.25
+
+#: Batch sizes and processes are searched for at least so long.
+_LEAST_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -218,3 +224,28 @@ class Serving:
             except WorkerFailed as error:
                 reason = f"a process ended in the race: {error.reason}"
         return Race("inconclusive", None, None, None, reason)
+
+
+def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Callable[[str], None]) -> OptimizeRecord:
+    """The record with the batch sizes and processes that serve most samples per second."""
+    import torch
+
+    rows, failed, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, time.monotonic() + _LEAST_S))
+    record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *failed], throughput_ratio=race.speedup if race else None,
+                                     throughput_ratio_ci=race.speedup_ci if race else None)
+    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race, failed)
+
+
+def _serves_no_more(record: OptimizeRecord, race: Race | None, failed: list[str]) -> OptimizeRecord:
+    """The record without a winner: one call answers sooner, but that was not the objective. None: nothing could be raced; what `failed`
+    says why."""
+    undecided = race is None or race.verdict == "inconclusive"
+    ratio = "" if race is None or race.speedup is None else f"{race.speedup:.2f}x "
+    if race is None:
+        why = "; ".join(["no batch size was served by both, the model and the winner", *failed])
+    else:
+        why = race.reason if race.speedup is None else race.verdict.replace("_", " ")
+    reason = f"{ratio}samples per second, each at its best batch size: {why}"
+    rows = [msgspec.structs.replace(one, fate="inconclusive" if undecided else "no_difference", reason=reason) if one.fate == "kept" else one
+            for one in record.candidates]
+    return msgspec.structs.replace(record, verdict="inconclusive" if undecided else "nothing_helps", best=None, artifact=None, serve="", candidates=rows)

@@ -18,10 +18,11 @@ import saturate  # noqa: E402
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference import artifact as stored_artifact  # noqa: E402
 from saturate.inference import lines  # noqa: E402
-from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors, tune  # noqa: E402
+from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
 from saturate.inference.generation.sampling import GREEDY  # noqa: E402
+from saturate.inference.generation.search import Ready  # noqa: E402
 from saturate.records.generation import GenerationCandidate  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
@@ -298,7 +299,7 @@ def test_a_winner_is_saved_once_it_proved_itself_in_a_fresh_process(tmp_path):
 
 def test_an_artifact_that_says_something_else_is_not_accepted(tmp_path):
     """The fresh process answers with the tokens of other weights."""
-    host = tune.Ready("", Recipe(), ROW)
+    host = Ready("", Recipe(), ROW)
     host.ready = type("Prepared", (), {"tolerance": 0.0})
     host.prepare = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch]})
     host.last_logits = lambda text: torch.arange(13.0)

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import CheckUnusable, StudyLocked, UsageError, WorkloadFailed  # noqa: E402
-from saturate.inference.generation import Budget, host, optimize, prompts, tune  # noqa: E402
+from saturate.inference.accuracy import Scores  # noqa: E402
+from saturate.inference.generation import Budget, host, optimize, prompts  # noqa: E402
+from saturate.inference.jury import Jury  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 
@@ -122,22 +124,19 @@ def test_a_check_that_does_not_ask_is_refused():
 
 
 def test_the_winner_is_scored_on_samples_that_did_not_choose_it():
-    search = tune.Search.__new__(tune.Search)
-    search.budget, search._halves = Budget(max_drop=0.5), (range(30), range(30, 60))
-    search._scores = tune.Scores(1.0, (1.0,) * 60)
-    lucky = tune.Scores(0.5, (1.0,) * 30 + (0.0,) * 30)
-    assert search._compared(lucky, None).drop == 0 and search._compared(lucky, 0).drop == 1
+    jury = Jury(Scores(1.0, (1.0,) * 60), Budget(max_drop=0.5), (range(30), range(30, 60)))
+    lucky = Scores(0.5, (1.0,) * 30 + (0.0,) * 30)
+    assert jury.judge(lucky).drop == 0 and jury.judge(lucky, 0).drop == 1
 
 
 def test_those_that_are_confirmed_share_the_confidence_and_few_samples_certify_nothing():
     """Each meets the same samples: with the whole confidence each time, one of several would pass too often."""
-    search = tune.Search.__new__(tune.Search)
-    search.budget, search._halves = Budget(max_drop=0.2), (range(30), range(30, 60))
-    search._scores = same = tune.Scores(1.0, (1.0,) * 60)
-    highs = [search._compared(same, turn).drop_ci[1] for turn in range(3)]
-    assert highs == sorted(highs) and highs[0] < highs[2] and search._compared(same, None).drop_ci[1] < highs[0]
-    search.budget, search._halves, search._scores = Budget(max_drop=0.4), None, tune.Scores(1.0, (1.0,) * 19)
-    judged = search._compared(tune.Scores(1.0, (1.0,) * 19), 0)
+    same = Scores(1.0, (1.0,) * 60)
+    jury = Jury(same, Budget(max_drop=0.2), (range(30), range(30, 60)))
+    highs = [jury.judge(same, turn).drop_ci[1] for turn in range(3)]
+    assert highs == sorted(highs) and highs[0] < highs[2] and jury.judge(same).drop_ci[1] < highs[0]
+    few = Scores(1.0, (1.0,) * 19)
+    judged = Jury(few, Budget(max_drop=0.4)).judge(few, 0)
     assert judged.verdict == "undecided" and "too few to split" in judged.reason
 
 

@@ -15,7 +15,7 @@
     weights        copies of a model with weights in fewer bits
     recipe         one way to generate, as plain data
     host           where a way lives: in a process of its own, or here
-    tune           which way is the fastest
+    search         which way is the fastest
     conclusion     what a search says in the end
     artifact       a way to generate in a folder, which `saturate.load` opens
     safetensors    tensors in a file that holds nothing else

@@ -13,9 +13,9 @@ from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
 from saturate.inference import folders
-from saturate.inference.accuracy import Budget
+from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.api import memory_limit, running_model, seconds_of
-from saturate.inference.generation import artifact, conclusion, remembered, tune
+from saturate.inference.generation import artifact, conclusion, remembered
 from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
 from saturate.inference.generation.decode import Loop, Request, Run
@@ -23,7 +23,8 @@ from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
-from saturate.inference.journal import Journal
+from saturate.inference.generation.search import KINDS, PLAIN, Search
+from saturate.inference.journal import Journal, rests
 from saturate.inference.modes import evaluating
 from saturate.inference.process import clear_away
 from saturate.inference.wrapped import unwrapped
@@ -201,7 +202,7 @@ def optimize(
     adapter: Adapter = None,
     draft_adapter: Adapter = None,
     tokenizers: tuple[Any, Any] | None = None,
-    ways: Sequence[str] = tune.KINDS,
+    ways: Sequence[str] = KINDS,
     isolate: bool = True,
     workdir: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -221,17 +222,15 @@ def optimize(
     Raises UsageError, by name, where the model cannot be called rightly, WorkloadFailed where it fails, and
     CheckUnusable; a way that fails costs its row in the table.
     """
-    if budget is not None and not isinstance(budget, Budget):
-        raise UsageError(f"the budget is {budget!r:.100}", cause=f"it is a {type(budget).__name__}, not a saturate.Budget",
-                         remedy="budget=saturate.Budget(max_drop=0.01)")
+    refuse_other(budget)
     if (check is None) != (budget is None):
         raise UsageError(
             "a check needs a budget, and a budget a check", remedy="pass both, or neither for lossless ways alone"
         )
-    unknown = sorted(set(ways) - set(tune.KINDS))
+    unknown = sorted(set(ways) - set(KINDS))
     if unknown:
         raise UsageError(
-            f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(tune.KINDS)}"
+            f"no such ways to generate: {', '.join(unknown)}", remedy=f"choose from {', '.join(KINDS)}"
         )
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
@@ -244,15 +243,15 @@ def optimize(
     if isinstance(draft, str) and draft != LOOKUP:
         raise UsageError(f"no such draft: {draft!r}", remedy=f"a model, or {LOOKUP!r}")
     with evaluating(torch, *_models(model, given.draft)), _folder(workdir, isolate) as folder:
-        plain = build(torch, model, given.way(tune.PLAIN), selection[0], request)
+        plain = build(torch, model, given.way(PLAIN), selection[0], request)
         yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
         journal: Journal | None = None
         notes: list[str] = []
         if workdir is not None and folder is not None:
             journal = Journal(folder, remembered.key_of(torch, given, yard, (selection, confirmation, request, budget)),
-                              more=remembered.rests(torch, check))
-        search = tune.Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
-                             say, frozenset(ways), remembered.Memory(journal, notes), notes)
+                              more=rests(torch, check))
+        search = Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
+                        say, frozenset(ways), remembered.Memory(journal, notes), notes)
         with running_model():
             best, base = search.run()
     record = conclusion.record_of(search, best, base, clock.monotonic() - started)

@@ -19,6 +19,7 @@ import msgspec
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
 from saturate.inference import artifact as artifacts
 from saturate.inference import folders
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, safetensors, weights
 from saturate.inference.generation import prompts as shapes
 from saturate.inference.generation.compare import agreement
@@ -28,7 +29,6 @@ from saturate.inference.generation.models import device_of
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.modes import evaluating
-from saturate.inference.process import WorkerFailed
 from saturate.inference.techniques._api import Entry
 from saturate.inference.wrapped import unwrapped
 from saturate.measure.race import Estimate

@@ -26,7 +26,7 @@ def is_open(row: GenerationCandidate) -> bool:
 
 
 def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float) -> GenerationRecord:
-    """The whole search, for reports. search: a `tune.Search` that has come to its end; best: the `tune.Ready` that it returned."""
+    """The whole search, for reports. search: a `search.Search` that has come to its end; best: the `search.Ready` that it returned."""
     undecided = search.interrupted or bool(search.cut_short) or any(map(is_open, search.found))
     sampling, faster = search.request.sampling, best.label != "plain"
     base = base if faster else msgspec.structs.replace(base, fate="kept")

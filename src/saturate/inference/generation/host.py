@@ -16,13 +16,14 @@ from typing import Any, Protocol
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 from saturate.inference import folders
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import weights
 from saturate.inference.generation.build import build
 from saturate.inference.generation.decode import Request, Run
 from saturate.inference.generation.draft_length import Costs
 from saturate.inference.generation.models import plain_forward, without_gradients
 from saturate.inference.generation.recipe import Given, Recipe
-from saturate.inference.process import REQUEST_S, Worker, WorkerFailed, request_limit_s
+from saturate.inference.process import REQUEST_S, Worker, request_limit_s
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import NotApplied
 from saturate.records.inference import Fate, ModelFacts

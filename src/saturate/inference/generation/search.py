@@ -9,17 +9,16 @@ processes, on prompts and samples that took no part in choosing it; one that doe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from saturate.errors import CheckUnusable
-from saturate.inference import accuracy
-from saturate.inference.accuracy import Budget, Judgement, Scores, UnusableScores
+from saturate.inference.accuracy import Budget
 from saturate.inference.checking import controls, scored
 from saturate.inference.confirm import once_more
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
 from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, race_words, speculation_words
@@ -29,7 +28,7 @@ from saturate.inference.generation.prompts import as_lists
 from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.remembered import Memory
 from saturate.inference.generation.sampling import GREEDY
-from saturate.inference.process import WorkerFailed
+from saturate.inference.jury import Jury
 from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
@@ -85,8 +84,9 @@ class Search:
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
     _ready: list[Ready] = field(default_factory=list)
     _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
-    _scores: Scores | None = None
-    _halves: tuple[Sequence[int], Sequence[int]] | None = None
+    _jury: Jury | None = None
+    _base: Host = field(init=False, repr=False, compare=False)      # the plain loop's process
+    _best: Ready = field(init=False, repr=False, compare=False)     # so far
 
     def run(self) -> tuple[Ready, GenerationCandidate]:
         """The best way, and the plain loop's record. Ctrl-C ends the search: the best so far is returned then, not
@@ -218,7 +218,7 @@ class Search:
                 found, before, after = measure.race(
                     lambda batch: self._plain(batch, self.request),
                     lambda batch: host.generate(batch, self.request), self.selection, left / 4)
-                record = self._judged(record, host, text, like, found, before, after, chosen=False)
+                record = self._judged(record, host, text, like, found, before, after, confirming=False)
                 return record, record.fate != "inconclusive"
         except Refused as refusal:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
@@ -242,23 +242,23 @@ class Search:
         greedy = replace(self.request, sampling=GREEDY)
         return [row for batch in batches for row in host.prepare(batch, greedy).tokens]
 
-    def _text_of(self, like: Recipe, chosen: bool) -> list[list[int]]:
-        """What the loop without drafts says; `chosen`: to the prompts of the confirmation."""
-        if (like, chosen) not in self._texts:
-            batches = self.confirmation if chosen else self.selection
+    def _text_of(self, like: Recipe, confirming: bool) -> list[list[int]]:
+        """What the loop without drafts says, to the prompts of the selection or (`confirming`) of the confirmation."""
+        if (like, confirming) not in self._texts:
+            batches = self.confirmation if confirming else self.selection
             with self.yard.running(like, batches[0], self.request) as host:
-                self._texts[like, chosen] = self._warmed(host, batches)
-        return self._texts[like, chosen]
+                self._texts[like, confirming] = self._warmed(host, batches)
+        return self._texts[like, confirming]
 
-    def _same_text(self, host: Host, text: list[list[int]], like: Recipe, chosen: bool) -> Agreement:
-        batches = self.confirmation if chosen else self.selection
+    def _same_text(self, host: Host, text: list[list[int]], like: Recipe, confirming: bool) -> Agreement:
+        batches = self.confirmation if confirming else self.selection
         prompts = [prompt for batch in batches for prompt in batch]
-        return agreement(prompts, self._text_of(like, chosen), text, max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
+        return agreement(prompts, self._text_of(like, confirming), text, max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
 
     def _judged(self, record: GenerationCandidate, host: Host, text: list[list[int]], like: Recipe, found: Estimate,
-                before: list[Any], after: list[Any], chosen: bool) -> GenerationCandidate:
+                before: list[Any], after: list[Any], confirming: bool) -> GenerationCandidate:
         """The record of a way that was raced, and says `text`: is it faster, and is it right?"""
-        same, ready = self._same_text(host, text, like, chosen), host.ready
+        same, ready = self._same_text(host, text, like, confirming), host.ready
         drafts = None
         if ready.drafter is not None:
             drafts = measure.speculation(ready.drafter, after, ready.costs, ready.choices)
@@ -279,7 +279,7 @@ class Search:
             if not LENGTHS[0] <= lengths <= LENGTHS[1]:
                 return _with(record, fate="rejected_behaviour",
                              reason=f"answers are {lengths:.0%} as long as the plain loop's")
-            return self._scored(record, host, fate, reason, chosen)
+            return self._scored(record, host, fate, reason, confirming)
         if not LENGTHS[0] <= same.length_ratio <= LENGTHS[1]:
             fate, reason = "rejected_behaviour", f"{same.length_ratio:.0%} of the plain loop's tokens"
         return _with(record, fate=fate, reason=reason)
@@ -287,23 +287,11 @@ class Search:
     # -- the check -------------------------------------------------------------------------------------------------
 
     def _control(self) -> None:
-        """Whether the check can judge; its scores of the plain loop, split in two. Raises CheckUnusable."""
+        """Who judges ways that change numbers. Raises CheckUnusable where the check cannot."""
         if self.check is None or self.budget is None or "weights" not in self.kinds:
             return
-        found = controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget)
-        if found.problem is not None:
-            raise CheckUnusable(f"the check cannot be used: {found.problem.what}",
-                                evidence=found.baseline.output[-2000:], remedy=found.problem.remedy)
-        self._scores = found.baseline.scores
-        values = None if self._scores is None else self._scores.values
-        if values is None:
-            self.notes.append(
-                "the check returns a single number: it cannot certify a budget; return one value per sample")
-        elif len(values) >= accuracy.FEWEST_TO_SPLIT:
-            self._halves = accuracy.split(len(values))
-        else:
-            self.notes.append(f"the check has {len(values)} samples, too few to split into some that choose and others that "
-                              "confirm: it certifies nothing")
+        self._jury, notes = Jury.of(controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget), self.budget)
+        self.notes += notes
 
     def _run(self, host: Host, prompts: Any) -> list[list[int]]:
         rows = as_lists(prompts)
@@ -312,9 +300,9 @@ class Search:
                 for row in host.prepare(rows[at:at + size], self.request).tokens]     # untimed, and of other shapes
 
     def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
-                chosen: bool) -> GenerationCandidate:
+                confirming: bool) -> GenerationCandidate:
         """A way that changes numbers: by the user's check, on the samples of the selection or of the confirmation."""
-        assert self.check is not None and self.budget is not None and self._scores is not None
+        assert self.check is not None and self.budget is not None and self._jury is not None
         answer = scored(self.check, lambda prompts: self._run(host, prompts), self.budget.metric)
         if isinstance(answer.failure, WorkerFailed):
             raise answer.failure
@@ -322,33 +310,12 @@ class Search:
             what = answer.problem.what if answer.problem else "the check gave no scores"
             return _with(record, fate="rejected_behaviour", reason=what)
         unknown: Fate = "undecided" if fate == "dominated" else fate        # one that is not known to be faster stays that
-        try:
-            judged = self._compared(answer.scores, self.memory.turn(record) if chosen else None)
-        except UnusableScores as error:
-            return _with(record, fate=unknown, reason="; ".join(filter(None, (str(error), reason))))
-        record = _with(
-            record, accuracy=answer.scores.mean, accuracy_drop=judged.drop, accuracy_drop_ci=judged.drop_ci,
-            verdict=judged.verdict,
-        )
+        judged = self._jury.judge(answer.scores, self.memory.turn(record) if confirming else None)
+        drop, drop_ci = judged.numbers()
+        record = _with(record, accuracy=answer.scores.mean, accuracy_drop=drop, accuracy_drop_ci=drop_ci, verdict=judged.verdict)
         if judged.verdict != "pass":
             fate = unknown if judged.verdict == "undecided" else "rejected_accuracy"
         return _with(record, fate=fate, reason="; ".join(filter(None, (judged.reason, reason))))
-
-    def _compared(self, scores: Scores, turn: int | None) -> Judgement:
-        """By the samples of the selection (`turn` None), or of the confirmation, for the way that meets those as number `turn`."""
-        assert self.budget is not None and self._scores is not None
-        before, share, budget = self._scores, 1.0, self.budget
-        confidence = accuracy.level(budget.confidence, turn or 0)
-        if turn is not None:        # all that are confirmed meet the same samples, so they share what the confidence leaves
-            budget = replace(budget, confidence=confidence)
-        if self._halves is not None and scores.values is not None and before.values is not None:
-            if len(scores.values) != len(before.values):
-                raise UnusableScores(f"the check gave {len(scores.values)} values, and {len(before.values)} before")
-            half = self._halves[turn is not None]
-            share = len(half) / len(before.values)
-            before, scores = before.at(half), scores.at(half)
-        judged = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
-        return judged if self._halves is not None or budget.confidence is None else accuracy.unsplit(judged)
 
     # -- the winner ------------------------------------------------------------------------------------------------
 
@@ -387,7 +354,7 @@ class Search:
         self.say(f"confirm: {best.label}")
         tried, best.recipe = best.record, replace(best.recipe, may_stop=True)
         try:
-            record = once_more(lambda: self._again(best), WorkerFailed)
+            record = once_more(lambda: self._again(best))
             lasting = record.fate != "inconclusive"
         except (Refused, WorkerFailed) as error:
             record = _with(tried, fate="failed", reason=str(error))
@@ -433,7 +400,7 @@ class Search:
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
                 last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
                 if last or verdict(found, THRESHOLD) != "inconclusive":
-                    return self._judged(best.record, host, text, best.like, found, before, after, chosen=True)
+                    return self._judged(best.record, host, text, best.like, found, before, after, confirming=True)
 
 
 class _PlainEnded(Exception):

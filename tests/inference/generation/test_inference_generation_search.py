@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import random
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
-from saturate.inference.accuracy import Judgement, UnusableScores  # noqa: E402
-from saturate.inference.generation import Budget, conclusion, decode, generate, host, remembered, tune  # noqa: E402
+from saturate.inference.accuracy import Judgement, read  # noqa: E402
+from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.generation import Budget, conclusion, decode, generate, host, remembered  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
-from saturate.inference.journal import Journal  # noqa: E402
-from saturate.inference.process import WorkerFailed  # noqa: E402
+from saturate.inference.generation import search as module  # noqa: E402
+from saturate.inference.journal import Journal, rests  # noqa: E402
+from saturate.inference.jury import Jury  # noqa: E402
 from saturate.records.generation import GenerationCandidate  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
@@ -97,13 +100,13 @@ def test_a_draft_that_does_not_pay_is_refused_by_a_measurement():
 @pytest.mark.parametrize("noise, seconds, rounds, said, shown", [
     (1.0, 0.0, 3, "the time ended first: give it more", False), (0.4, 600.0, 8, "a quieter machine", True)])
 def test_a_race_that_does_not_decide_says_why(monkeypatch, noise, seconds, rounds, said, shown):
-    real = tune.measure.rounds
+    real = module.measure.rounds
 
-    def scattered(a, b, batches, _, most=tune.measure.MOST_ROUNDS):
+    def scattered(a, b, batches, _, most=module.measure.MOST_ROUNDS):
         ratios, before, after = real(a, b, batches, seconds, most)
         return [noise * (index - (len(ratios) - 1) / 2) for index in range(len(ratios))], before, after
 
-    monkeypatch.setattr(tune.measure, "rounds", scattered)
+    monkeypatch.setattr(module.measure, "rounds", scattered)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(9), time="30s", ways=("draft",))
     row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
     assert row.fate == "inconclusive" and f"{rounds} rounds do not tell whether it is faster; {said}" in row.reason
@@ -120,7 +123,7 @@ def test_a_way_that_fails_costs_a_row():
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_plain_loop_that_ends_beside_a_way_is_started_again_and_the_way_not_blamed(monkeypatch, times):
     """All later ways were said to fail, and that was remembered."""
-    left, real = [times], tune.Search._plain
+    left, real = [times], module.Search._plain
 
     def ends(self, batch, request):
         if left[0] > 0:
@@ -128,10 +131,10 @@ def test_the_plain_loop_that_ends_beside_a_way_is_started_again_and_the_way_not_
             try:
                 raise WorkerFailed("failed", "ended by signal 11")
             except WorkerFailed as error:
-                raise tune._PlainEnded(error.reason) from error
+                raise module._PlainEnded(error.reason) from error
         return real(self, batch, request)
 
-    monkeypatch.setattr(tune.Search, "_plain", ends)
+    monkeypatch.setattr(module.Search, "_plain", ends)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft", "lookup"))
     row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
     if times == 1:
@@ -145,18 +148,18 @@ def test_a_plain_loop_that_ends_is_told_from_the_way_beside_it():
     def ends(batch, request):
         raise WorkerFailed("failed", "ended by signal 11")
 
-    search = tune.Search.__new__(tune.Search)
+    search = module.Search.__new__(module.Search)
     search._base = SimpleNamespace(generate=ends)
-    with pytest.raises(tune._PlainEnded, match="signal 11"):
+    with pytest.raises(module._PlainEnded, match="signal 11"):
         search._plain([[1]], None)
 
 
 def test_a_process_that_ends_in_the_check_is_no_wrong_answer(monkeypatch):
     """A way that the kernel ended there was rejected for what it does, for good."""
-    search = tune.Search.__new__(tune.Search)
-    search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
+    search = module.Search.__new__(module.Search)
+    search.check, search.budget, search._jury = (lambda run: [1.0]), Budget(max_drop=0.1), Jury(read(1.0), Budget(max_drop=0.1))
     killed = WorkerFailed("failed", "ended by signal 9", outside=True)
-    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
+    monkeypatch.setattr(module, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
     with pytest.raises(WorkerFailed, match="signal 9"):
         search._scored(row, None, "dominated", "", False)
@@ -198,13 +201,13 @@ def test_without_time_nothing_is_tried():
 
 
 def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
-    real = tune.Search._judged
+    real = module.Search._judged
 
-    def only_here(self, *arguments, chosen):
-        record = real(self, *arguments, chosen=chosen)
-        return tune._with(record, fate="slower") if chosen else record
+    def only_here(self, *arguments, confirming):
+        record = real(self, *arguments, confirming=confirming)
+        return module._with(record, fate="slower") if confirming else record
 
-    monkeypatch.setattr(tune.Search, "_judged", only_here)
+    monkeypatch.setattr(module.Search, "_judged", only_here)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
     assert result.best == "plain" and any("not on others" in note for note in result.record.notes)
     assert fates(result)["speculative, draft model"] == "slower"
@@ -212,21 +215,21 @@ def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
 
 def ways(*speedups, deadline=float("inf")):
     """A search whose ways were all faster on the prompts that choose."""
-    search = tune.Search.__new__(tune.Search)
+    search = module.Search.__new__(module.Search)
     rows = [GenerationCandidate(id=f"way {number}", numerics="reordering", fate="dominated", reason="", speedup=speedup)
             for number, speedup in enumerate(speedups)]
     search.found, search.notes, search.cut_short, search.deadline, search.say = list(rows), [], set(), deadline, lambda line: None
     search.memory = remembered.Memory()
-    search._ready = [tune.Ready(row.id, tune.Recipe(compile_mode=row.id), row) for row in rows]
+    search._ready = [module.Ready(row.id, module.Recipe(compile_mode=row.id), row) for row in rows]
     plain = GenerationCandidate(id="plain", numerics="exact", fate="dominated", reason="", speedup=1.0)
-    return search, tune.Ready("plain", tune.PLAIN, plain)
+    return search, module.Ready("plain", module.PLAIN, plain)
 
 
 def test_who_does_not_hold_gives_way_to_the_next():
     """The fastest way was wrong on other prompts, and "nothing helps" was said of a search that had found a second one."""
     search, plain = ways(1.5, 3.0, 2.0)
     fates_there = {"way 1": "rejected_accuracy", "way 2": "dominated"}
-    search._again = lambda best: tune._with(best.record, fate=fates_there[best.label])
+    search._again = lambda best: module._with(best.record, fate=fates_there[best.label])
     assert search._conclude(plain).label == "way 2"
     assert [row.fate for row in search.found] == ["dominated", "rejected_accuracy", "kept"]
 
@@ -237,7 +240,7 @@ def test_who_does_not_hold_gives_way_to_the_next():
 def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked, open_rows):
     search, plain = ways(*speedups, deadline=deadline)
     turns = []
-    search._again = lambda best: (turns.append(best.label), tune._with(best.record, fate=fate))[1]
+    search._again = lambda best: (turns.append(best.label), module._with(best.record, fate=fate))[1]
     assert search._conclude(plain) is plain and len(turns) == asked
     assert [row.id for row in search.found if conclusion.is_open(row)] == open_rows
 
@@ -245,7 +248,7 @@ def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked,
 def test_who_had_no_turn_to_be_confirmed_says_why():
     for speedups, deadline, why in (((5.0, 4.0, 3.0, 2.0), float("inf"), "not confirmed: 3 others were"), ((3.0, 2.0), 0.0, "not confirmed: the time was over")):
         search, plain = ways(*speedups, deadline=deadline)
-        search._again = lambda best: tune._with(best.record, fate="slower")
+        search._again = lambda best: module._with(best.record, fate="slower")
         assert search._conclude(plain) is plain and search.found[-1].reason == why
     search, plain = ways(3.0, 2.0)
     search._again = lambda best: best.record
@@ -258,7 +261,7 @@ def test_who_did_not_hold_is_remembered_so_that_others_have_a_turn(tmp_path, fat
     for turn in range(2):
         search, plain = ways(5.0, 4.0, 3.0, 2.0)
         search.memory, turns = remembered.Memory(Journal(tmp_path, "k")), []
-        search._again = lambda best, turns=turns: (turns.append(best.label), tune._with(best.record, fate=fate, reason="planted"))[1]
+        search._again = lambda best, turns=turns: (turns.append(best.label), module._with(best.record, fate=fate, reason="planted"))[1]
         assert search._conclude(plain) is plain and turns == (asked if turn else ["way 0", "way 1", "way 2"])
         assert search.found[0].fate == fate and search.found[0].reason == "on other prompts: planted" and len(search.notes) == (4 if fate == "slower" and turn else 3)
 
@@ -293,41 +296,90 @@ def test_a_confirmation_that_was_ended_from_outside_is_made_once_more(outside, l
     ({"fate": "rejected_accuracy", "speedup": 3.0}, False), ({"fate": "not_applicable"}, False)])
 def test_what_nobody_decided_is_open_also_where_it_changes_numbers(changes, is_open):
     row = GenerationCandidate(id="int8", numerics="precision", fate="failed", reason="")
-    assert conclusion.is_open(tune._with(row, **changes)) is is_open
+    assert conclusion.is_open(module._with(row, **changes)) is is_open
 
 
 @pytest.mark.parametrize(("raced", "verdict", "fate"), [
     ("dominated", "pass", "dominated"), ("dominated", "undecided", "undecided"), ("inconclusive", "undecided", "inconclusive"),
-    ("slower", "undecided", "slower"), ("slower", "fail", "rejected_accuracy"), ("inconclusive", "unusable", "inconclusive"),
-    ("dominated", "unusable", "undecided")])
+    ("slower", "undecided", "slower"), ("slower", "fail", "rejected_accuracy")])
 def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, verdict, fate):
     """A way that nobody knows to be faster was closed by it, remembered as such, and "nothing helps" was said."""
-    search = tune.Search.__new__(tune.Search)
-    search.check, search.budget, search._scores = (lambda run: [1.0]), Budget(max_drop=0.1), tune.Scores(1.0)
-    monkeypatch.setattr(tune, "scored", lambda *rest: SimpleNamespace(scores=tune.Scores(1.0), problem=None, failure=None))
-
-    def compared(scores, turn):
-        if verdict == "unusable":
-            raise UnusableScores("the check gave 3 values, and 4 before")
-        return Judgement(verdict, 0.0, None, None, None, "a drop of 0.00")
-
-    search._compared = compared
+    search = module.Search.__new__(module.Search)
+    search.check, search.budget = (lambda run: [1.0]), Budget(max_drop=0.1)
+    search._jury = SimpleNamespace(judge=lambda scores, turn: Judgement(verdict, 0.0, None, None, None, "a drop of 0.00"))
+    monkeypatch.setattr(module, "scored", lambda *rest: SimpleNamespace(scores=read(1.0), problem=None, failure=None))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.01)
     found = search._scored(row, None, raced, "8 rounds do not tell", False)
     assert found.fate == fate and found.reason.endswith("8 rounds do not tell")
     assert conclusion.is_open(found) is (fate in ("dominated", "inconclusive")), "an undecided check of one that is hardly faster is not open"
 
 
+def judged(check, budget, run, *, confirming=False):
+    """What is said of a way that changes numbers and is raced to be faster, and of the check. Both loops answer with `run(prompts)`."""
+    search = module.Search.__new__(module.Search)
+    search.check, search.budget, search.kinds, search.notes, search.memory = check, budget, {"weights"}, [], remembered.Memory()
+    search.selection, search.request = [[[1]] * 100], None
+    search._base = host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
+    search._control()
+    row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
+    return search._scored(row, host, "dominated", "", confirming), search.notes
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_check_that_shuffles_certifies_nothing(one_by_one):
+    """It was split by place: samples that had chosen confirmed as well."""
+    order = random.Random(0)
+    prompts = [[number, 1, number % 3] for number in range(60)]
+
+    def check(run):
+        shuffled = order.sample(prompts, len(prompts))
+        answers = [answer for prompt in shuffled for answer in run([prompt])] if one_by_one else run(shuffled)
+        return [float(answer[-1] > 0) for answer in answers]
+
+    for confirming in (False, True):
+        row, notes = judged(check, Budget(max_drop=0.5), lambda rows: rows, confirming=confirming)
+        assert (row.fate, row.verdict) == ("undecided", "undecided") and "in another order each time" in row.reason
+        assert any("in another order each time" in note for note in notes)
+
+
+def test_a_check_that_does_not_shuffle_is_told_what_is_not_known_of_it():
+    row, notes = judged(lambda run: [float(answer[0] > 0) for answer in run([[number % 2] for number in range(60)])], Budget(max_drop=0.5),
+                        lambda rows: rows)
+    assert (row.fate, row.verdict) == ("dominated", "pass") and ["no noise can be made" in note for note in notes] == [True]
+
+
+@pytest.mark.parametrize("confirming", [False, True])
+def test_another_number_of_scores_is_no_open_question(confirming):
+    """It was undecided here, and a failure of candidates that are no language models."""
+    calls = []
+
+    def check(run):
+        calls.append(len(run([[1, 2]])))
+        return [float(number % 2) for number in range(59 if len(calls) > 2 else 60)]
+
+    row, _ = judged(check, Budget(max_drop=0.5), lambda rows: rows, confirming=confirming)
+    assert (row.fate, row.verdict, row.accuracy_drop) == ("rejected_accuracy", "fail", None) and not conclusion.is_open(row)
+    assert row.reason == "the check returned 60 scores for the baseline, 59 for the candidate"
+
+
+def test_a_record_holds_no_infinite_drop():
+    """A relative drop of scores whose mean may be zero has no bound."""
+    row, _ = judged(lambda run: [(-1.0) ** number * (number + len(run([[1, 2]]))) for number in range(60)],
+                    Budget(max_drop=0.5, relative=True), lambda rows: rows)
+    assert row.verdict == "undecided" and row.accuracy_drop is not None and row.accuracy_drop_ci is None
+    assert msgspec.json.decode(msgspec.json.encode(row), type=GenerationCandidate) == row
+
+
 def test_ctrl_c_returns_the_best_so_far(monkeypatch):
     """Pressed while the last way is tried."""
-    real = tune.Search._tried
+    real = module.Search._tried
 
     def pressed(self, label, *arguments):
         if label == "speculative, prompt lookup":
             raise KeyboardInterrupt
         return real(self, label, *arguments)
 
-    monkeypatch.setattr(tune.Search, "_tried", pressed)
+    monkeypatch.setattr(module.Search, "_tried", pressed)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="1m",
                       ways=("draft", "lookup"))
     assert result.best == "speculative, draft model" and result.record.verdict == "inconclusive"
@@ -396,7 +448,7 @@ def test_what_was_not_its_own_fault_is_tried_again(tmp_path, monkeypatch):
     found, how = [], []
 
     def ends(self, recipe, *arguments):
-        if recipe != tune.PLAIN:
+        if recipe != module.PLAIN:
             found.append(recipe)
             raise WorkerFailed(*how[0], **how[1])
         return running(self, recipe, *arguments)
@@ -420,7 +472,7 @@ def test_a_full_disk_ends_no_search_and_another_check_is_asked_anew(tmp_path, mo
         patch.setattr(Journal, "add", full)
         found = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(0, 10_000), ways=("draft",), workdir=tmp_path)
     assert found.best == "speculative, draft model" and any("No space left" in note for note in found.record.notes)
-    one, other = remembered.rests(torch, lambda generate, prompts: [1.0]), remembered.rests(torch, lambda generate, prompts: [0.5])
-    assert one != other and remembered.rests(torch, None) == {"check": ""}
+    one, other = rests(torch, lambda generate, prompts: [1.0]), rests(torch, lambda generate, prompts: [0.5])
+    assert one != other
     Journal(tmp_path, "k", more=one).add("int8", {"record": {}}, rests=("check",))
     assert "int8" in Journal(tmp_path, "k", more=one).known and "int8" not in Journal(tmp_path, "k", more=other).known

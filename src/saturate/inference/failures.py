@@ -1,0 +1,25 @@
+"""How a candidate fails: its process, or the user's check on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["not_applied", "failed", "out_of_memory", "timeout", "disk_full"]
+
+
+class WorkerFailed(Exception):
+    """A candidate refused, failed, or had to be ended. `reason` is one sentence; `log` is the traceback or the end of
+    what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs).
+    `outside`: it was no fault of its own, so that it may work another time."""
+
+    def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False, outside: bool = False):
+        super().__init__(reason)
+        self.outside = outside
+        self.kind: Kind = kind
+        self.reason = reason
+        self.log = log
+        self.alive = alive
+
+
+class CheckFailed(Exception):
+    """The check gave no scores for a candidate; the message says why."""
