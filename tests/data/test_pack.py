@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import datetime
 import decimal
 import errno
+import gzip
 import json
 import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -192,10 +196,35 @@ def test_two_at_once(text: Path, tmp_path: Path) -> None:
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_pack_without_a_row_is_not_in_the_way_of_another_one(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("a,b\n")
+    with pytest.raises(UsageError, match="not a single row"):
+        packing.pack(open_source(tmp_path / "empty.csv"), tmp_path / "out")
+    packing.pack(open_source(text), tmp_path / "out", 8000)
+    assert read_back(tmp_path / "out") == expected_lines()
+
+
+def test_a_file_system_that_cannot_sync_folders_takes_packs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+    answers = iter([errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, *[errno.EINVAL] * 99])
+
+    def only_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(next(answers), "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    packing.pack(open_source(text), tmp_path / "out", 8000)
+    assert read_back(tmp_path / "out") == expected_lines()
+    answers = iter([errno.EIO])
+    with pytest.raises(OSError, match="Invalid argument"):
+        durable.sync_folder(tmp_path)
+
+
 def test_another_source_does_not_mix_in(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        packing.pack(open_source(text), out, 8000, lambda read: (_ for _ in ()).throw(KeyboardInterrupt) if read else None)
+        packing.pack(open_source(text), out, 8000, lambda read: (_ for _ in ()).throw(KeyboardInterrupt) if read > 60_000 else None)
     (text / "a.txt").write_text("changed\n")
     with pytest.raises(UsageError, match="something else"):
         packing.pack(open_source(text), out, 8000)
@@ -395,11 +424,90 @@ def test_spellings_of_text_and_tables(tmp_path: Path, name: str, content: bytes,
 @pytest.mark.parametrize(("content", "reason"), [
     (b"a,a\n1,2\n", "more than one column called 'a'"),
     (b"a,b\n1,caf\xe9\n", "column 'b' of odd.csv is not UTF-8"),
+    (b"a,caf\xe9\n1,2\n", "the header of odd.csv is not UTF-8"),
+    ("a,b\n1,2\n".encode("utf-16"), "odd.csv is UTF-16"),
 ])
 def test_tables_that_nothing_could_read_back(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "odd.csv").write_bytes(content)
-    with pytest.raises(UsageError, match=reason):
+    with pytest.raises(UsageError, match=reason) as refused:
         open_source(tmp_path / "odd.csv")
+    assert "UTF" not in reason or "iconv" in refused.value.remedy
+
+
+def test_a_header_of_a_later_table_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.csv").write_bytes(b"a,b\n1,2\n")
+    (tmp_path / "tables" / "b.csv").write_bytes(b"a,caf\xe9\n1,2\n")
+    with pytest.raises(UsageError, match="the header of b.csv is not UTF-8"):
+        packing.pack(open_source(tmp_path / "tables"), tmp_path / "out")
+
+
+def packed(source: Path, out: Path) -> list[dict]:
+    packing.pack(open_source(source), out)
+    return read_back(out)
+
+
+def test_quotation_marks_of_a_table_without_quoting_are_text(tmp_path: Path) -> None:
+    """Read as enclosures, they would make one row of four, and be gone from the last one."""
+    rows = [(1, '"It was late.'), (2, "He left."), (3, "She said: come."), (4, '" And then'), (5, '"No," she said'), (6, '"Well."')]
+    (tmp_path / "t.tsv").write_text("id\ttext\n" + "".join(f"{number}\t{text}\n" for number, text in rows))
+    assert packed(tmp_path / "t.tsv", tmp_path / "out") == [{"id": number, "text": text} for number, text in rows]
+
+
+def test_a_table_without_quoting_is_read_alike_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    rows = [{"id": n, "text": f'"{n} she said' if n % 500 == 7 else f"line {n}"} for n in range(6000)]
+    (tmp_path / "t.tsv").write_text("id\ttext\n" + "".join(f"{row['id']}\t{row['text']}\n" for row in rows))
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(open_source(tmp_path / "t.tsv"), tmp_path / "out", 30_000,
+                     lambda read: (_ for _ in ()).throw(KeyboardInterrupt) if read > 60_000 else None)
+    assert packing.pack(open_source(tmp_path / "t.tsv"), tmp_path / "out", 30_000).resumed_rows
+    assert read_back(tmp_path / "out") == rows
+
+
+@pytest.mark.parametrize(("content", "rows"), [
+    ('n\ttext\n1\t"one\ntwo"\n2\t"a\tb"\n', [{"n": 1, "text": "one\ntwo"}, {"n": 2, "text": "a\tb"}]),
+    ('n\ttext\n1\t"He said ""hi"""\n\n2\t"Well."\n', [{"n": 1, "text": 'He said "hi"'}, {"n": 2, "text": "Well."}]),
+    ('"n"\t"text"\n1\t"half \\" open"\n', [{"n": 1, "text": 'half \\ open"'}]),
+    ('\ufeff"n"\t"text"\n1\t"half \\" open"\n', [{"n": 1, "text": 'half \\ open"'}]),
+    ('text\n"one\ntwo"\n', [{"text": "one\ntwo"}]),
+    ('n\ttext\n1\t6" wide\n', [{"n": 1, "text": '6" wide'}]),
+])
+def test_quotation_marks_that_enclose_are_none_of_the_text(tmp_path: Path, content: str, rows: list[dict]) -> None:
+    (tmp_path / "t.tsv").write_text(content, encoding="utf-8")
+    assert packed(tmp_path / "t.tsv", tmp_path / "out") == rows
+
+
+def test_tables_of_one_source_are_quoted_alike(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    for name, text in (("a", '"No," she said'), ("b", '"Well."')):
+        (tmp_path / "tables" / f"{name}.tsv").write_text(f"n\ttext\n1\t{text}\n")
+    assert [row["text"] for row in packed(tmp_path / "tables", tmp_path / "out")] == ['"No," she said', '"Well."']
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.txt", b"n;text\n1;x\n"), ("a.data", b"n\ttext\n1\tx\n"), ("a.csv.gz", b"n|text\n1|x\n"), ("a.tsv.bz2", b"n\ttext\n1\tx\n"),
+    ("a.txt", b"n,text\n1,x\n")])
+def test_the_delimiter_is_looked_for_whatever_the_name(tmp_path: Path, name: str, content: bytes) -> None:
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content))
+    packing.pack(open_source(tmp_path / name, "csv"), tmp_path / "out")
+    assert read_back(tmp_path / "out") == [{"n": 1, "text": "x"}]
+
+
+@pytest.mark.parametrize("table", [
+    {"day": [datetime.date(2024, 1, 2)], "n": [1]}, {"at": [datetime.datetime(2024, 1, 2, 3)]}, {"at": [datetime.time(3)]},
+    {"price": [decimal.Decimal("1.25")]}, {"log": [[{"at": datetime.datetime(2024, 1, 2)}]]}, {"n": [1], "text": ["x"], "v": [[1.5, 2.0]]}])
+def test_the_lines_that_are_told_read_it(tmp_path: Path, table: dict) -> None:
+    """torch has no type for times and decimal numbers."""
+    pytest.importorskip("datasets", reason="Hugging Face datasets is not installed here")
+    parquet.write_table(pa.table(table), tmp_path / "t.parquet")
+    source = open_source(tmp_path / "t.parquet")
+    packing.pack(source, tmp_path / "out")
+    lines = packing.loader(source.schema, str(tmp_path / "out"))
+    known: dict = {}
+    exec("\n".join(lines), known)
+    assert set(known["data"][0]) == set(table)
+    assert ("torch" in lines[-1]) is ("v" in table)
 
 
 @pytest.mark.parametrize(("kind", "value"), [(pa.map_(pa.string(), pa.int64()), [("a", 1)]),
@@ -472,3 +580,11 @@ def test_the_verb(text: Path, tmp_path: Path) -> None:
     wrong = saturate("pack", "text", "text/out", cwd=tmp_path)
     assert wrong.returncode == 2 and "lie in each other" in wrong.stderr
     assert saturate("pack", "text", "out", "--shard-size", "huge", cwd=tmp_path).returncode == 2
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    for source, destination in (("text", "link/out"), ("link", "text/out"), ("link", "text")):
+        linked = saturate("pack", source, destination, cwd=tmp_path)
+        assert linked.returncode == 2 and "lie in each other" in linked.stderr
+    assert sorted(path.name for path in text.iterdir()) == ["a.txt", "b.txt"]
+    (tmp_path / "days.csv").write_text("day\n2024-01-02\n")
+    told = json.loads(saturate("pack", "days.csv", "days", "--json", cwd=tmp_path).stdout)["loader"]
+    assert told == ["from datasets import load_from_disk", "data = load_from_disk('days')"]

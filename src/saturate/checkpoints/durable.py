@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -12,6 +14,9 @@ from typing import BinaryIO
 
 #: How temporary files are named. One that lies about belongs to a process that was killed.
 TEMPORARY = ".saturate-temporary-"
+
+#: What file systems answer that cannot sync a folder (shared folders of virtual machines, 9p, some of FUSE).
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def temporary(folder: Path) -> Path:
@@ -47,6 +52,8 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     new = temporary(path.parent)
     try:
         with open(new, "xb") as stream:
+            with contextlib.suppress(OSError):      # locked while it is written, where that can be: see `target.is_written`
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists():       # before a byte of it is there: who may not read the old ones may not read the new ones
                 os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(stream)
@@ -62,9 +69,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and removals in `folder` durable."""
+    """Make renames and removals in `folder` durable, as far as its file system can. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(descriptor)

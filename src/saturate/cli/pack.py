@@ -7,6 +7,7 @@ an interrupted pack left: the same command goes on. Hugging Face `datasets` read
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from saturate.report import words
 
     source_path, destination = arguments.source.absolute(), arguments.destination.absolute()
-    if destination == source_path or destination in source_path.parents or source_path in destination.parents:
+    real_source, real_destination = (Path(os.path.realpath(path)) for path in (source_path, destination))      # links lead into each other, too
+    if real_destination == real_source or real_destination in real_source.parents or real_source in real_destination.parents:
         raise UsageError("SRC and DST lie in each other", remedy="pack into a folder outside of the source")
     source = open_source(source_path, arguments.kind)
     began = time.monotonic()
@@ -54,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tell("stopped; what is packed is kept, and the same command goes on from here\n")
         raise
     seconds = time.monotonic() - began
-    loader = [line.format(path=str(arguments.destination)) for line in pack.LOADER]
+    loader = pack.loader(source.schema, str(arguments.destination))
     on_gpu = [line.format(path=str(arguments.destination)) for line in pack.DALI_LOADER] if source.kind == "images" and dali.installed() else []
     record = Packed(source=str(arguments.source), destination=str(arguments.destination), kind=source.kind, rows=done.rows,
                     bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader, dali_loader=on_gpu)

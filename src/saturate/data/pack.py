@@ -25,15 +25,30 @@ from saturate.data.pack_rows import Source
 from saturate.errors import EnvironmentProblem, UsageError
 
 MANIFEST, STATE, INFO, LOCK = ".pack.json", "state.json", "dataset_info.json", ".pack.lock"
-VERSION = 1
+#: Of the manifest, and of how rows are made of a source: what another version began would be gone on with in other rows.
+VERSION = 2
 
 #: Bytes of one shard, unless the user wants another size: few enough files, small enough to copy and to redo.
 SHARD_BYTES = 256 * 2**20
 
-LOADER = ("from datasets import load_from_disk", 'data = load_from_disk({path!r}).with_format("torch")')
+LOADER, AS_TENSORS = ("from datasets import load_from_disk", "data = load_from_disk({path!r}){form}"), '.with_format("torch")'
 
 #: Of images, where DALI is installed: see `data.dali`.
 DALI_LOADER = ("from saturate.data.dali import loader", "data = loader({path!r}, batch_size=64, size=224)")
+
+
+def loader(schema: Any, path: str) -> list[str]:
+    """Lines of Python that read what was packed into `path`: as tensors, unless torch has none for one of the columns (dates, times,
+    decimal numbers)."""
+    form = "" if any(_beyond_torch(column.type) for column in schema) else AS_TENSORS
+    return [line.format(path=path, form=form) for line in LOADER]
+
+
+def _beyond_torch(kind: Any) -> bool:
+    from pyarrow import types
+
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return types.is_temporal(kind) or types.is_decimal(kind) or any(map(_beyond_torch, inner))
 
 
 @dataclass(frozen=True)
@@ -139,9 +154,12 @@ def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard
             raise ValueError("a shard is not one")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged", cause=str(error), remedy="pack into another folder") from error
+    if not shards:              # it held no row, or was stopped before: nothing is there that another source could be mixed with
+        _put(path, _manifest(source, shard_bytes, []))
+        return []
     if made_from != (VERSION, source.fingerprint(), shard_bytes):
         raise UsageError(f"{destination} holds a pack of something else",
-                         cause="files of the source changed since, or another --kind or --shard-size was asked for",
+                         cause="files of the source changed since, another --kind or --shard-size was asked for, or another version of saturate began it",
                          remedy="pack into another folder, or remove this one")
     for shard in shards:
         if Path(shard.name).name != shard.name or not (destination / shard.name).is_file() \

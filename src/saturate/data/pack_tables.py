@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,18 @@ from saturate.errors import UsageError
 #: What is read of a CSV file at a time, in bytes: more of it where a row needs it.
 CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28)
 
+#: Of a file of another encoding than UTF-8, as remedy; and the marks that a file of UTF-16 begins with.
+CONVERT, UTF_16 = "convert it: iconv -f {} -t utf-8", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+@dataclass(frozen=True)
+class Csv:
+    """A file of text, and how it is cut. `quoted`: quotation marks enclose fields; otherwise they are characters like any other."""
+
+    file: File
+    delimiter: str
+    quoted: bool
+
 
 def csv_source(path: Path, files: list[File]) -> Source:
     """Types are those of the first megabyte of the first file (of more where a row is longer), but text for a column that is empty
@@ -22,21 +38,22 @@ def csv_source(path: Path, files: list[File]) -> Source:
     later value that does not fit is an error with its file and row."""
     import pyarrow as pa
 
+    tables = _dialects(files)
     try:
-        found = _opened_csv(files[0]).schema
+        found = _opened_csv(tables[0]).schema
     except pa.ArrowInvalid as error:
         raise UsageError(f"cannot read {files[0].path} as CSV", cause=str(error),
                          remedy="mend it (text with a delimiter or an end of line in it needs double quotes), or pack its lines with --kind text") from error
-    _each_once(files[0], found.names)
+    _each_once(files[0], _names(files[0], found))
     raw = [one.name for one in found if pa.types.is_binary(one.type)]
     if raw:
-        raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy="convert it: iconv -f latin1 -t utf-8")
-    as_text = _columns_of_text(files, found)
+        raise UsageError(f"column {raw[0]!r} of {files[0].name} is not UTF-8 text", remedy=CONVERT.format("latin1"))
+    as_text = _columns_of_text(tables, found)
     schema = pa.schema([pa.field(one.name, pa.string() if one.name in as_text else one.type) for one in found])
-    return Source("csv", tuple(files), schema, _table_batches("csv", schema, partial(_csv_batches, files), pa.ArrowInvalid))
+    return Source("csv", tuple(files), schema, _table_batches("csv", schema, partial(_csv_batches, tables), pa.ArrowInvalid))
 
 
-def _columns_of_text(files: list[File], found: Any) -> set[str]:
+def _columns_of_text(tables: list[Csv], found: Any) -> set[str]:
     """Those of the schema that was found whose values a number would not hold."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -44,65 +61,74 @@ def _columns_of_text(files: list[File], found: Any) -> set[str]:
     as_text = {one.name for one in found if pa.types.is_null(one.type)}
     numbers = {one.name: pa.string() for one in found if pa.types.is_floating(one.type)}
     if numbers:         # pyarrow rounds whole numbers that are too long: two ids would become one
-        first = _opened_csv(files[0], numbers).read_next_batch()
+        first = _opened_csv(tables[0], numbers).read_next_batch()
         as_text |= {name for name in numbers if pc.all(pc.match_substring_regex(first[name], r"^-?\d+$")).as_py()}
-    return as_text | _that_begin_with_0(files, {one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
+    return as_text | _that_begin_with_0(tables, {one.name for one in found if pa.types.is_integer(one.type)} | numbers.keys() - as_text)
 
 
-def _that_begin_with_0(files: list[File], names: set[str]) -> set[str]:
+def _that_begin_with_0(tables: list[Csv], names: set[str]) -> set[str]:
     """Columns of numbers, read as text. What cannot be read is told of when it is packed."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     seen: set[str] = set()
-    for file in files if names else ():
+    for table in tables if names else ():
         with contextlib.suppress(pa.ArrowInvalid):
-            for batch in _rows_of_csv(file, dict.fromkeys(names, pa.string())):
+            for batch in _rows_of_csv(table, dict.fromkeys(names, pa.string())):
                 seen |= {name for name in names - seen
                          if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
     return seen
 
 
-def _csv_batches(files: list[File], schema: Any) -> Iterator[tuple[File, Any]]:
+def _csv_batches(tables: list[Csv], schema: Any) -> Iterator[tuple[File, Any]]:
     import pyarrow as pa
 
-    for file in files:
+    for table in tables:
+        file = table.file
         try:
-            names = _opened_csv(file, schema).schema.names
+            names = _names(file, _opened_csv(table, schema).schema)
             if names != schema.names:
-                raise UsageError(f"{file.name} has other columns than {files[0].name}",
+                raise UsageError(f"{file.name} has other columns than {tables[0].file.name}",
                                  cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
-            yield from ((file, batch) for batch in _rows_of_csv(file, schema))
+            yield from ((file, batch) for batch in _rows_of_csv(table, schema))
         except pa.ArrowInvalid as error:
             raise pa.ArrowInvalid(f"{file.name}: {error}") from error
 
 
-def _csv_reader(file: File, types: Any, block_bytes: int) -> Any:
+def _names(file: File, schema: Any) -> list[str]:
+    try:
+        return schema.names
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the header of {file.name} is not UTF-8 text", remedy=CONVERT.format("latin1")) from error
+
+
+def _csv_reader(table: Csv, types: Any, block_bytes: int) -> Any:
     """`types`: of all columns (a schema), or of those that are to be read (a dict by name)."""
     from pyarrow import csv
 
-    parse = csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)     # quoted text may hold ends of lines
+    quotes: dict[str, Any] = {"newlines_in_values": True} if table.quoted else {"quote_char": False}    # quoted text may hold ends of lines
+    parse = csv.ParseOptions(delimiter=table.delimiter, **quotes)
     some = isinstance(types, dict)
     convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
                                  include_missing_columns=some) if types else None
     read = csv.ReadOptions(block_size=block_bytes)
-    return csv.open_csv(file.path, read_options=read, parse_options=parse, convert_options=convert)
+    return csv.open_csv(table.file.path, read_options=read, parse_options=parse, convert_options=convert)
 
 
-def _opened_csv(file: File, types: Any = None) -> Any:
+def _opened_csv(table: Csv, types: Any = None) -> Any:
     """A reader for the schema and the first rows."""
     import pyarrow as pa
 
     for block_bytes in CSV_BLOCKS:
         try:
-            return _csv_reader(file, types, block_bytes)
+            return _csv_reader(table, types, block_bytes)
         except pa.ArrowInvalid as error:
             if not _row_is_longer(error, block_bytes):
                 raise
     raise AssertionError("the largest blocks raise")
 
 
-def _rows_of_csv(file: File, types: Any) -> Iterator[Any]:
+def _rows_of_csv(table: Csv, types: Any) -> Iterator[Any]:
     """All batches of a file. From a row on that is longer than a block, in larger ones."""
     import pyarrow as pa
 
@@ -110,7 +136,7 @@ def _rows_of_csv(file: File, types: Any) -> Iterator[Any]:
     for block_bytes in CSV_BLOCKS:
         read = 0
         try:
-            for batch in _csv_reader(file, types, block_bytes):
+            for batch in _csv_reader(table, types, block_bytes):
                 read += batch.num_rows
                 if read > given:
                     yield batch.slice(max(0, batch.num_rows - (read - given)))
@@ -132,17 +158,59 @@ def _each_once(file: File, names: list[str]) -> None:
         raise UsageError(f"{file.name} has more than one column called {twice[0]!r}", remedy="give each column a name of its own")
 
 
+def _dialects(files: list[File]) -> list[Csv]:
+    """How each file is cut. Where quotation marks enclose nothing in one of those that tabs divide, they do not in the others either, but
+    where they must."""
+    delimiters = {file: _delimiter(file) for file in files}
+    enclose = {file: _marks_enclose(file) for file in files if delimiters[file] == "\t"}
+    literal = False in enclose.values()
+    return [Csv(file, delimiter, quoted=not literal or bool(enclose.get(file, True))) for file, delimiter in delimiters.items()]
+
+
+#: A field that quotation marks enclose, as a whole.
+_ENCLOSED = re.compile(r'"(?:[^"]|"")*"')
+
+
+def _marks_enclose(file: File) -> bool | None:
+    """Whether quotation marks enclose fields of a file that tabs divide. They do where lines have more or fewer fields than the header: only
+    enclosed text holds tabs and ends of lines. They do not where all have as many, and a mark begins a field that none ends: such files
+    are mostly written without quoting, and one mark would swallow the rows up to the next. None: nothing tells."""
+    width, torn = None, False
+    with _plain(file) as stream, io.TextIOWrapper(stream, "utf-8-sig", "replace") as lines:
+        for line in lines:
+            line = line.rstrip("\n")
+            if not line:
+                continue
+            fields = line.split("\t")
+            if width is None:
+                width = len(fields)
+                if width == 1 or any(map(_ENCLOSED.fullmatch, fields)):     # the names of columns are enclosed themselves
+                    return True
+            if len(fields) != width:
+                return True
+            torn = torn or '"' in line and any(field[:1] == '"' and not _ENCLOSED.fullmatch(field) for field in fields)
+    return False if torn else None
+
+
+def _plain(file: File) -> Any:
+    """Its bytes, unpacked where the ending of its name says that they are compressed, as pyarrow reads tables."""
+    import pyarrow as pa
+
+    return pa.input_stream(str(file.path), buffer_size=1 << 20)
+
+
 def _delimiter(file: File) -> str:
     """A comma, but where the header has none, and has one of the others that are in use, or where one of those divides the rows into
-    as many fields as the header has, and the comma does not."""
+    as many fields as the header has, and the comma does not. Raises UsageError for UTF-16."""
     import csv
 
+    with _plain(file) as opened:
+        content = opened.read(1 << 16)
+    if content.startswith(UTF_16):
+        raise UsageError(f"{file.name} is UTF-16, not UTF-8 text", remedy=CONVERT.format("utf-16"))
     if file.path.suffix.lower() == ".tsv":
         return "\t"
-    if file.path.suffix.lower() != ".csv":
-        return ","              # compressed, perhaps
-    with open(file.path, encoding="utf-8-sig", errors="replace", newline="") as opened:
-        beginning = opened.read(1 << 16).splitlines(keepends=True)
+    beginning = content.decode("utf-8-sig", errors="replace").splitlines(keepends=True)
     header = beginning[0] if beginning else ""
 
     def divides(character: str) -> bool:
