@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.checkpoint")
 
-from saturate.checkpoints import keeper, manifests, pointer, target  # noqa: E402
+from saturate.checkpoints import checks, collect, durable, keeper, manifests, pointer, target  # noqa: E402
 from saturate.checkpoints.chunks import Store  # noqa: E402
 from saturate.cli import main  # noqa: E402
 
@@ -176,6 +179,84 @@ def test_what_a_killed_save_left_is_found_and_what_is_being_saved_told_from_it(t
     assert left == {"a process was killed while it saved; it can be removed", "a process saves it now"} and said["exit"] == 0
 
 
+def test_what_is_being_replaced_is_told_from_what_a_killed_process_left(tmp_path, monkeypatch):
+    """Also where nobody else's file may be opened, or the file system has no locks."""
+    def problems() -> list[str]:
+        return [check.problem for check in checks.check_files(list(checks.files_in(tmp_path)))]
+
+    told: list[str] = []
+    durable.replace(tmp_path / "state", lambda stream: told.extend(problems()))
+    assert told == ["a process saves it now"] and problems() == []
+    durable.temporary(tmp_path).touch()
+    assert problems() == ["a process was killed while it saved; it can be removed"]
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(target.fcntl, "flock", no_locks)
+    durable.replace(tmp_path / "state", lambda stream: stream.write(b"1"))
+    assert (tmp_path / "state").read_bytes() == b"1" and "or was killed" in problems()[0]
+
+
+@pytest.mark.filterwarnings("ignore")       # torch says that there is one process
+def test_what_a_training_removes_meanwhile_is_left_out(tmp_path):
+    """As one does that keeps the latest few: neither does verify end, nor is a file damaged that is not there."""
+    torch.save({"a": 1}, tmp_path / "old.pt")
+    for name in (f"{target.LITTER}01", f"{durable.TEMPORARY}01", "a.safetensors"):
+        shutil.copy(tmp_path / "old.pt", tmp_path / name)
+    (tmp_path / "lost.pt").symlink_to(tmp_path / "nowhere.pt")
+    for name in ("old", "shard"):
+        torch.distributed.checkpoint.save({"a": torch.randn(20)}, checkpoint_id=str(tmp_path / name))
+    shutil.copy(tmp_path / "shard" / "__0_0.distcp", tmp_path / "shard" / "__1_0.distcp")
+    looked_at = checks.check_files(list(checks.files_in(tmp_path)))
+    first = next(looked_at)         # all is listed by now
+    for path in [*tmp_path.glob("*01"), *tmp_path.glob("old.pt"), *tmp_path.glob("*/__1_0.distcp"), *tmp_path.glob("a.*")]:
+        path.unlink()
+    shutil.rmtree(tmp_path / "old")
+    assert first.problem.startswith("a process was killed")
+    assert [(Path(check.path).name, check.outcome) for check in looked_at] == [("lost.pt", "damaged"), ("__0_0.distcp", "whole")]
+    assert checks.check_file(tmp_path / "old.pt").outcome == "unknown"
+
+
+EMPTY = b"\x08\0\0\0\0\0\0\0{      }"       # safetensors without a tensor
+
+
+def parts(folder: Path, *numbers: int, of: int = 3, name: str = "model", ending: str = "safetensors") -> list[str]:
+    names = [f"{name}-{number:05d}-of-{of:05d}.{ending}" for number in numbers]
+    for one in names:
+        (folder / one).write_bytes(EMPTY if ending == "safetensors" else b"tokens, say")
+    return names
+
+
+def index(folder: Path, names: list[str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {str(at): name for at, name in enumerate(names)}}))
+
+
+@pytest.mark.parametrize(("make", "damaged"), [
+    (lambda at: parts(at, 1, 3), ["model-00002-of-00003.safetensors"]),
+    (lambda at: parts(at, 1, 2), ["model-00003-of-00003.safetensors"]),
+    (lambda at: parts(at, 2, ending="bin"), ["model-00001-of-00003.bin"]),
+    (lambda at: index(at, [*parts(at, 1, 2), "model-00003-of-00003.safetensors"]), ["model.safetensors.index.json"]),
+    (lambda at: (parts(at, 1, 2, 3), (at / "model.safetensors.index.json").write_text('{"weight_')), ["model.safetensors.index.json"]),
+    (lambda at: index(at, parts(at, 1, 2, 3)), []), (lambda at: parts(at, 1, 2, 3), []),
+    (lambda at: parts(at, 0, 1, of=2, name="train", ending="bin"), []),
+    (lambda at: parts(at, 1, of=10**30), [f"model-00002-of-{10**30}.safetensors"]),
+])
+def test_a_model_in_several_files_is_whole_with_all_of_them(tmp_path, capsys, make, damaged):
+    make(tmp_path)
+    said = found(capsys, "verify", str(tmp_path))
+    assert [Path(check["path"]).name for check in said["checks"] if check["outcome"] == "damaged"] == damaged
+    assert said["exit"] == (3 if damaged else 0)
+
+
+def test_a_model_that_becomes_whole_meanwhile_is(tmp_path):
+    parts(tmp_path, 1, 2)
+    looked_at = checks.check_files(list(checks.files_in(tmp_path)))
+    next(looked_at)
+    parts(tmp_path, 3)
+    assert {check.outcome for check in looked_at} == {"whole"}
+
+
 def test_what_is_not_there_is_an_error(folder, capsys):
     assert run(capsys, "verify", "nothing.pt")[0] == 2
     code, _, err = run(capsys, "verify", "--store", "elsewhere")
@@ -294,6 +375,47 @@ def test_gc_removes_nothing_for_want_of_a_file_that_may_have_been_moved(folder, 
         assert run(capsys, "export", str(deep / f"best_{step}.pt"))[0] == 0 and torch.load(deep / f"best_{step}.pt")["step"] == step
 
 
+def denying(place: Path, function: Callable) -> Callable:
+    """As a file system answers who may not read there."""
+    def denied(path: object = ".", *args: object) -> object:
+        if isinstance(path, (str, Path)) and place.name in Path(path).parts[-2:]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return function(path, *args)
+
+    return denied
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_gc_removes_nothing_that_a_file_may_name_where_it_cannot_read(folder, capsys, monkeypatch, what):
+    best = folder / "best"
+    best.mkdir()
+    os.rename(folder / "ckpt_2.pt", best / "ckpt_2.pt")
+    for step in (3, 4, 5):
+        os.unlink(folder / f"ckpt_{step}.pt")
+    (folder / "lost").symlink_to("nowhere")
+    (folder / "round").symlink_to("round")
+    with monkeypatch.context() as patched:
+        if what == "folder":
+            patched.setattr(os, "scandir", denying(best, os.scandir))
+        else:
+            patched.setattr(pointer, "open", denying(best, open), raising=False)
+        said = found(capsys, "gc", "--delete", "--look-in", ".")
+        assert not said["removed"] and [str(best) in entry["reason"] for entry in said["kept"]].count(True) == 4
+        out = run(capsys, "gc", "--look-in", ".")[1]
+        assert f"4 stay only because a file that names them may be where nothing could be read: {best} (Permission denied)" in out
+    assert len(found(capsys, "gc", "--delete", "--look-in", ".")["removed"]) == 3
+    assert run(capsys, "export", str(best / "ckpt_2.pt"))[0] == 0
+
+
+def test_where_a_folder_may_have_been_renamed_to_is_looked_for_as_far_as_that_can_be(tmp_path, monkeypatch):
+    """Its siblings may be somebody else's."""
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    unread: dict[Path, str] = {}
+    monkeypatch.setattr(os, "scandir", denying(tmp_path / "runs" / "other", os.scandir))
+    assert collect._named([tmp_path / "runs" / "gone"], tmp_path, 3, unread) == {} and unread == {}
+    assert collect._named([tmp_path / "runs" / "other"], tmp_path, 3, unread) == {} and list(unread) == [tmp_path / "runs" / "other"]
+
+
 def test_gc_rewrites_packs_that_are_mostly_dead(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     noise = random.Random(0)
@@ -354,8 +476,8 @@ def test_the_forecast(folder, capsys):
     said = found(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_1.pt")["forecast"]
     assert said["helps"] and 0.05 < said["delta_share"] < 0.2 and said["file_bytes"] == (folder / "ckpt_1.pt").stat().st_size
     assert 'id = "incremental-checkpoint"' in run(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_1.pt")[1]
-    code, _, err = run(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_2.pt")
-    assert (code, err) == (0, "")
+    code, _, err = run(capsys, "advise", "--forecast", "ckpt_0.pt", "ckpt_2.pt")       # which only names a checkpoint
+    assert code == 2 and "ckpt_2.pt only names a checkpoint" in err and "saturate checkpoint export ckpt_2.pt --output FILE" in err
     torch.save(torch.randn(300_000), folder / "a.pt")
     torch.save(torch.randn(300_000), folder / "b.pt")
     out = run(capsys, "advise", "--forecast", "a.pt", "b.pt")[1]

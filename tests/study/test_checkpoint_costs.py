@@ -61,6 +61,18 @@ def test_one_that_begins_anew_is_told(tmp_path: Path) -> None:
     assert costs["resumed"] is False and costs["recovery_s"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "save", "name"), [
+    ("safetensors.torch", "safetensors.torch.save_file(state, 'model.safetensors')", "safetensors"),
+    ("torch.distributed.checkpoint", "torch.distributed.checkpoint.save(state, checkpoint_id='shards')", "torch.distributed.checkpoint")])
+def test_what_other_functions_save_is_not_taken_for_torch_save(tmp_path: Path, module: str, save: str, name: str) -> None:
+    """Files of the same size, so that nothing but who writes them tells them apart."""
+    pytest.importorskip(module)
+    also = f"import {module}\nright = save\ndef save(step):\n    state = parts['ballast'].state_dict()\n    {save}\n    right(step)"
+    costs = advise(tmp_path, changed(f"{LARGE}\n{also}"), "--budget", "90s")["costs"]
+    assert costs["before_s"] is None and f"saved by {name} as well" in costs["unknown"]["before_s"]
+
+
 def test_one_that_saves_nothing_is_refused(tmp_path: Path) -> None:
     said = advise(tmp_path, changed("save = lambda step: None"), "--budget", "8s", code=2)
     assert "no checkpoint was saved in" in said["stderr"] and "--save-cost" in said["stderr"]
@@ -136,6 +148,7 @@ NOTHING = {"checkpoints": 0, "files": 0, "bytes": 0, "ways": {}}
     ({"facts": Facts(saves=4, save_bytes=4 << 20, save_s=1.0, saves_into_memory=4)}, "before_s", "into memory"),
     ({"facts": Facts(saves_into_files=3)}, "before_s", "opened itself"),
     ({"facts": Facts(saves=4, save_bytes=400, save_s=1.0)}, "before_s", "other ways"),
+    ({"recovery": Recovery(3.0, [], True, others="safetensors")}, "before_s", "saved by safetensors as well"),
     ({"summary": NOTHING, "facts": Facts()}, "checkpoint_bytes", "no file"),
     ({"summary": NOTHING}, "after_s", "1 MiB"),
     ({"summary": NOTHING, "ended": Outcome("crashed", "it broke")}, "after_s", "it broke"),
@@ -146,6 +159,11 @@ def test_what_is_not_known_has_a_reason(given: dict[str, Any], field: str, why: 
     found = record(**given)
     assert getattr(found, field) is None and why in found.unknown[field]
     assert {name for name in found.__struct_fields__ if getattr(found, name) is None} == set(found.unknown)
+
+
+def test_who_else_saved_is_seen_by_the_names_of_files() -> None:
+    assert save_costs._others({"/a/checkpoint.pt", "/a/events.out"}) == ""
+    assert save_costs._others({"/a/model.safetensors", "/a/b/__0_0.distcp"}) == "safetensors and torch.distributed.checkpoint"
 
 
 def test_where_async_checkpoint_fails_what_the_script_does_by_itself_is_told() -> None:

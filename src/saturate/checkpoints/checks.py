@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from saturate.checkpoints import durable, forecast, manifests, pointer, shards, target
+from saturate.checkpoints import durable, forecast, manifests, parts, pointer, shards, target
 from saturate.checkpoints.chunks import Entry, Store, digest_of
 from saturate.errors import CheckpointDamaged, SaturateError
 
 #: Endings of files that are looked at in a folder; a file that is named is always looked at.
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", shards.ENDING)
 
-
 #: Files that are being written; they stay where a process is killed meanwhile.
 _LEFTOVERS = (durable.TEMPORARY, target.LITTER)
+#: What is said of one, by whether a process is writing it.
+_LEFT = {True: "a process saves it now", False: "a process was killed while it saved; it can be removed",
+         None: "a process saves it now, or was killed while it did: whether it is locked cannot be seen"}
 
 
 @dataclass(frozen=True)
@@ -101,22 +103,42 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def check_files(files: list[Path]) -> Iterator[Check]:
-    """Those that a folder holds, each by itself; then what the folders of distributed checkpoints among them lack."""
-    present: dict[Path, list[str]] = defaultdict(list)
-    for file in files:
-        if file.name.endswith(shards.ENDING):
-            present[file.parent].append(file.name)
-    needed = {folder: shards.named(folder) for folder in present}
+    """Those that a folder holds, each by itself; then what checkpoints lack that consist of several. A training may run beside it: what it
+    removes meanwhile is left out, and so is what a checkpoint lacks only at first.
+    """
+    needed = {folder: shards.named(folder) for folder in {file.parent for file in files if file.name.endswith(shards.ENDING)}}
+    lacking = {folder: _lacking(folder) for folder in dict.fromkeys(file.parent for file in files)}
     for file in files:
         if needed.get(file.parent) and file.name.endswith(shards.ENDING) and file.name not in needed[file.parent]:
-            yield Check(str(file), "leftover", "unknown", file.stat().st_size,
-                        "the checkpoint there does not name it: a process was killed while it saved; it can be removed")
+            check = Check(str(file), "leftover", "unknown", _size(file),
+                          "the checkpoint there does not name it: a process saves it now, or was killed while it did")
         else:
-            yield check_file(file, named=False)
-    for folder, names in present.items():
-        problem = shards.problem_of_folder(folder, names)
-        if problem:
-            yield Check(str(folder / shards.METADATA), "torch", "damaged", None, problem)
+            check = check_file(file, named=False)
+        if check.outcome == "whole" or os.path.lexists(file):
+            yield check
+    for folder, before in lacking.items():
+        now = _lacking(folder) if before else []
+        yield from (check for check in before if check in now)
+
+
+def _lacking(folder: Path) -> list[Check]:
+    """What is missing of checkpoints in a folder that consist of several files."""
+    try:
+        names = os.listdir(folder)
+    except OSError:             # it is gone
+        return []
+    problem = shards.problem_of_folder(folder, names) if any(name.endswith(shards.ENDING) for name in names) else ""
+    found = [Check(str(folder / shards.METADATA), "torch", "damaged", None, problem)] if problem else []
+    return found + [Check(str(folder / name), "safetensors" if ".safetensors" in name else "torch", "damaged", None, lacks)
+                    for name, lacks in parts.problems(folder, names)]
+
+
+def _size(path: Path) -> int | None:
+    """None where it is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def check_file(path: Path, named: bool = True) -> Check:
@@ -124,8 +146,7 @@ def check_file(path: Path, named: bool = True) -> Check:
     its name says no more than that it may be one (tokens are `train.bin` too, images `train.tar`).
     """
     if path.name.startswith(_LEFTOVERS):
-        return Check(str(path), "leftover", "unknown", path.stat().st_size, "a process saves it now" if target.is_written(path) else
-                     "a process was killed while it saved; it can be removed")
+        return Check(str(path), "leftover", "unknown", _size(path), _LEFT[target.is_written(path)])
     found = pointer.read(path)
     if found is not None:
         return _check_pointer(path, found)
@@ -140,7 +161,7 @@ def check_file(path: Path, named: bool = True) -> Check:
             if path.name.endswith(shards.ENDING) and any(start):
                 return _check_shard(path, stream, size)
             if start.startswith(b"PK"):
-                return _check_zip(path, size)
+                return _check_zip(path, stream, size)
             if start.startswith(b"\x80") and not path.name.endswith(".safetensors"):
                 return Check(str(path), "other", "unknown", size, "a pickle holds nothing to check it against")
             forecast.safetensors_header(stream, size)
@@ -152,6 +173,8 @@ def check_file(path: Path, named: bool = True) -> Check:
         return Check(str(path), kind, "damaged" if named or lost or kind == "safetensors" else "unknown", size, str(error))
     except (OSError, ValueError) as error:
         kind = "safetensors" if path.name.endswith(".safetensors") else "other"
+        if not os.path.lexists(path):       # a link that leads nowhere is there
+            return Check(str(path), kind, "unknown", None, "it was removed meanwhile")
         return Check(str(path), kind, "damaged", None, str(error))
 
 
@@ -174,9 +197,9 @@ def _check_shard(path: Path, stream: BinaryIO, size: int) -> Check:
     return Check(str(path), "torch", "damaged" if problem else "whole", size, problem)
 
 
-def _check_zip(path: Path, size: int) -> Check:
+def _check_zip(path: Path, stream: BinaryIO, size: int) -> Check:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(stream) as archive:
             names = archive.namelist()
             bad = archive.testzip()
     except Exception as error:  # noqa: BLE001 - what damage does to each way of packing; other files are still to be looked at

@@ -8,8 +8,12 @@ one goes. What a writer left behind when it was killed goes too.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +27,10 @@ REWRITE_BELOW = 0.5
 
 #: Why a checkpoint stays that nothing else speaks for.
 UNFOUND = "no file was found that names it; --look-in decides"
+UNSEEN = "no file was found that names it, but one may be in"
+
+#: What the kernel answers where a path leads nowhere; anything else may hide a file.
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 #: Folders deep that pointers are looked for below the folders that checkpoints were saved to.
 _DEEPEST = 3
@@ -35,6 +43,8 @@ class Plan:
     kept: list[tuple[Manifest, str]] = field(default_factory=list)      # with the reason
     removed: list[Manifest] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)               # manifests that cannot be read; they stay
+    unread: dict[Path, str] = field(default_factory=dict)               # folders that could not be looked through, with the reason
+    unsure: str = ""                                                    # why nothing goes for want of a file that names it; "": it does
     dead_packs: list[str] = field(default_factory=list)
     rewritten_packs: list[str] = field(default_factory=list)
     leftovers: list[Path] = field(default_factory=list)
@@ -45,14 +55,15 @@ class Plan:
 
 def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) -> Plan:
     """What `gc` would do. `keep`: the newest of each series that stay; `keep_every`: each k-th save stays; `places`:
-    folders to look for files that name checkpoints, besides those that they were saved to. Without any, nothing is
-    removed only because no file was found that names it.
+    folders to look for files that name checkpoints, besides those that they were saved to. Without any, or where not all
+    of them could be read, nothing is removed only because no file was found that names it.
     """
     store.refresh()
     found, damaged = manifests.all_of(store)
-    named = _named([Path(m.path).parent for m in found], store.folder, _DEEPEST)
-    named |= _named(places, store.folder, None)
     plan = Plan(damaged=damaged, store_bytes=store.pack_bytes())
+    named = _named([Path(m.path).parent for m in found], store.folder, _DEEPEST, plan.unread)
+    named |= _named(places, store.folder, None, plan.unread)
+    plan.unsure = UNFOUND if not places else f"{UNSEEN} {next(iter(plan.unread))}" if plan.unread else ""
     newest: dict[str, int] = defaultdict(int)
     for manifest in reversed(found):
         newest[manifest.series] += 1
@@ -62,8 +73,8 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
             plan.kept.append((manifest, f"among the newest {keep} of its series"))
         elif keep_every and manifest.number % keep_every == 0:
             plan.kept.append((manifest, f"save {manifest.number}, every {keep_every} are kept"))
-        elif not places:
-            plan.kept.append((manifest, UNFOUND))
+        elif plan.unsure:
+            plan.kept.append((manifest, plan.unsure))
         else:
             plan.removed.append(manifest)
     _weigh_packs(store, plan)
@@ -72,34 +83,69 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
     return plan
 
 
-def _named(folders: list[Path], store: Path, deepest: int | None) -> dict[str, Path]:
-    """Checkpoints that files below these folders name, at most so deep -> one such file. A folder that is gone may have
-    been renamed: its siblings are looked through.
+def _named(folders: list[Path], store: Path, deepest: int | None, unread: dict[Path, str]) -> dict[str, Path]:
+    """Checkpoints that files below these folders name, at most so deep -> one such file. Folders that cannot be read are added
+    to `unread`, with the reason.
     """
-    wanted: dict[Path, None] = {}
-    for folder in folders:
-        if os.path.isdir(folder):
-            wanted[folder] = None
-        elif os.path.isdir(folder.parent) and folder.parent != Path(folder.anchor):      # never the whole machine
-            wanted.update(dict.fromkeys(path for path in folder.parent.iterdir() if os.path.isdir(path)))
     found: dict[str, Path] = {}
-    for top in wanted:
-        depth = len(top.parts)
-        seen: set[str] = set()
-        for place, folders_below, names in os.walk(top, followlinks=True):
-            real = os.path.realpath(place)
-            if real in seen:
-                folders_below.clear()       # a link that leads back
+    for top, guessed in _tops(folders).items():
+        problems: dict[Path, str] = {}
+        for path in _files_below(top, store, deepest, problems):
+            try:
+                pointed = pointer.look(path)
+            except OSError as error:
+                _note(problems, path.parent, error)
                 continue
-            seen.add(real)
-            if Path(place) == store or deepest is not None and len(Path(place).parts) - depth >= deepest:
-                folders_below.clear()
-            for name in names:
-                path = Path(place) / name
-                pointed = pointer.read(path)
-                if pointed is not None:
-                    found.setdefault(pointed.checkpoint, path)
+            if pointed is not None:
+                found.setdefault(pointed.checkpoint, path)
+        if not guessed:
+            unread |= problems
     return found
+
+
+def _tops(folders: list[Path]) -> dict[Path, bool]:
+    """Where to begin, and whether that is a guess: a folder that is gone may have been renamed, so its siblings are looked
+    through, whose owner may be somebody else.
+    """
+    tops: dict[Path, bool] = {}
+    for folder in folders:
+        if _may_be_folder(folder):
+            tops[folder] = False
+        elif os.path.isdir(folder.parent) and folder.parent != Path(folder.anchor):      # never the whole machine
+            with contextlib.suppress(OSError):
+                for path in folder.parent.iterdir():
+                    if os.path.isdir(path):
+                        tops.setdefault(path, True)
+    return tops
+
+
+def _may_be_folder(path: Path) -> bool:
+    """Also where that cannot be seen: to walk it says why."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except ValueError:          # no path at all
+        return False
+    except OSError as error:
+        return error.errno not in _NOTHING_THERE
+
+
+def _files_below(top: Path, store: Path, deepest: int | None, problems: dict[Path, str]) -> Iterator[Path]:
+    depth = len(top.parts)
+    seen: set[str] = set()
+    for place, folders, names in os.walk(top, onerror=lambda error: _note(problems, Path(error.filename), error), followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()             # a link that leads back
+            continue
+        seen.add(real)
+        if Path(place) == store or deepest is not None and len(Path(place).parts) - depth >= deepest:
+            folders.clear()
+        yield from (Path(place) / name for name in names)
+
+
+def _note(problems: dict[Path, str], folder: Path, error: OSError) -> None:
+    if error.errno not in _NOTHING_THERE:
+        problems.setdefault(folder, error.strerror or str(error))
 
 
 def _weigh_packs(store: Store, plan: Plan) -> None:

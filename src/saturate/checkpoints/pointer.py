@@ -60,11 +60,20 @@ def write(path: Path, store: Store, manifest: manifests.Manifest) -> None:
 def read(path: Path | str) -> Pointer | None:
     """The pointer in a file; None when it holds none, or cannot be read."""
     try:
-        seen = os.stat(path)
-        if not stat.S_ISREG(seen.st_mode) or not 0 < seen.st_size <= LARGEST_BYTES:
-            return None         # not even opened: a pipe would notice
-        with open(path, "rb") as stream:
-            content = stream.read(LARGEST_BYTES + 1)
+        return look(path)
+    except (OSError, ValueError, TypeError):
+        return None             # whatever it is, torch.load will say it better
+
+
+def look(path: Path | str) -> Pointer | None:
+    """The pointer in a file; None when it holds none. Raises OSError where that cannot be seen, ValueError or TypeError
+    for what is no path."""
+    seen = os.stat(path)
+    if not stat.S_ISREG(seen.st_mode) or not 0 < seen.st_size <= LARGEST_BYTES:
+        return None             # not even opened: a pipe would notice
+    with open(path, "rb") as stream:
+        content = stream.read(LARGEST_BYTES + 1)
+    try:
         if not content.startswith(b"PK") or _MEMBER.encode() not in content:
             return None
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -73,7 +82,7 @@ def read(path: Path | str) -> Pointer | None:
             fields = json.loads(archive.read(_MEMBER))
         texts = [fields[name] for name in ("store", "relative", "checkpoint")]
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, RecursionError):
-        return None             # whatever it is, torch.load will say it better
+        return None             # a zip of something else, or a damaged one
     if fields.get("schema") != SCHEMA or not all(isinstance(text, str) and "\0" not in text for text in texts):
         return None
     return Pointer(*texts)

@@ -110,17 +110,16 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def is_written(path: Path) -> bool:
-    """Whether a process is writing this temporary file."""
-    if not path.name.startswith(LITTER):
-        return False                # nobody locks others
+def is_written(path: Path) -> bool | None:
+    """Whether a process is writing this temporary file; None where it may not be opened, or its file system has no locks."""
     try:
         with open(path, "rb") as file:
-            return not _lock(file.fileno())
-    except FileNotFoundError:
-        return True                 # it has become the real one
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)        # shared: who else asks is no writer
+    except (BlockingIOError, FileNotFoundError):
+        return True                 # gone: it has become the real one
     except OSError:
-        return False
+        return None
+    return False
 
 
 def remove_litter(folder: str) -> None:

@@ -206,11 +206,15 @@ def _interval_text(found: Interval, later: Interval | None) -> str:
 
 
 def _forecast(old: Path, new: Path) -> Forecast:
-    from saturate.checkpoints import forecast
+    from saturate.checkpoints import forecast, pointer
     from saturate.records.checkpoint import Forecast
+    from saturate.records.command_line import joined
 
     samples = []
     for path in (old, new):
+        if pointer.read(path) is not None:
+            raise UsageError(f"{path} only names a checkpoint of a store", cause="what would be compared is the file, not what it names",
+                             remedy=f"make it a plain file: {joined(['saturate', 'checkpoint', 'export', str(path), '--output', 'FILE'])}")
         try:
             samples.append(forecast.sample(path, most_chunks=4096, most_bytes=1 << 28))
         except OSError as error:

@@ -163,8 +163,12 @@ def _gc(arguments: argparse.Namespace) -> int:
     print(table(sorted(rows)) or "the store is empty")
     for name, problem in plan.damaged.items():
         print(f"damaged: {shown(name)} ({shown(problem)}); no chunk is freed before it is removed by hand")
-    unfound = sum(reason == collect.UNFOUND for _, reason in plan.kept)
-    if unfound:
+    unfound = sum(reason == plan.unsure for _, reason in plan.kept)
+    if unfound and plan.unsure != collect.UNFOUND:
+        unread = "; ".join(f"{folder} ({why})" for folder, why in list(plan.unread.items())[:3])
+        print(f"{unfound} stay only because a file that names them may be where nothing could be read: {shown(unread)}. "
+              "Make that readable, or name other folders with --look-in")
+    elif unfound:
         print(f"{unfound} stay only because the files that name them may have been moved: with --look-in DIR, all folders where those "
               "may be, they go unless one is found")
     verb = "freed" if arguments.delete else "would be freed; --delete does it"

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 import saturate
+from saturate.checkpoints import shards
 from saturate.checkpoints.costs import TRIED
 from saturate.errors import UsageError
 from saturate.machine.fingerprint import script_of
@@ -51,6 +52,9 @@ _BLOCK_S = 2.0
 #: Files that torch.save wrote, and those that async-checkpoint did, are not the same where they differ in size by this factor.
 UNLIKE = 2.0
 
+#: What writes files of these names: other functions than torch.save, whose time is not seen.
+OTHERS = {".safetensors": "safetensors", shards.ENDING: "torch.distributed.checkpoint"}
+
 _SEED = 20
 
 
@@ -65,12 +69,14 @@ class Watched:
 
 @dataclass
 class Recovery:
-    """Seconds from a kill to the first update after it, what the next process was started with, and whether it read what was saved."""
+    """Seconds from a kill to the first update after it, what the next process was started with, and whether it read what was saved.
+    `others`: which of OTHERS the killed one saved with as well."""
 
     seconds: float | None
     words: list[str]
     read: bool | None
     unknown: str = ""
+    others: str = ""
 
 
 def measure(request: Request, resume_args: list[str] | None, say: Callable[[str], None]) -> SaveCosts:
@@ -145,7 +151,7 @@ class _Work:
         return seen
 
     def _failed(self, outcome: Outcome) -> Exception:
-        if outcome.kind in (*ENDED_WELL, "no_step", "several_trainings", "not_in_time"):
+        if outcome.kind in (*ENDED_WELL, "no_step", "several_trainings", "ranks_apart", "not_in_time"):
             return UsageError("what a save costs is not known", cause=outcome.reason, remedy=outcome.remedy or "give it with --save-cost")
         return ending.failure(outcome, "the command fails by itself; nothing was measured", "make the command work without saturate first", self.log)
 
@@ -156,14 +162,16 @@ class _Work:
         with Chain(self.workload, self.folder / "recovery", request.directory, self.bench.step) as chain:
             killed = chain.run(request.argv, _SEED, None, _saved, None, deadline)
             words = self.resume_args if self.resume_args is not None else self._words(killed)
+            others = _others(_paths(killed, "save", "wrote"))
             if killed.step is None or killed.ended is not None or killed.late:
-                return Recovery(None, words, None, _why(killed, "it was not seen to save once more"))
+                return Recovery(None, words, None, _why(killed, "it was not seen to save once more"), others)
             # The second update: when rank 0 makes it, all ranks have made their first.
             again = chain.run([*request.argv, *words], _SEED + 1, None, lambda log: log.updates(log.step or killed.step) >= 2, killed.step, deadline)
         updates = again.updates(killed.step)
         if not updates or killed.killed_s is None:
-            return Recovery(None, words, None, _why(again, "it made no update"))
-        return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, bool(_paths(killed, "save", "moved") & _paths(again, "read")))
+            return Recovery(None, words, None, _why(again, "it made no update"), others)
+        read = bool(_paths(killed, "save", "moved") & _paths(again, "read"))
+        return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, read, others=others)
 
     def _words(self, killed: Ran) -> list[str]:
         """What to resume with, by the script's source; of files that are named anew at each save, the newest that is whole."""
@@ -188,7 +196,7 @@ def record_of(command: list[str], facts: Facts, plain: Watched, tried: Watched, 
         size, files = facts.save_bytes / facts.saves, 1.0       # how many belong together, only async-checkpoint sees
     if size is None or files is None:
         unknown["checkpoint_bytes"] = unknown["checkpoint_files"] = "no file was seen to be saved"
-    before_s, why = _before(facts, size or 0.0, files or 1.0)
+    before_s, why = _before(facts, size or 0.0, files or 1.0, recovery.others)
     if before_s is None:
         unknown["before_s"] = why
     lost = {way: one["lost_s"] for way, one in costs["ways"].items() if one["lost_s"] is not None}
@@ -212,13 +220,15 @@ def _why_not_after(ended: Outcome | None) -> str:
     return "no checkpoint of 1 MiB or more was seen to its end " + ("in the time that there was" if ended is None else "before the script ended")
 
 
-def _before(facts: Facts, size: float, files: float) -> tuple[float | None, str]:
+def _before(facts: Facts, size: float, files: float, others: str) -> tuple[float | None, str]:
     """Seconds that the script's own saves of one checkpoint take, or why that is not known."""
     if not facts.save_bytes:
         opened = "; it saves into files that it opened itself" if facts.saves_into_files else ""
         return None, f"torch.save was not seen to write a file in the steps watched{opened}"
     if facts.saves_into_memory:
         return None, "the script saves into memory, and something else writes that to the disk"
+    if others:
+        return None, f"files are saved by {others} as well, whose time is not seen"
     if not 1 / UNLIKE < facts.save_bytes / facts.saves / (size / files) < UNLIKE:
         return None, "files are saved in other ways than by torch.save as well"
     return facts.save_s / facts.save_bytes * size, ""
@@ -249,6 +259,10 @@ def _saved(log: resume_log.Log) -> bool:
 
 def _paths(ran: Ran, *kinds: str) -> set[str]:
     return {event["path"] for log in ran.logs for event in log.events if event["at"] in kinds}
+
+
+def _others(paths: set[str]) -> str:
+    return " and ".join(name for ending, name in OTHERS.items() if any(path.endswith(ending) for path in paths))
 
 
 def _why(ran: Ran, otherwise: str) -> str:
