@@ -128,6 +128,7 @@ class KnobSearch(Search):
     size: int | None = None             # of the process that runs
     given: str | None = None            # to the model in that process
     shown: dict[int, Shown] = field(default_factory=dict)
+    blocks: list[Window] = field(default_factory=list)      # of the proof that runs
     first: tuple[int | None, int] | None = None     # the size of the first process, and what its DataLoader made
 
     def _start(self, purpose: str, size: int | None) -> Process:
@@ -178,9 +179,10 @@ class KnobSearch(Search):
                 raise Refused(f"{self.knob} {size} changed nothing: its DataLoader still makes batches of {made}")
 
     def _smaller(self) -> int:
-        """One process tells one size: not too far below what did not start."""
+        """One process tells one size: not too far below what did not start, and one that the script takes."""
         assert self.workload is not None
-        return max(2, (knob_value(self.workload.argv, self.knob, self.workload.cwd) or 16) // 8)
+        own = knob_value(self.workload.argv, self.knob, self.workload.cwd) or 16
+        return max(2, rounded(own // 8, own))
 
     def _check_delivered(self, window: Window, size: int) -> None:
         """What is read need not come from a DataLoader."""
@@ -211,10 +213,16 @@ class KnobSearch(Search):
     def _in_place(self) -> bool:
         return False
 
+    def _prove(self, process: Process, size: int, fresh: bool, began: float) -> bool:
+        self.blocks = []
+        over = super()._prove(process, size, fresh, began)
+        for window in self.blocks if size in self.proofs else ():       # of a size that does not fit, nobody needs to know how fast it is
+            self.throughput.add(size, window, window.samples or window.timed * size * self.facts["micro_steps"] * self.world_size)
+        return over
+
     def _saw_block(self, size: int, window: Window) -> None:
         self._compare(size, window)
-        samples = window.samples or window.timed * size * self.facts["micro_steps"] * self.world_size
-        self.throughput.add(size, window, samples)
+        self.blocks.append(window)
 
     def _throughput(self, process: Process) -> None:
         self.throughput.note = "measured in one process after the other, not interleaved; a batch is taken for what the argument says"

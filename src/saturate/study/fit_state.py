@@ -198,10 +198,14 @@ class State:
 
     def _fails(self, size: int) -> None:
         """It ran out of memory once: whatever it did before, it is no answer, and nothing above it is."""
+        def below(by_size: dict[int, Any]) -> dict[int, Any]:
+            return {one: seen for one, seen in by_size.items() if one < size}
+
         self.failed.append(size)
         self.points = [point for point in self.points if point.micro_batch < size]
-        self.proofs = {one: proof for one, proof in self.proofs.items() if one < size}
-        self.measured = {one: proof for one, proof in self.measured.items() if one < size}
+        self.proofs, self.measured = below(self.proofs), below(self.measured)
+        timed = self.throughput
+        timed.rates, timed.shares, timed.step_s = below(timed.rates), below(timed.shares), below(timed.step_s)
 
     def _learn_growth(self, size: int, steps: int, rises: int = memory_growth.RISES) -> None:
         """From the trail of a proof, which was to take `steps`."""
