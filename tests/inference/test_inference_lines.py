@@ -131,12 +131,38 @@ def test_the_stored_module_runs_beside_its_program_wherever_it_is(tmp_path: Path
     assert torch.allclose(torch.load(folder / "answers.pt")[1][0], artifact.load(folder)(*SIMPLE), atol=1e-6)
 
 
+@pytest.mark.slow
+def test_lines_for_tensorrt_are_given_float32_and_answer_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the plan, which trtexec makes: the graph that is exported takes float32, whatever it computes in."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from saturate.inference.techniques import tensorrt
+
+    monkeypatch.chdir(tmp_path)
+    exec(tensorrt.as_code(tensorrt.Options()).partition("# trtexec")[0], {"torch": torch, "model": Net().eval(), "inputs": SIMPLE})
+    graph = onnx.load("model.onnx").graph
+    borders = {one.type.tensor_type.elem_type for one in (*graph.input, *graph.output)}
+    assert borders == {onnx.TensorProto.FLOAT}
+    assert {one.data_type for one in graph.initializer} >= {onnx.TensorProto.FLOAT16}
+
+
+def test_lines_for_torch_tensorrt_are_given_float32_and_answer_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from saturate.inference.techniques import torch_tensorrt
+
+    dynamo = types.SimpleNamespace(compile=lambda program, arg_inputs, use_explicit_typing: program.module())
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", types.SimpleNamespace(dynamo=dynamo))
+    for options in (torch_tensorrt.Options(), torch_tensorrt.Options(half=False)):
+        names = {"torch": torch, "model": Net().eval(), "inputs": SIMPLE}
+        exec(lines.whole([torch_tensorrt.as_code(options)], None), names)
+        assert names["answers"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("id", sorted(_registry.load()))
 def test_what_makes_a_candidate_begins_with_its_threads_and_ends_in_an_answer(id: str) -> None:
     module = _registry.load()[id]
     record = Tried(Candidate.of([Part(module, module.Options())]), "dominated", "").record(3)
     assert record.code.startswith("torch.set_num_threads(3)\n")
-    assert "answers = " in record.code
+    assert record.code.endswith(f"\n{lines.ANSWER}")
     assert "answers" not in Tried(Candidate(), "dominated", "").record(3).code
 
 
@@ -200,14 +226,25 @@ def test_a_plan_is_called_by_name_and_address(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(doubled, 2 * names["inputs"][1][0]) and (half.dtype, half.shape) == (torch.float16, (2, 3))
 
 
+#: numpy refuses what has a gradient, as it does what lies on a GPU.
+WITH_GRADIENT = (SIMPLE[0].clone().requires_grad_(),)
+
+
+@pytest.mark.parametrize("kind", ["onnx", "openvino"])
+def test_three_lines_take_inputs_that_numpy_does_not(tmp_path: Path, kind: str) -> None:
+    folder = stored(tmp_path, kind, SIMPLE)
+    _, answers = answered(tmp_path, lines.of_artifact(folder, artifact.read(folder)), WITH_GRADIENT)
+    assert torch.allclose(answers[0], artifact.load(folder)(*SIMPLE), atol=1e-6)
+
+
 @pytest.mark.parametrize(("id", "package"), [("onnx-runtime", "onnxruntime"), ("openvino-runtime", "openvino")])
-def test_a_runtime_of_its_own_takes_the_threads_that_were_set(tmp_path: Path, id: str, package: str) -> None:
+def test_a_runtime_of_its_own_takes_any_inputs_and_the_threads_that_were_set(tmp_path: Path, id: str, package: str) -> None:
     for needed in ("onnx", "onnxscript", package):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     module = _registry.load()[id]
     made = "model = torch.nn.Linear(8, 3).eval()\n"
-    threads, answers = answered(tmp_path, made + Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code, SIMPLE)
+    threads, answers = answered(tmp_path, made + Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code, WITH_GRADIENT)
     assert threads == 2 and answers[0].shape == (4, 3)
 
 

@@ -144,7 +144,7 @@ def test_dynamic_ranges_are_for_linear_layers_only(tmp_path: Path) -> None:
 def test_without_vnni_inputs_take_seven_bits(tmp_path: Path) -> None:
     def most(flags: frozenset[str]) -> set[int]:
         where = context(tmp_path, residual(), torch.randn(2, 3, 12, 12), facts={"cpu_flags": flags})
-        graph = graph_of(where)[1]
+        graph = graph_of(where, pt2e_static_int8._recipe(*pt2e_static_int8.variants(where.facts)))[1]
         return {node.args[4] for node in graph.graph.nodes if "quantize_per_tensor" in str(node.target)}
 
     assert most(VNNI) == {255}

@@ -1,8 +1,9 @@
 """The winner without saturate, as Python to copy: the three lines that call the stored program, and those that make it of
 the user's model.
 
-Each format writes its own three lines (`formats.*.lines`), and each technique what it did (`as_code`). Both end in
-`answers`; imports are not counted. TensorRT's runtime and models that generate take more lines than three.
+Each format writes its own three lines (`formats.*.lines`), which end in `answers`; imports are not counted. TensorRT's runtime
+and models that generate take more lines than three. Each technique writes what it did to `model` (`as_code`), so that several may
+stand one behind the other; what answers stands behind the last.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ YOURS = {
     "following": "with conv and norm: layers of the model that share a width",
 }
 
-#: What a technique's lines end with, unless they end in `answers` themselves.
+#: What stands behind the lines of a candidate's techniques.
 ANSWER = "with torch.no_grad():\n    answers = model(*inputs)"
 
 
 def whole(parts: list[str], threads: int | None) -> str:
     """The lines of a candidate's techniques, in order, as lines that answer. `threads`: what it was measured with."""
     first = [] if threads is None else [f"torch.set_num_threads({threads})"]
-    last = [] if re.search(r"^\s*answers = ", parts[-1], re.MULTILINE) else [ANSWER]
-    return "\n".join([*first, *parts, *last])
+    return "\n".join([*first, *parts, ANSWER])
 
 
 def serving(entry: Entry, threads: int, place: Callable[[str], str]) -> str:

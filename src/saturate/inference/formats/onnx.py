@@ -174,7 +174,7 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     return (f"import onnxruntime\n"
             f"options = onnxruntime.SessionOptions(); options.intra_op_num_threads = {int(settings['threads'])}{spin}\n"
             f"session = onnxruntime.InferenceSession({place(entry.files[0])}, options, providers={providers(settings['device'])!r})\n"
-            f"answers = session.run(None, {{one.name: {tensors}[int(one.name[{len(INPUT)}:])].numpy() for one in session.get_inputs()}})")
+            f"answers = session.run(None, {{one.name: {tensors}[int(one.name[{len(INPUT)}:])].numpy(force=True) for one in session.get_inputs()}})")
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

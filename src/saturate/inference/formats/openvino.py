@@ -114,7 +114,7 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     return ("import openvino\n"
             f"core = openvino.Core(); model = core.read_model({place(entry.files[0])}){known}\n"
             f'compiled = core.compile_model(model, "CPU", {settings_of(int(settings["threads"]), settings["precision"])!r})\n'
-            f"answers = list(compiled({{(name := one.get_any_name()): {tensors}[int(name[{len(files.INPUT)}:])].numpy() "
+            f"answers = list(compiled({{(name := one.get_any_name()): {tensors}[int(name[{len(files.INPUT)}:])].numpy(force=True) "
             f"for one in compiled.inputs}}).values())")
 
 

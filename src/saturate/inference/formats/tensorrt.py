@@ -67,29 +67,34 @@ def save(folder: Path, plan: Path, signature: dict[str, Any]) -> Entry:
 
 
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
-    """See `inference.lines.serving`."""
-    return answering(place(entry.files[0]), structure.flat_inputs(entry.settings["inputs"]))
+    """See `inference.lines.serving`. TensorRT's runtime takes addresses, so these are more than three."""
+    tensors = structure.flat_inputs(entry.settings["inputs"])
+    return "\n".join([*opening(place(entry.files[0])), *calling(tensors), "answers = list(made.values())"])
 
 
-def answering(path: str, tensors: str) -> str:
-    """Lines that answer by the plan at `path`; `tensors` are the inputs in a row, on the GPU. Both are Python. TensorRT's runtime takes
-    addresses, so these are more than three."""
-    return (
-        "import tensorrt\n"
-        "logger = tensorrt.Logger(tensorrt.Logger.WARNING)\n"
-        "runtime = tensorrt.Runtime(logger)\n"
-        f'engine = runtime.deserialize_cuda_engine(open({path}, "rb").read())\n'
-        "context = engine.create_execution_context()\n"
-        "names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]\n"
+def opening(path: str) -> list[str]:
+    """Lines that open the plan at `path`, which is Python."""
+    return [
+        "import tensorrt",
+        "logger = tensorrt.Logger(tensorrt.Logger.WARNING)",
+        "runtime = tensorrt.Runtime(logger)",
+        f'engine = runtime.deserialize_cuda_engine(open({path}, "rb").read())',
+        "context = engine.create_execution_context()",
+        "names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]"]
+
+
+def calling(tensors: str) -> list[str]:
+    """Lines behind `opening` that make a mapping `made` of what the plan answers; `tensors`, which is Python, are the inputs in a row,
+    on the GPU."""
+    return [
         f"given = {{name: {tensors}[int(name[{len(INPUT)}:])].contiguous() for name in names if engine.get_tensor_mode(name) == "
-        "tensorrt.TensorIOMode.INPUT}\n"
-        "for name, tensor in given.items(): assert context.set_input_shape(name, tuple(tensor.shape))\n"
-        f"kinds = {_DTYPES!r}\n"
+        "tensorrt.TensorIOMode.INPUT}",
+        "for name, tensor in given.items(): assert context.set_input_shape(name, tuple(tensor.shape))",
+        f"kinds = {_DTYPES!r}",
         "made = {name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=getattr(torch, kinds[engine.get_tensor_dtype(name).name]), "
-        'device="cuda") for name in names if name not in given}\n'
-        "for name, tensor in {**given, **made}.items(): context.set_tensor_address(name, tensor.data_ptr())\n"
-        "assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)\n"
-        "answers = list(made.values())")
+        'device="cuda") for name in names if name not in given}',
+        "for name, tensor in {**given, **made}.items(): context.set_tensor_address(name, tensor.data_ptr())",
+        "assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)"]
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:

@@ -122,7 +122,8 @@ class InferenceTechnique(Protocol):
         """After the first call: whether it took effect, and what shows it (dtype census, node counts, counters)."""
 
     def as_code(self, options: Any) -> str:
-        """The lines that a user would write to have the same without saturate."""
+        """The lines that a user would write to have the same without saturate. They make of `model` what is called with the same
+        inputs and gives the same answers, and call it themselves for no more than their own ends: others may stand behind them."""
 
 
 __all__ = [

@@ -192,19 +192,23 @@ EXPORT_CODE = """\
 from torch.utils._pytree import tree_leaves
 def named(batch):
     tensors = [x for x in tree_leaves(batch) if torch.is_tensor(x)]
-    return {f"input_{place}": x.numpy() for place, x in enumerate(tensors)}
+    return {f"input_{place}": x.numpy(force=True) for place, x in enumerate(tensors)}
 torch.onnx.export(model, inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")      # dynamic_shapes= for sizes that vary
 """
 
 
 def call_code(name: str, more: str = "") -> str:
-    """The lines that answer by the file `name`. `more`: lines about the `options`. ONNX Runtime has threads of its own."""
+    """The lines that make the file `name` the model. `more`: lines about the `options`. ONNX Runtime has threads of its own."""
     return (
         "import onnxruntime\n"
         "options = onnxruntime.SessionOptions()\n"
         f"options.intra_op_num_threads = torch.get_num_threads()\n{more}"
-        f'session = onnxruntime.InferenceSession("{name}", options)\n'
-        "answers = session.run(None, {one.name: named(inputs)[one.name] for one in session.get_inputs()})"
+        "on_gpu = any(x.is_cuda for x in tree_leaves(inputs) if torch.is_tensor(x))\n"
+        f"providers = {files.providers('cuda')} if on_gpu else {files.providers('cpu')}\n"
+        f'session = onnxruntime.InferenceSession("{name}", options, providers=providers)\n'
+        "def model(*inputs):\n"
+        "    given = named(inputs)\n"
+        "    return session.run(None, {one.name: given[one.name] for one in session.get_inputs()})"
     )
 
 

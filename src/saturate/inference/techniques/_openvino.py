@@ -139,11 +139,13 @@ def sums(node: Any) -> bool:
 
 
 def call_code(name: str, precision: str = "f32") -> str:
-    """The lines that answer by the file `name`. OpenVINO has threads of its own."""
+    """The lines that make the file `name` the model. OpenVINO has threads of its own."""
     return (
         "import openvino\n"
         'settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,\n'
         f'            "INFERENCE_PRECISION_HINT": "{precision}"}}\n'
         f'compiled = openvino.Core().compile_model("{name}", "CPU", settings)\n'
-        "answers = list(compiled({one.get_any_name(): named(inputs)[one.get_any_name()] for one in compiled.inputs}).values())"
+        "def model(*inputs):\n"
+        "    given = named(inputs)\n"
+        "    return list(compiled({one.get_any_name(): given[one.get_any_name()] for one in compiled.inputs}).values())"
     )

@@ -107,21 +107,37 @@ def _under_autocast(context: Context, dtype: Any) -> None:
 
 
 def as_code(dtype: str, autocast: bool = False) -> str:
-    """The lines that answer in another number format, with inputs and answers as they are. Both may be nested, or hold None."""
-    if autocast:
-        return ("from torch.utils._pytree import tree_map\n"
-                f"with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, dtype=torch.{dtype}):\n"
-                "    answers = model(*inputs)\n"
-                f"answers = tree_map(lambda x: x.float() if torch.is_tensor(x) and x.dtype is torch.{dtype} else x, answers)")
-    return (f"{in_format(dtype)}\n"
-            "with torch.no_grad():\n"
-            "    answers = tree_map(in_format(torch.float32), model(*inputs))")
+    """Lines that put another number format inside of `model`, with inputs and answers as they are. Both may be nested, or hold None."""
+    return _AUTOCAST_CODE.format(dtype) if autocast else _CAST_CODE.format(dtype)
 
 
-def in_format(dtype: str) -> str:
-    """The lines that bring the model and its inputs into another number format."""
-    return ("from torch.utils._pytree import tree_map\n"
-            "def in_format(dtype):\n"
-            "    return lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x\n"
-            f"model = model.to(torch.{dtype})\n"
-            f"inputs = tree_map(in_format(torch.{dtype}), inputs)")
+# Not eval(): parts of the model may be in another mode on purpose.
+_AUTOCAST_CODE = """\
+from torch.utils._pytree import tree_map
+class Autocast(torch.nn.Module):      # products in {0}, answers as before
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.training = model, False
+        self.device = next(model.parameters()).device.type
+    def forward(self, *inputs):
+        with torch.autocast(self.device, dtype=torch.{0}):
+            output = self.model(*inputs)
+        return tree_map(lambda x: x.float() if torch.is_tensor(x) and x.dtype is torch.{0} else x, output)
+model = Autocast(model)"""
+
+_CAST_CODE = """\
+from torch.utils._pytree import tree_map
+def cast(tree, formats, dtype):
+    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.dtype in formats else x, tree)
+class Cast(torch.nn.Module):      # {0} inside, answers as before
+    wide = (torch.float64, torch.float32)
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.training = model, False
+        held = [x.dtype for x in model.parameters()]
+        self.outside = next((dtype for dtype in self.wide if dtype in held), torch.float32)
+        for x in (*model.parameters(), *model.buffers()):
+            x.data = cast(x.data, self.wide, torch.{0})
+    def forward(self, *inputs):
+        return cast(self.model(*cast(inputs, self.wide, torch.{0})), (torch.{0},), self.outside)
+model = Cast(model)"""

@@ -14,17 +14,17 @@ product or share its weight; those get copies first (`_separate`).
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saturate.inference import structure
 from saturate.inference.formats import _program, aoti
-from saturate.inference.techniques import _onnx
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.inference.techniques._torchao import kept
 from saturate.machine import facts as machine
@@ -33,17 +33,33 @@ from saturate.records.inference import ModelFacts
 #: Inductor counts the products that it replaced by integer kernels under these names.
 LOWERED = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher_count")
 
-#: What has 7 bits on a CPU without VNNI, see `_quantizer`.
+#: What has 7 bits on a CPU without VNNI, see `Recipe`.
 NARROWED = "inputs"
+
+#: Of two activations: costs accuracy, and is no faster.
+_GATES = ("mul",)
+
+#: What hands on integers where ranges are known beforehand.
+_SHAPING = ("cat", "flatten", "nn.functional.max_pool2d", "nn.functional.avg_pool2d", "nn.functional.adaptive_avg_pool2d")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Which operators, and how. `qat`: fake quantizers that gradients pass, instead of observers. `dynamic`: inputs are
-    rounded anew at each call; linear layers only, as there is no such kernel for convolutions."""
+    rounded anew at each call; linear layers only, as there is no such kernel for convolutions. `reduce_range`: inputs take 7 bits,
+    because a CPU without VNNI adds products in 16 bits, which saturate."""
 
     qat: bool = False
     dynamic: bool = False
+    reduce_range: bool = False
+
+    def configuration(self) -> dict[str, bool]:
+        """For `get_default_x86_inductor_quantization_config`."""
+        return {"is_qat": self.qat, "is_dynamic": self.dynamic, "reduce_range": self.reduce_range}
+
+    def floating(self) -> tuple[str, ...]:
+        """Functions that the quantizer is to leave alone, as attributes of torch."""
+        return (*_GATES, *_SHAPING) if self.dynamic else _GATES
 
 
 def refusal(facts: ModelFacts) -> Ineligible | None:
@@ -93,7 +109,7 @@ def prepared(context: Context, program: _program.Program, recipe: Recipe) -> Any
         raise NotApplied("no " + ("linear layer" if recipe.dynamic else "convolution or linear layer") + " is left to quantize")
     _separate(torch, graph)
     _straighten(torch, graph)
-    return _free(prepare_pt2e(graph, _quantizer(torch, recipe, reduced=not _onnx.vnni(context.facts))))
+    return _free(prepare_pt2e(graph, _quantizer(torch, recipe)))
 
 
 def calibrate(context: Context, graph: Any, batches: Sequence[tuple[Any, ...]]) -> int:
@@ -180,6 +196,32 @@ def quantized(graph: Any) -> int:
     return sum(_operator(node) in PRODUCTS and all(map(rounded, node.args[:2])) for node in graph.graph.nodes)
 
 
+# -- the same without saturate -------------------------------------------------------------------------------------------
+
+
+def prepare_code(recipe: Recipe) -> str:
+    """Lines that make `graph`, with observers or fake quantizers, of `model`."""
+    verb = "prepare_qat_pt2e" if recipe.qat else "prepare_pt2e"
+    changed = ", ".join(f"{name}=True" for name, value in recipe.configuration().items() if value)
+    return (
+        "# pip install torchao\n"
+        f"from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, {verb}\n"
+        "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
+        "torch.backends.mha.set_fastpath_enabled(False)      # one fused operator would hide the products of attention\n"
+        "quantizer = x86.X86InductorQuantizer()\n"
+        f"quantizer.set_global(x86.get_default_x86_inductor_quantization_config({changed}))\n"
+        f"for function in ({''.join(f'torch.{name}, ' for name in recipe.floating()).rstrip()}):      # these stay in floating point\n"
+        "    quantizer.set_function_type_qconfig(function, None)\n"
+        f"graph = {verb}(torch.export.export(model.eval(), inputs).module(), quantizer)\n")
+
+
+#: Lines that make `model` of such a graph, once it was calibrated or trained.
+SERVE_CODE = """\
+program = torch.export.export(convert_pt2e(graph), inputs)
+package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})
+model = torch._inductor.aoti_load_package(package)"""
+
+
 # -- the graph -----------------------------------------------------------------------------------------------------------
 
 #: Operators, as torch writes them, and the layer that the quantizer knows them by.
@@ -202,8 +244,6 @@ def _overwrites(node: Any) -> bool:
 def _label(torch: Any, graph: Any, context: Context, recipe: Recipe) -> int:
     """Tell the quantizer what each operator is: a layer of its own, or nothing that it knows. Returns the number of
     products that it may quantize."""
-    import operator
-
     found = 0
     for node in graph.graph.nodes:
         name = _operator(node)
@@ -290,20 +330,14 @@ def _attribute(graph: Any, path: str) -> Any:
     return found
 
 
-def _quantizer(torch: Any, recipe: Recipe, reduced: bool) -> Any:
-    """torchao's quantizer for x86. `reduced`: inputs take 7 bits, because a CPU without VNNI adds products in 16 bits,
-    which saturate."""
+def _quantizer(torch: Any, recipe: Recipe) -> Any:
+    """torchao's quantizer for x86."""
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     quantizer = x86.X86InductorQuantizer()
-    quantizer.set_global(x86.get_default_x86_inductor_quantization_config(
-        is_qat=recipe.qat, is_dynamic=recipe.dynamic, reduce_range=reduced))
-    functions: list[Callable[..., Any]] = [torch.mul]       # of two activations: costs accuracy, and is no faster
-    if recipe.dynamic:
-        of = torch.nn.functional
-        functions += [torch.cat, torch.flatten, of.max_pool2d, of.avg_pool2d, of.adaptive_avg_pool2d]
-    for function in functions:
-        quantizer.set_function_type_qconfig(function, None)
+    quantizer.set_global(x86.get_default_x86_inductor_quantization_config(**recipe.configuration()))
+    for name in recipe.floating():
+        quantizer.set_function_type_qconfig(operator.attrgetter(name)(torch), None)
     return quantizer
 
 

@@ -21,7 +21,7 @@ from saturate.records.inference import ModelFacts
 #: A last layer that holds less than this share of the weights is left alone: it decides the answer and costs little time.
 LAST_LAYER_SHARE = 0.05
 
-#: What has a smaller range on a CPU without VNNI, see `dynamic_int8`.
+#: What has a smaller range on a CPU without VNNI, see `saturates`.
 NARROWED = "inputs and weights"
 
 
@@ -49,13 +49,16 @@ def refusal_for_int8(facts: ModelFacts) -> Ineligible | None:
     return refusal_below(facts, (7, 5), "integer tensor cores") if facts.device == "cuda" else None
 
 
-def dynamic_int8(context: Context, asymmetric: bool = False) -> Any:
-    """torchao's configuration for int8 products with inputs rounded at each call. Without VNNI a CPU adds products in 16
-    bits, which saturate, so the range is halved there."""
+def saturates(facts: ModelFacts) -> bool:
+    """Whether int8 products are to have half of their range: without VNNI a CPU adds them in 16 bits, which saturate."""
+    return facts.device == "cpu" and not _onnx.vnni(facts)
+
+
+def dynamic_int8(asymmetric: bool, reduce_range: bool) -> Any:
+    """torchao's configuration for int8 products with inputs rounded at each call. `reduce_range`: where it `saturates`."""
     quantization = imported()
     mapping = quantization.MappingType.ASYMMETRIC if asymmetric else quantization.MappingType.SYMMETRIC
-    return quantization.Int8DynamicActivationInt8WeightConfig(
-        act_mapping_type=mapping, reduce_range=context.device == "cpu" and not _onnx.vnni(context.facts))
+    return quantization.Int8DynamicActivationInt8WeightConfig(act_mapping_type=mapping, reduce_range=reduce_range)
 
 
 def kept(name: str, keep: Collection[str]) -> bool:
@@ -81,6 +84,25 @@ def layers(context: Context, fits: Callable[[Any], bool] = lambda layer: True) -
         if found[last].weight.numel() < LAST_LAYER_SHARE * sum(layer.weight.numel() for layer in found.values()):
             del found[last]
     return {name: layer for name, layer in found.items() if fits(layer) and not kept(name, context.keep)}
+
+
+#: The same without saturate: a mapping `linear` whose keys name what `layers` chooses. The names outlive the layers, which training
+#: with rounding replaces.
+LAYERS_CODE = f"""\
+linear = {{name: layer.weight.numel() for name, layer in model.named_modules()
+          if isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward and type(layer.weight) is torch.nn.Parameter
+          and not isinstance(layer, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)}}      # attention's output layer is one
+last = next(reversed(linear))
+if len(linear) > 1 and linear[last] < {LAST_LAYER_SHARE} * sum(linear.values()):
+    del linear[last]      # it decides the answer and costs little time
+torch.backends.mha.set_fastpath_enabled(False)      # torch's fused encoder layers read the weights of their parts themselves
+"""
+
+
+def quantize_code(config: str, fits: str = "") -> str:
+    """Lines that quantize those of `linear` that fit. `config` and `fits`, a condition on `layer`, are Python."""
+    condition = f" and {fits}" if fits else ""
+    return f"{LAYERS_CODE}quantize_(model, {config}, lambda layer, name: name in linear{condition})"
 
 
 def quantize(context: Context, technique: str, config: Any, fits: Callable[[Any], bool] = lambda layer: True) -> str:

@@ -132,6 +132,6 @@ def _limit_hit(counters: Any) -> bool:
 def as_code(options: Options) -> str:
     lines = ["torch._inductor.config.freezing = True"] if options.freezing else []
     dynamic = ", dynamic=True" if options.dynamic else ""
-    lines += [f'compiled = torch.compile(lambda *inputs: model(*inputs), mode="{options.mode}"{dynamic})',
-              "with torch.no_grad():\n    answers = compiled(*inputs)"]
+    lines += ["eager = model",
+              f'model = torch.compile(lambda *inputs: eager(*inputs), mode="{options.mode}"{dynamic})']
     return "\n".join(lines)

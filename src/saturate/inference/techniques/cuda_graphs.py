@@ -95,11 +95,20 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        "static = tuple(x.clone() for x in inputs)\n"
-        "graph = torch.cuda.CUDAGraph()\n"
-        "with torch.no_grad(), torch.cuda.graph(graph):      # after a few calls of model(*static) on another stream\n"
-        "    answers = model(*static)\n"
-        "for held, given in zip(static, inputs):\n"
-        "    held.copy_(given)\n"
-        "graph.replay()      # answers now holds those to `inputs`"
+        "from torch.utils._pytree import tree_leaves, tree_map\n"
+        "static = tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, inputs)\n"
+        "aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()\n"
+        "aside.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.no_grad(), torch.cuda.stream(aside):      # libraries choose kernels and take memory before recording\n"
+        "    for _ in range(3):\n"
+        "        model(*static)\n"
+        "torch.cuda.current_stream().wait_stream(aside)\n"
+        "with torch.no_grad(), torch.cuda.graph(graph):\n"
+        "    recorded = model(*static)\n"
+        "def model(*inputs):\n"
+        "    for held, given in zip(tree_leaves(static), tree_leaves(inputs)):\n"
+        "        if torch.is_tensor(held):\n"
+        "            held.copy_(given)\n"
+        "    graph.replay()\n"
+        "    return recorded      # the next call writes to it"
     )

@@ -139,5 +139,5 @@ def as_code(options: Options) -> str:
         "    divergence = F.kl_div(output.log_softmax(-1), taught.softmax(-1), reduction='batchmean')\n"
         "    (loss(output, target) + divergence).backward()\n"
         "    optimizer.step(); optimizer.zero_grad()\n"
-        "model = student"
+        "model = student.eval()"
     )

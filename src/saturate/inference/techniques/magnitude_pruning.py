@@ -129,14 +129,17 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
+        "embedded = {id(layer.weight) for layer in model.modules() if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))}\n"
+        "weights = [x for x in model.parameters() if x.ndim > 1 and x.is_floating_point() and id(x) not in embedded]\n"
+        "def prune(share):\n"
+        "    for weight in weights:\n"
+        "        size = weight.detach().abs()\n"
+        "        weight.data *= size > size.flatten().kthvalue(max(1, round(share * size.numel()))).values\n"
         "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
         "for step, (*batch, target) in enumerate(loader):\n"
         "    loss(model(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
-        f"    share = {options.sparsity} * (1 - (1 - min(step / (0.7 * len(loader)), 1)) ** 3)\n"
-        "    for name, weight in model.named_parameters():\n"
-        "        if weight.ndim > 1:\n"
-        "            size = weight.detach().abs()\n"
-        "            weight.data *= size > size.flatten().kthvalue(max(1, int(share * size.numel()))).values"
+        f"    prune({options.sparsity} * (1 - (1 - min(step / ({RAMP} * len(loader)), 1)) ** 3))\n"
+        f"prune({options.sparsity})"
     )
 
 

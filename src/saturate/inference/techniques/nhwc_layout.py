@@ -57,7 +57,13 @@ for layer in model.modules():
 def inward(x):
     image = torch.is_tensor(x) and x.dim() in formats and x.is_floating_point()
     return x.contiguous(memory_format=formats[x.dim()]) if image else x
-inputs = tree_map(inward, inputs)"""
+class ChannelsLast(torch.nn.Module):      # images channels-last inside, answers in the usual layout
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.training = model, False
+    def forward(self, *inputs):
+        return tree_map(lambda x: x.contiguous() if torch.is_tensor(x) else x, self.model(*tree_map(inward, inputs)))
+model = ChannelsLast(model)"""
 
 _CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
 

@@ -35,6 +35,7 @@ Jacob et al., "Quantization and Training of Neural Networks for Efficient Intege
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from saturate.inference.techniques import _onnx, _pt2e
@@ -57,9 +58,10 @@ RECIPE = _pt2e.Recipe()
 
 @dataclass(frozen=True)
 class Options:
-    """`batches`: at most so many calibration batches."""
+    """`batches`: at most so many calibration batches. `reduce_range`: inputs of 7 bits, for CPUs without VNNI."""
 
     batches: int = 32
+    reduce_range: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -74,7 +76,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options()]
+    return [Options(reduce_range=not _onnx.vnni(facts))]
 
 
 def bound(facts: ModelFacts) -> float | None:
@@ -83,9 +85,13 @@ def bound(facts: ModelFacts) -> float | None:
 
 def apply(context: Context, options: Options) -> str:
     program = _pt2e.captured(context)
-    graph = _pt2e.prepared(context, program, RECIPE)
+    graph = _pt2e.prepared(context, program, _recipe(options))
     count = _pt2e.calibrate(context, graph, context.calibration[: options.batches])
     return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}, ranges from {count} batches"
+
+
+def _recipe(options: Options) -> _pt2e.Recipe:
+    return dataclasses.replace(RECIPE, reduce_range=options.reduce_range)
 
 
 def active(context: Context, options: Options) -> Proof:
@@ -93,13 +99,8 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return ("# pip install torchao\n"
-            "from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e\n"
-            "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
-            "quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())\n"
-            "graph = prepare_pt2e(torch.export.export(model.eval(), inputs).module(), quantizer)\n"
-            f"for batch in calibration[:{options.batches}]:\n"
-            "    graph(*batch)\n"
-            "program = torch.export.export(convert_pt2e(graph), inputs)\n"
-            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
-            "model = torch._inductor.aoti_load_package(package)")
+    return (
+        f"{_pt2e.prepare_code(_recipe(options))}"
+        f"for batch in calibration[:{options.batches}]:\n"
+        "    graph(*batch)\n"
+        f"{_pt2e.SERVE_CODE}")

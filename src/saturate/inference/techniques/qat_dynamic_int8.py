@@ -51,7 +51,9 @@ PREPARE_S = 90.0
 
 @dataclass(frozen=True)
 class Options:
-    """Nothing to choose: `train` says how long."""
+    """`reduce_range`: half of the range, for CPUs without VNNI. `train` says how long."""
+
+    reduce_range: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -63,7 +65,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options()]
+    return [Options(_torchao.saturates(facts))]
 
 
 def bound(facts: ModelFacts) -> float | None:
@@ -84,7 +86,7 @@ def apply(context: Context, options: Options) -> str:
     quantization.quantize_(context.model, fake, filter_fn=lambda module, name: id(module) in wanted)
     trained = _qat.recover(context, context.model, teacher)
     quantization.quantize_(context.model, QATConfig(step="convert"))
-    return f"{trained}; {_torchao.quantize(context, TECHNIQUE.id, _torchao.dynamic_int8(context, asymmetric=True))}"
+    return f"{trained}; {_torchao.quantize(context, TECHNIQUE.id, _torchao.dynamic_int8(True, options.reduce_range))}"
 
 
 def active(context: Context, options: Options) -> Proof:
@@ -92,13 +94,16 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    halved = ", reduce_range=True" if options.reduce_range else ""
+    rounding = _torchao.quantize_code("QATConfig(activation_config=inputs_, weight_config=weights_, step='prepare')")
     return ("# pip install torchao\n"
             "from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType, quantize_\n"
             "from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig\n"
             "inputs_, weights_ = IntxFakeQuantizeConfig(torch.int8, 'per_token', is_symmetric=False), IntxFakeQuantizeConfig(torch.int8, 'per_channel')\n"
-            "quantize_(model, QATConfig(activation_config=inputs_, weight_config=weights_, step='prepare'))\n"
+            f"{rounding}\n"
             "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
             "for *batch, target in loader:\n"
             "    loss(model(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
             "quantize_(model, QATConfig(step='convert'))\n"
-            "quantize_(model, Int8DynamicActivationInt8WeightConfig(act_mapping_type=MappingType.ASYMMETRIC))")
+            f"quantize_(model, Int8DynamicActivationInt8WeightConfig(act_mapping_type=MappingType.ASYMMETRIC{halved}),\n"
+            "          lambda layer, name: name in linear)")

@@ -35,6 +35,7 @@ pytorch/ao, torchao/quantization/pt2e (quantization-aware training).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,9 @@ RECIPE = _pt2e.Recipe(qat=True)
 
 @dataclass(frozen=True)
 class Options:
-    """Nothing to choose: `train` says how long."""
+    """`reduce_range`: inputs of 7 bits, for CPUs without VNNI. `train` says how long."""
+
+    reduce_range: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -72,7 +75,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options()]
+    return [Options(reduce_range=not _onnx.vnni(facts))]
 
 
 def bound(facts: ModelFacts) -> float | None:
@@ -81,7 +84,7 @@ def bound(facts: ModelFacts) -> float | None:
 
 def apply(context: Context, options: Options) -> str:
     teacher, program = _qat.original(context), _pt2e.captured(context)
-    graph = _pt2e.prepared(context, program, RECIPE)
+    graph = _pt2e.prepared(context, program, _recipe(options))
     student = _pt2e.served(context.torch, graph, program)
     trained = _qat.recover(context, student, teacher, lambda progress: _fix_ranges(graph, progress))
     return f"{trained}; {_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}"
@@ -96,20 +99,18 @@ def _fix_ranges(graph: Any, progress: float) -> None:
     graph.apply(disable_observer)
 
 
+def _recipe(options: Options) -> _pt2e.Recipe:
+    return dataclasses.replace(RECIPE, reduce_range=options.reduce_range)
+
+
 def active(context: Context, options: Options) -> Proof:
     return _pt2e.proof(context, TECHNIQUE.id)
 
 
 def as_code(options: Options) -> str:
-    return ("# pip install torchao\n"
-            "from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e\n"
-            "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
-            "quantizer = x86.X86InductorQuantizer()\n"
-            "quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))\n"
-            "graph = prepare_qat_pt2e(torch.export.export(model, inputs).module(), quantizer)\n"
-            "optimizer = torch.optim.AdamW(graph.parameters(), lr=1e-4)\n"
-            "for *batch, target in loader:\n"
-            "    loss(graph(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
-            "program = torch.export.export(convert_pt2e(graph), inputs)\n"
-            "package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
-            "model = torch._inductor.aoti_load_package(package)")
+    return (
+        f"{_pt2e.prepare_code(_recipe(options))}"
+        "optimizer = torch.optim.AdamW(graph.parameters(), lr=1e-4)\n"
+        "for *batch, target in loader:\n"
+        "    loss(graph(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
+        f"{_pt2e.SERVE_CODE}")

@@ -117,9 +117,5 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    return (
-        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-        f"with sdpa_kernel(SDPBackend.{names[options.backend]}):\n"
-        "    answers = model(*inputs)"
-    )
+    _threads, *attention = session.lines({"attention": options.backend}, 1).split("; ")
+    return "\n".join(attention)

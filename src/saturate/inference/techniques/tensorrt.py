@@ -35,7 +35,7 @@ from typing import Any
 
 from saturate.inference import structure
 from saturate.inference.formats import tensorrt as engines
-from saturate.inference.techniques import _onnx
+from saturate.inference.techniques import _onnx, _precision
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -123,12 +123,15 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    cast = ("model, inputs = model.half(), tree_map(lambda x: x.half() if torch.is_tensor(x) and x.is_floating_point() else x, inputs)\n"
-            if options.half else "")
-    return (
-        f"from torch.utils._pytree import tree_leaves, tree_map\n{cast}"
-        "tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]\n"
-        f'names = [f"{_onnx.files.INPUT}{{place}}" for place in range(len(tensors))]\n'
-        'torch.onnx.export(model, inputs, dynamo=True, input_names=names).save("model.onnx")\n'
-        "# trtexec --onnx=model.onnx --saveEngine=model.plan\n"
-        + engines.answering('"model.plan"', "tensors"))
+    return "\n".join([
+        *([_precision.as_code("float16")] if options.half else []),
+        "from torch.utils._pytree import tree_leaves",
+        "tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]",
+        f'names = [f"{_onnx.files.INPUT}{{place}}" for place in range(len(tensors))]',
+        'torch.onnx.export(model, inputs, dynamo=True, input_names=names).save("model.onnx")',
+        "# trtexec --onnx=model.onnx --saveEngine=model.plan",
+        *engines.opening('"model.plan"'),
+        "def model(*inputs):",
+        "    tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]",
+        *(f"    {line}" for line in engines.calling("tensors")),
+        "    return list(made.values())"])

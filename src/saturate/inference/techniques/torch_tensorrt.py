@@ -36,7 +36,7 @@ from typing import Any
 
 from saturate.inference import session, structure
 from saturate.inference.formats import _program, aoti
-from saturate.inference.techniques import _onnx
+from saturate.inference.techniques import _onnx, _precision
 from saturate.inference.techniques._api import (
     Context,
     Eligible,
@@ -113,6 +113,8 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    cast = "model = model.half()\n" if options.half else ""
-    program = "program = torch.export.export(model, inputs)"
-    return f"import torch_tensorrt\n{cast}{program}\nmodel = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, use_explicit_typing=True)"
+    return "\n".join([
+        "import torch_tensorrt",
+        *([_precision.as_code("float16")] if options.half else []),
+        "program = torch.export.export(model, inputs)",
+        "model = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, use_explicit_typing=True)"])

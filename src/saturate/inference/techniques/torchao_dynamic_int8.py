@@ -51,10 +51,11 @@ TECHNIQUE = Technique(
 @dataclass(frozen=True)
 class Options:
     """`bfloat16`: what is not quantized computes in bfloat16. `asymmetric`: inputs have a zero point, which suits activations
-    that are mostly positive."""
+    that are mostly positive. `reduce_range`: half of the range, for CPUs without VNNI."""
 
     bfloat16: bool = False
     asymmetric: bool = False
+    reduce_range: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -67,7 +68,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options(bfloat16=True), Options()] if _torchao.bfloat16_helps(facts) else [Options()]
+    return [Options(bfloat16=True), Options()] if _torchao.bfloat16_helps(facts) else [Options(reduce_range=_torchao.saturates(facts))]
 
 
 def bound(facts: ModelFacts) -> float | None:
@@ -76,7 +77,7 @@ def bound(facts: ModelFacts) -> float | None:
 
 def apply(context: Context, options: Options) -> str:
     words = _torchao.in_bfloat16(context, TECHNIQUE.id) if options.bfloat16 else ""
-    return words + _torchao.quantize(context, TECHNIQUE.id, _torchao.dynamic_int8(context, options.asymmetric))
+    return words + _torchao.quantize(context, TECHNIQUE.id, _torchao.dynamic_int8(options.asymmetric, options.reduce_range))
 
 
 def active(context: Context, options: Options) -> Proof:
@@ -84,8 +85,10 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    mapping = "act_mapping_type=MappingType.ASYMMETRIC" if options.asymmetric else ""
+    given = {"act_mapping_type": "MappingType.ASYMMETRIC"} if options.asymmetric else {}
+    given |= {"reduce_range": "True"} if options.reduce_range else {}
+    config = f"Int8DynamicActivationInt8WeightConfig({', '.join(f'{name}={value}' for name, value in given.items())})"
     return ("# pip install torchao\n"
-            f"from torchao.quantization import Int8DynamicActivationInt8WeightConfig, {'MappingType, ' if mapping else ''}quantize_\n"
-            + (f"{_precision.in_format('bfloat16')}\n" if options.bfloat16 else "") +
-            f"quantize_(model, Int8DynamicActivationInt8WeightConfig({mapping}))")
+            f"from torchao.quantization import Int8DynamicActivationInt8WeightConfig, {'MappingType, ' if options.asymmetric else ''}quantize_\n"
+            + (f"{_precision.as_code('bfloat16')}\n" if options.bfloat16 else "")
+            + _torchao.quantize_code(config))

@@ -101,5 +101,5 @@ def as_code(options: Options) -> str:
     argument = "" if options.weight_only else "granularity=PerRow()"
     return ("# pip install torchao\n"
             f"from torchao.quantization import {config}, {'' if options.weight_only else 'PerRow, '}quantize_\n"
-            f"{_precision.in_format('bfloat16')}\n"
-            f"quantize_(model, {config}({argument}))")
+            f"{_precision.as_code('bfloat16')}\n"
+            + _torchao.quantize_code(f"{config}({argument})", f"layer.in_features % {DIVISOR} == 0 and layer.out_features % {DIVISOR} == 0"))

@@ -107,7 +107,7 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    on_gpu = "    " + _precision.in_format("bfloat16").replace("\n", "\n    ")
+    on_gpu = "    " + _precision.as_code("bfloat16").replace("\n", "\n    ")
     return ("# pip install torchao\n"
             "from torchao.quantization import quantize_\n"
             "on_gpu = next(model.parameters()).is_cuda\n"
@@ -119,7 +119,4 @@ def as_code(options: Options) -> str:
             "else:\n"
             "    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig\n"
             f"    how = PrototypeInt4WeightOnlyConfig(group_size={options.group})\n"
-            "def fits(layer, name):\n"
-            f"    return (isinstance(layer, torch.nn.Linear) and layer.in_features % {options.group} == 0\n"
-            f"            and layer.out_features % (1 if on_gpu else {CPU_OUTPUTS}) == 0)\n"
-            "quantize_(model, how, fits)")
+            + _torchao.quantize_code("how", f"layer.in_features % {options.group} == 0 and layer.out_features % (1 if on_gpu else {CPU_OUTPUTS}) == 0"))

@@ -80,5 +80,5 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     return ("# pip install torchao\n"
             "from torchao.quantization import Int8WeightOnlyConfig, quantize_\n"
-            + (f"{_precision.in_format('bfloat16')}\n" if options.bfloat16 else "")
-            + "quantize_(model, Int8WeightOnlyConfig())")
+            + (f"{_precision.as_code('bfloat16')}\n" if options.bfloat16 else "")
+            + _torchao.quantize_code("Int8WeightOnlyConfig()"))
