@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from saturate.cli import run as run_verb
+from saturate.errors import RecipeError
 from saturate.machine import fingerprint, gpus, nvml, telemetry
+from saturate.records import recipe as recipes
 from saturate.records.recipe import MadeFor
 
 SATURATE = [sys.executable, "-m", "saturate", "run"]
@@ -99,6 +101,58 @@ def test_a_device_is_another_one_only_where_that_is_certain(files, reachable, na
     monkeypatch.setattr(nvml, "start", lambda: (contextlib.nullcontext(), "") if reachable else (None, "no NVIDIA driver"))
     monkeypatch.setattr(telemetry, "visible_name", lambda opened, environment: name)
     assert run_verb._device(CUDA) == now
-    assert run_verb._device(MadeFor(device="cpu")) == ("cpu", "") and run_verb._device(MadeFor()) == ("", "")
+    assert run_verb._device(MadeFor(device="cpu")) == ("" if files else "cpu", ""), "a script may do without the device"
+    assert run_verb._device(MadeFor()) == ("", "") == run_verb._device(MadeFor(device="mps"))
     changed = fingerprint.compare(CUDA, MadeFor(device=now[0], device_name=now[1]), ["compile"])
     assert len(changed) == (name == "Tesla T4" or not files)
+
+
+def test_no_device_where_all_are_hidden(monkeypatch):
+    monkeypatch.setattr(gpus, "possible", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_verb._device(CUDA) == ("cpu", "") == run_verb._device(MadeFor(device="cpu"))
+
+
+RECIPE = 'schema = 1\n[made_for]\n{}\n[[technique]]\nid = "zero-grad-none"\n'
+
+
+@pytest.mark.parametrize(("command", "named"), [
+    (("bash", "-c", f"{sys.executable} train.py"), True), ((sys.executable, "-c", "import runpy; runpy.run_path('train.py')"), True),
+    ((sys.executable, "train.py"), False), (("env", "A=1", sys.executable, "train.py"), False),
+])
+def test_a_script_that_does_not_show_is_named_and_refused(command, named, tmp_path, clean_environment):
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(f'script = "{fingerprint.digest(script)}"'))
+
+    def run(*options):
+        return subprocess.run([*SATURATE, *options, "recipe.toml", "--", *command], cwd=tmp_path, env=clean_environment,
+                              capture_output=True, text=True, timeout=60)
+
+    usual = run()
+    assert (usual.returncode, usual.stdout) == (0, "trained\n")
+    assert usual.stderr.count("script could not be compared with ") == named and (usual.stderr == "") == (not named), usual.stderr
+    strict = run("--strict")
+    assert (strict.returncode, strict.stdout) == ((2, "") if named else (0, "trained\n")), strict.stderr
+    if named:
+        assert "error[E210]" in strict.stderr and "script could not be compared with " in strict.stderr and "without --strict" in strict.stderr
+
+
+@pytest.mark.parametrize("recipe", ["", "schema = 1\n", f'schema = 1\n[made_for]\nscript = "{"a" * 64}"\ndevice = "mps"\n'])
+def test_an_empty_recipe_says_nothing(recipe, tmp_path, clean_environment):
+    (tmp_path / "recipe.toml").write_text(recipe)
+    done = subprocess.run([*SATURATE, "--strict", "recipe.toml", "--", "true"], cwd=tmp_path, env=clean_environment, capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_command_trains_on_is_named_where_it_does_not_show(tmp_path, monkeypatch, capfd):
+    """A recipe of a machine without a GPU, on one that has some."""
+    monkeypatch.setattr(gpus, "possible", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    recipe = recipes.Recipe(made_for=MadeFor(device="cpu"), techniques=[recipes.Entry(id="zero-grad-none")])
+    assert run_verb._compare(recipe, ["true"], False) == {}
+    with pytest.raises(RecipeError, match="made for something else") as caught:
+        run_verb._compare(recipe, ["true"], True)
+    assert "device could not be compared with cpu" in caught.value.evidence
+    assert capfd.readouterr().err.count("device could not be compared with cpu") == 1

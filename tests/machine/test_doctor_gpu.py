@@ -192,6 +192,16 @@ def test_no_device_at_all():
     assert doctor_gpu.device(seen, TORCH | {"devices": ["Tegra"]}).found.startswith("Tegra (only torch sees it")
 
 
+def test_a_pc_without_a_card_has_nothing_to_mend(tmp_path):
+    """pip's torch is a CUDA build everywhere."""
+    asked = {"torch": "2", "cuda_build": "12.8", "cuda_available": False}
+    pc = card(tmp_path / "pc", vendor="0x8086")
+    check = doctor_gpu.device(without_nvml(pc), asked)
+    assert (check.status, check.fix) == ("ok", "") and "will use the CPU" in check.found
+    windows = plant(card(tmp_path / "wsl", vendor="0x8086"), {"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""})
+    assert "--gpus all" in doctor_gpu.device(without_nvml(windows), asked).fix, "its devices are not on the bus"
+
+
 def test_amd_devices(tmp_path):
     root = card(tmp_path, vendor="0x1002", product_name="AMD Instinct MI300X", mem_info_vram_total=str(192 << 30), **{"class": "0x120000"})
     seen = without_nvml(root)

@@ -122,6 +122,17 @@ def test_each_change_names_what_it_affects(field, value, affected):
     assert sentences[0].startswith(f"{field.replace('_', ' ')} changed from ") and sentences[0].endswith(f"(affects {affected})")
 
 
+def test_what_this_side_does_not_know_is_named():
+    assert fingerprint.uncompared(NOW, NOW, ["compile"]) == [] == fingerprint.uncompared(MadeFor(), MadeFor(), ["compile"])
+    found = fingerprint.uncompared(NOW, MadeFor(), ["compile"])
+    assert [sentence.partition(" could not be compared with ")[0] for sentence in found] == ["device", "device name", "cpu", "script"], \
+        "torch and Python are compared where torch is imported"
+    assert found[3].startswith(f"script could not be compared with {'a' * 12}: ")
+    assert [sentence.split()[0] for sentence in fingerprint.uncompared(NOW, MadeFor(device="cuda", device_name="H"), ["tf32"])] == ["script"], \
+        "tf32 does not depend on the CPU"
+    assert not any("device" in sentence for sentence in fingerprint.uncompared(NOW, MadeFor(device="cpu"), ["compile"])), "it is another one"
+
+
 def test_a_change_that_affects_no_entry_is_not_reported():
     assert fingerprint.compare(NOW, MadeFor(**{**_fields(NOW), "cpu": "D"}), ["tf32"]) == []
 

@@ -25,7 +25,7 @@ HISTORY = 50            # steps that "usual" is judged by
 LEAST_HISTORY = 10
 SPIKE = 10.0            # times the spread of the history above its median, where most losses of a look are
 LONE_SPIKE = 100.0      # the same for one loss: batches differ, and every loss is looked at
-EXIT_CODE = 5           # with --on-divergence stop: same meaning as "no final set verifies"
+EXIT_CODE = 5           # with --on-divergence stop: same meaning as "no final set verifies"; launchers of several ranks end with 1 then
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -102,7 +102,7 @@ class Watchdog:
 
 
 def leave() -> None:
-    """End the process with the exit code that says so. Called by `inject/sitecustomize.py` after everything that the script
+    """End this process with the exit code that says so; a launcher ends the other ranks, or starts all again. Called by `inject/sitecustomize.py` after everything that the script
     wanted to be called at its end."""
     notices.flush()
     gc.unfreeze()               # what was frozen is not listed

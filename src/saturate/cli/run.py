@@ -27,12 +27,16 @@ TAKES_COMMAND = True
 #: Characters of a shell script that are looked at.
 _LONGEST_SCRIPT = 1 << 20
 
+#: Values of CUDA_VISIBLE_DEVICES by which there is no device.
+_HIDDEN = ("", "-1")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe that tune wrote; an empty file changes nothing")
     parser.add_argument("--strict", action="store_true", help="refuse when anything the recipe was measured with has changed")
     parser.add_argument("--on-divergence", choices=["warn", "stop"], default="warn",
-                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn); an empty recipe watches nothing")
+                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn); torchrun, accelerate launch and mp.spawn "
+                             "end with 1 then, and with --max-restarts above 0 train again; an empty recipe watches nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -55,9 +59,24 @@ def execute(arguments: argparse.Namespace) -> int:
         notices.tell(problem.card() + "\n")
         _replace(command, _environment())
     _say_what_is_not_reached(command)
+    if arguments.on_divergence == "stop" and (times := _restarts(command)):
+        notices.tell(f"saturate: with --max-restarts {times}, a training that is stopped when it diverges is started again: give --max-restarts 0\n")
     plan = launch.plan_text("run", chosen, on_divergence=arguments.on_divergence, strict=arguments.strict, doubts=doubts)
     environment = launch.injected(_environment(), plan, chosen)
     _replace(launch.carried(command, environment, chosen), environment)
+    return 0
+
+
+def _restarts(command: list[str]) -> int:
+    """How often the launcher in front of the script starts all ranks again when one fails, as far as the command line says."""
+    from saturate.machine import fingerprint
+
+    in_front = command[:len(command) - len(fingerprint.arguments_of(command))]
+    for place, word in enumerate(in_front):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") == "--max-restarts":
+            value = value or "".join(in_front[place + 1:place + 2])
+            return int(value) if value.isdecimal() else 0
     return 0
 
 
@@ -154,23 +173,26 @@ def _refuse_foreign_code(chosen: list[launch.Chosen], command: list[str]) -> Non
 
 
 def _compare(recipe: Recipe, command: list[str], strict: bool) -> dict[str, tuple[str, str]]:
-    """Say what has changed as far as it shows from here. Returns what the agent is to compare: which torch and which Python
-    the command ends in is known where it has imported torch."""
+    """Say what has changed as far as it shows from here, and what does not show. Returns what the agent is to compare: which torch and
+    which Python the command ends in is known where it has imported torch."""
     from saturate.machine import fingerprint
 
     ids = [entry.id for entry in recipe.techniques]
-    changes = fingerprint.compare(recipe.made_for, _now(recipe.made_for, command), ids)
+    now = _now(recipe.made_for, command)
+    changes, unknown = (look(recipe.made_for, now, ids) for look in (fingerprint.compare, fingerprint.uncompared))
     if changes and strict:
-        raise RecipeError.outdated(changes)
-    for change in changes:
+        raise RecipeError.outdated([*changes, *unknown])
+    if unknown and strict:
+        raise RecipeError("the recipe may have been made for something else", evidence="; ".join(unknown),
+                          remedy="tune again with this command, or run without --strict")
+    for change in [*changes, *(["; ".join(unknown)] if unknown else [])]:
         notices.tell(f"saturate: {change}\n")
     doubts = fingerprint.doubts(recipe.made_for, ids)
     return {field: doubts[field] for field in ("torch", "python") if field in doubts}
 
 
 def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
-    """The fingerprint of this machine and command, as far as it shows without starting anything; the rest is left empty
-    and not compared."""
+    """The fingerprint of this machine and command, as far as it shows without starting anything; the rest is left empty."""
     import saturate
     from saturate.machine import facts, fingerprint
 
@@ -185,14 +207,16 @@ def _now(made_for: MadeFor, command: list[str]) -> MadeFor:
 
 
 def _device(made_for: MadeFor) -> tuple[str, str]:
-    """Its kind and its name. Where a recipe for a CUDA device is run, each only as far as it is certain: without NVML (ROCm, many
-    containers) there may still be a device, and its name is torch's alone to tell."""
+    """Its kind and its name, each only as far as it is certain: without NVML (ROCm, many containers) there may still be a device, and
+    its name is torch's alone to tell. Where there is one, a script may yet train on the CPU."""
     from saturate.machine import gpus, nvml, telemetry
 
-    if made_for.device != "cuda":
-        return made_for.device, ""
-    if not gpus.possible():
+    if made_for.device not in ("cpu", "cuda"):
+        return "", ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN or not gpus.possible():
         return "cpu", ""
+    if made_for.device == "cpu":
+        return "", ""
     opened, _ = nvml.start()
     if opened is None:
         return "", ""

@@ -60,6 +60,7 @@ class Machine:
     lost: tuple[int, ...] = ()                  # numbers of devices that NVML counts and cannot open
     reachable: bool = True                      # NVIDIA devices are there for this process, not only on the bus
     error: str = ""
+    absent: bool = False                        # no driver, and a bus that was read has no card on it
 
 
 def observe(nvml: Nvml | None, error: str, root: Path) -> Machine:
@@ -70,7 +71,10 @@ def observe(nvml: Nvml | None, error: str, root: Path) -> Machine:
         number = nvml.ask("SystemGetCudaDriverVersion_v2")
         cuda = (number // 1000, number % 1000 // 10) if number else None
     reachable = nvml is not None or (root / "dev/nvidiactl").exists()
-    return Machine(tuple(gpus.observe(nvml, root)), driver, cuda, lost, reachable, error)
+    found = tuple(gpus.observe(nvml, root))
+    # Without a bus (some sandboxes and virtual machines) a card may be there all the same.
+    absent = not found and not gpus.possible(root) and any((root / "sys/bus/pci/devices").glob("*"))
+    return Machine(found, driver, cuda, lost, reachable, error, absent)
 
 
 def device(machine: Machine, asked: dict[str, Any]) -> Check:
@@ -85,6 +89,8 @@ def device(machine: Machine, asked: dict[str, Any]) -> Check:
         return Check("gpu", "problem", f"GPU {_ranges(machine.lost)} does not answer: it fell off the bus",
                      "look for Xid in `dmesg`, then reboot", values)
     if not machine.gpus:
+        if build and machine.absent and not asked.get("cuda_available"):
+            return Check("gpu", "ok", "none; this torch is a CUDA build and will use the CPU", values=values)
         if build and not asked.get("cuda_available"):
             return Check("gpu", "note", f"{machine.error or 'no device'}; this torch is a CUDA build and will use the CPU",
                          _START_WITH_GPUS, values)

@@ -41,6 +41,14 @@ _AFFECTS: dict[str, tuple[str, frozenset[str] | None]] = {
     "script": ("the training is another one: nothing was measured or verified for it", None),
 }
 
+#: Why a field that the recipe names is not known here. torch and Python are known where torch is imported, and compared there.
+_UNKNOWN = {
+    "device": "what the command trains on shows only once it runs",
+    "device_name": "what the command trains on shows only once it runs",
+    "cpu": "this machine does not tell the name of its processor",
+    "script": "the command line shows no file that holds the training",
+}
+
 
 def of(facts: Facts, script: str) -> MadeFor:
     """The fingerprint of a command on the machine that `facts` were observed on; `script`: what `digest_of` said of it."""
@@ -108,15 +116,30 @@ def _parted(argv: Sequence[str], folder: Path) -> _Parted:
 
 def compare(made_for: MadeFor, now: MadeFor, techniques: Sequence[str] = ()) -> list[str]:
     """What has changed since the recipe was made, one sentence each, with the entries (`techniques`: their ids, in the
-    recipe) that it puts in doubt. Fields that one side does not know are not compared."""
+    recipe) that it puts in doubt. Fields that one side does not know are not compared, see `uncompared`."""
     sentences = []
     for field, (old, consequence) in doubts(made_for, techniques).items():
         new = known_as(field, getattr(now, field))
         if new and old != new:
-            if field == "script":
-                old, new = old[:12], new[:12]
-            sentences.append(f"{field.replace('_', ' ')} changed from {old} to {new}: {consequence}")
+            sentences.append(f"{_name(field)} changed from {_short(field, old)} to {_short(field, new)}: {consequence}")
     return sentences
+
+
+def uncompared(made_for: MadeFor, now: MadeFor, techniques: Sequence[str] = ()) -> list[str]:
+    """What the recipe was made for and `now` does not know, though it should show before the command runs, one sentence each. The
+    name of a device says nothing where the device is another one."""
+    elsewhere = bool(now.device) and now.device != made_for.device
+    return [f"{_name(field)} could not be compared with {_short(field, old)}: {_UNKNOWN[field]}"
+            for field, (old, _) in doubts(made_for, techniques).items()
+            if field in _UNKNOWN and not getattr(now, field) and not (field == "device_name" and elsewhere)]
+
+
+def _name(field: str) -> str:
+    return field.replace("_", " ")
+
+
+def _short(field: str, value: str) -> str:
+    return value[:12] if field == "script" else value
 
 
 def doubts(made_for: MadeFor, techniques: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
