@@ -21,7 +21,7 @@ from saturate.errors import EnvironmentProblem, TraceError
 from saturate.records.analysis import Analysis, Device, Evidence, Finding, Straggler
 from saturate.records.comparison import Comparison
 from saturate.records.observations import Observations
-from saturate.report.analysis_html import MAX_BYTES
+from saturate.report.page import MAX_BYTES
 
 
 def event(name, cat, start, end, **args):

@@ -15,8 +15,8 @@ from saturate.report import inference as report
 from saturate.report import inference_charts as charts
 from saturate.report import inference_html as page
 from saturate.report import inference_words as say
-from saturate.report.analysis_html import MAX_BYTES
 from saturate.report.cells import cells
+from saturate.report.page import MAX_BYTES
 
 
 @pytest.fixture(params=list(optimizations.ALL))
@@ -314,6 +314,11 @@ def test_a_huge_record_is_cut_and_says_so():
 
 def test_typical_pages_are_small(record):
     assert len(page.render(record).encode()) < 150_000
+
+
+def test_a_limit_of_memory_is_told_in_the_unit_of_the_tables():
+    text = Page(page.render(optimizations.win(limits={"peak_memory_gb": 2.0, "p99_ms": 5.0}))).text
+    assert "at most 2 GB (1.86 GiB)" in text and "at most 5" in text
 
 
 def test_a_drop_is_short():

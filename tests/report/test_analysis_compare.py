@@ -11,8 +11,9 @@ from pages import Page
 
 from saturate.records.comparison import Change, Comparison, DeviceComparison, OperatorChange
 from saturate.report import analysis_compare as compare
-from saturate.report.analysis_html import MAX_BYTES, render_comparison
+from saturate.report.analysis_html import render_comparison
 from saturate.report.cells import cells
+from saturate.report.page import MAX_BYTES
 
 MS = 1e6
 

@@ -14,7 +14,8 @@ from saturate.records.analysis import Analysis, Profile, Roofline
 from saturate.report import analysis_charts as charts
 from saturate.report import analysis_style, style, trim
 from saturate.report import analysis_words as say
-from saturate.report.analysis_html import MAX_BYTES, render
+from saturate.report.analysis_html import render
+from saturate.report.page import MAX_BYTES
 
 
 @pytest.fixture(scope="module", params=list(analyses.ALL))

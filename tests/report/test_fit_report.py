@@ -11,6 +11,7 @@ import pytest
 from saturate.records.fit import Fit, LoaderBatch, SizeThroughput, SizeTried
 from saturate.report import fit, fit_html
 from saturate.report.cells import cells
+from saturate.report.page import MAX_BYTES
 
 GIB = 2**30
 
@@ -115,6 +116,21 @@ def test_the_page_stands_alone_and_keeps_secrets(name):
 def test_the_page_escapes_what_the_workload_says():
     page = fit_html.render(found(reason="<script>alert(1)</script>", notes=["<b>"]))
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_a_page_stays_below_the_limit_whatever_the_record_holds():
+    tried = SizeTried(micro_batch=1, outcome="failed", peak_bytes=GIB, seconds=1.0, trial=1, purpose="measure", reason="CUDA error & <more> " * 50)
+    giant = found(trials=[msgspec.structs.replace(tried, micro_batch=1 + number) for number in range(5_000)], notes=["a note " * 1000] * 500)
+    page = fit_html.render(giant)
+    assert len(page.encode()) < MAX_BYTES
+    assert "Left out of this page for its size: trials: " in page and "of 5,000 entries are shown" in page
+
+
+@pytest.mark.parametrize("note", ["", "from the one size that was timed"])
+def test_one_size_alone_has_no_knee_and_no_empty_sentence(note):
+    one = SizeThroughput(micro_batch=32, samples_per_s=300.0, ci=(290.0, 310.0))
+    page = fit_html.render(found(throughput=[one], throughput_note=note, knee=None, utilisation=None))
+    assert ". ." not in page and ".." not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.S)
 
 
 def test_the_json_has_the_promised_names():

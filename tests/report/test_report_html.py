@@ -13,7 +13,8 @@ from pages import Page, contrast, stands_alone
 from saturate.records.analysis import Finding
 from saturate.records.result import StudyRecord
 from saturate.report import style
-from saturate.report.html import MAX_BYTES, render
+from saturate.report.html import render
+from saturate.report.page import MAX_BYTES
 from saturate.report.trim import LADDER, redact, trim
 
 

@@ -12,7 +12,7 @@ from saturate.report import analysis_method as method
 from saturate.report import analysis_sections as sections
 from saturate.report import analysis_words as say
 from saturate.report.markup import Markup
-from saturate.report.page import MAX_BYTES, document, embedded
+from saturate.report.page import Drawn, document, embedded, fitted
 from saturate.report.trim import Limits, within, without_values
 
 #: From what a reader expects down to what fits under any circumstances; the first that fits is taken.
@@ -23,35 +23,32 @@ _MAPPINGS = frozenset({"split", "gap_ns", "edge_ns", "window_gap_ns", "unknown",
 
 
 def render(analysis: Analysis) -> str:
-    """The page, less than `MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size demands, and the
+    """The page, less than `page.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size demands, and the
     page says so. A profile's command stands in it without the values of its arguments."""
-    page = ""
-    for limits in LADDER:
-        flat, cuts = within(msgspec.to_builtins(without_values(analysis) if isinstance(analysis, Profile) else analysis), limits, _MAPPINGS)
+    whole = msgspec.to_builtins(without_values(analysis) if isinstance(analysis, Profile) else analysis)
+
+    def draw(limits: Limits) -> Drawn:
+        flat, cuts = within(whole, limits, _MAPPINGS)
         shown = msgspec.convert(flat, type(analysis))
-        data = embedded(shown)
-        if limits is not LADDER[-1] and len(data) >= MAX_BYTES:
-            continue  # the embedded data alone is too much: do not draw what cannot fit
-        page = _page(shown, data, cuts)
-        if len(page.encode()) < MAX_BYTES:
-            break
-    return page
+        return embedded(shown), lambda data: _page(shown, data, cuts)
+
+    return fitted(LADDER, draw)
 
 
 def render_comparison(record: Comparison) -> str:
     """The page of two analyses side by side, with the same promises."""
-    page = ""
-    for limits in LADDER:
-        flat, cuts = within(msgspec.to_builtins(record), limits, frozenset({"unknown"}))
+    whole = msgspec.to_builtins(record)
+
+    def draw(limits: Limits) -> Drawn:
+        flat, cuts = within(whole, limits, frozenset({"unknown"}))
         shown = msgspec.convert(flat, Comparison)
         shown = msgspec.structs.replace(
             shown, notes=[*shown.notes, *(f"Left out of this page for its size: {cut}." for cut in cuts)]
         )
-        title = analysis_compare.title(shown)
-        page = shell(title, analysis_compare.header(shown), list(analysis_compare.sections(shown)), embedded(shown))
-        if len(page.encode()) < MAX_BYTES:
-            break
-    return page
+        title, top = analysis_compare.title(shown), analysis_compare.header(shown)
+        return embedded(shown), lambda data: shell(title, top, list(analysis_compare.sections(shown)), data)
+
+    return fitted(LADDER, draw)
 
 
 def _page(shown: Analysis, data: Markup, cuts: list[str]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from saturate.records.fit import Fit, SizeTried
 from saturate.records.sizes import show
 from saturate.report import analysis_html, svg, words
 from saturate.report import fit as say
 from saturate.report.markup import Markup, table, tag
-from saturate.report.page import embedded
-from saturate.report.trim import without_values
+from saturate.report.page import Drawn, embedded, fitted
+from saturate.report.trim import LADDER, Limits, within, without_values
 
 OUTCOMES = {
     "fits": "fits", "too_close": "runs, within the margin", "out_of_memory": "out of memory", "failed": "failed",
@@ -17,12 +19,23 @@ OUTCOMES = {
 
 
 def render(found: Fit) -> str:
-    """The page. The command stands in it without the values of its arguments."""
-    shown = without_values(found)
+    """The page, less than `page.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size demands, and the page says
+    so. The command stands in it without the values of its arguments."""
+    whole = msgspec.to_builtins(without_values(found))
+
+    def draw(limits: Limits) -> Drawn:
+        flat, cuts = within(whole, limits, frozenset({"kinds"}))
+        shown = msgspec.convert(flat, Fit)
+        return embedded(shown), lambda data: _page(shown, data, cuts)
+
+    return fitted(LADDER, draw)
+
+
+def _page(shown: Fit, data: Markup, cuts: list[str]) -> str:
     sections = [("memory", "Memory", _memory(shown)), ("throughput", "Throughput", _throughput(shown)),
-                ("sizes", "Sizes", _sizes(shown)), ("method", "Method", _method(shown))]
+                ("sizes", "Sizes", _sizes(shown)), ("method", "Method", _method(shown, cuts))]
     body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
-    return analysis_html.shell(say.title(shown), _header(shown), body, embedded(shown))
+    return analysis_html.shell(say.title(shown), _header(shown), body, data)
 
 
 def _header(found: Fit) -> Markup:
@@ -86,7 +99,8 @@ def _throughput(found: Fit) -> Markup | None:
                 tag("span", f"{say.rate(one.samples_per_s)} per second", class_="value"))
             for one in found.throughput]
     how = found.throughput_note or "Rounds of one short block of each size, in one process; the whisker is the 95 % interval over rounds"
-    return tag("section", tag("h2", "Throughput"), tag("p", f"{_capital(how)}. {_capital(say.knee_words(found))}."),
+    told = " ".join(f"{_capital(text)}." for text in (how, say.knee_words(found)) if text)      # one size alone has no knee
+    return tag("section", tag("h2", "Throughput"), tag("p", told),
                tag("ul", *rows, class_="rows short"), id="throughput")
 
 
@@ -101,11 +115,12 @@ def _sizes(found: Fit) -> Markup | None:
                table(["Batch", "Outcome", "Peak", "Steps", "Process", "Time"], rows, label="Sizes", numeric=(2, 3, 4, 5)), id="sizes")
 
 
-def _method(found: Fit) -> Markup:
+def _method(found: Fit, cuts: list[str]) -> Markup:
     proof = [say.proof_words(found)] if found.micro_batch is not None else []
     lines = [*(f"Proved for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
     if (grows := say.growth_words(found)):
         lines.append(grows)
+    lines += [f"Left out of this page for its size: {cut}" for cut in cuts]
     if found.margin_bytes:
         lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")
     return tag("section", tag("h2", "Method"),

@@ -7,7 +7,7 @@ import msgspec
 from saturate.records.result import StudyRecord
 from saturate.report import evidence, sections, style
 from saturate.report.markup import Markup
-from saturate.report.page import MAX_BYTES, document, embedded
+from saturate.report.page import Drawn, document, embedded, fitted
 from saturate.report.trim import LADDER, Limits, command_without_values, trim
 
 _NAVIGATION = (
@@ -22,23 +22,19 @@ _NAVIGATION = (
 
 
 def render(record: StudyRecord) -> str:
-    """The page for one study, less than `MAX_BYTES` in UTF-8.
+    """The page for one study, less than `page.MAX_BYTES` in UTF-8.
 
     Long texts, lists and series are cut only as far as the size demands, and the page says so. The command stands in
     it without the values of its arguments, like in every file that is saved.
     """
     command = command_without_values(record.result.command)
     record = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, command=command))
-    page = ""
-    for limits in LADDER:
+
+    def draw(limits: Limits) -> Drawn:
         shown = trim(record, limits)
-        data = embedded(shown)
-        if limits is not LADDER[-1] and len(data) >= MAX_BYTES:
-            continue  # the embedded data alone is too much: do not draw what cannot fit
-        page = _page(record, shown, data, limits)
-        if len(page.encode()) < MAX_BYTES:
-            break
-    return page
+        return embedded(shown), lambda data: _page(record, shown, data, limits)
+
+    return fitted(LADDER, draw)
 
 
 def _page(record: StudyRecord, shown: StudyRecord, data: Markup, limits: Limits) -> str:

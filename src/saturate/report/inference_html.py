@@ -11,8 +11,8 @@ from saturate.report import inference as tables
 from saturate.report import inference_charts as charts
 from saturate.report import inference_words as say
 from saturate.report.markup import Markup, join, table, tag
-from saturate.report.page import MAX_BYTES, embedded
-from saturate.report.trim import within
+from saturate.report.page import Drawn, embedded, fitted
+from saturate.report.trim import Limits, within
 
 #: Fields whose keys are data.
 _MAPPINGS = frozenset({"limits", "options"})
@@ -40,31 +40,33 @@ _SIGNS = {
 
 
 def render(record: OptimizeRecord) -> str:
-    """The page, less than `MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
+    """The page, less than `page.MAX_BYTES` in UTF-8. Long texts and lists are cut only as far as the size
     demands, and the page says so."""
     # The winner first: what is cut is cut from the end.
     record = msgspec.structs.replace(record, candidates=tables.rows(record))
     winner = say.kept(record)
     serve, code = (words.clean(text)[:_CODE_LIMIT] for text in (record.serve, winner.code if winner is not None else ""))
-    page = ""
-    for limits in analysis_html.LADDER:
-        flat, cuts = within(msgspec.to_builtins(record), limits, _MAPPINGS)
+    whole = msgspec.to_builtins(record)
+
+    def draw(limits: Limits) -> Drawn:
+        flat, cuts = within(whole, limits, _MAPPINGS)
         shown = msgspec.convert(flat, OptimizeRecord)
-        sections = [
-            ("pareto", "Latency", _picture(shown)),
-            ("throughput", "Throughput", _throughput(shown)),
-            ("decisions", "Candidates", _decisions(shown)),
-            ("lost", "Why the others lost", _lost(shown)),
-            ("reproduce", "Reproduce", _reproduce(shown, serve, code)),
-            ("method", "Method", _method(shown, cuts)),
-        ]
-        body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
-        page = analysis_html.shell(
-            say.title(shown), _header(shown), body, embedded(shown), rules=charts.RULES
-        )
-        if len(page.encode()) < MAX_BYTES:
-            break
-    return page
+        return embedded(shown), lambda data: _page(shown, data, cuts, serve, code)
+
+    return fitted(analysis_html.LADDER, draw)
+
+
+def _page(shown: OptimizeRecord, data: Markup, cuts: list[str], serve: str, code: str) -> str:
+    sections = [
+        ("pareto", "Latency", _picture(shown)),
+        ("throughput", "Throughput", _throughput(shown)),
+        ("decisions", "Candidates", _decisions(shown)),
+        ("lost", "Why the others lost", _lost(shown)),
+        ("reproduce", "Reproduce", _reproduce(shown, serve, code)),
+        ("method", "Method", _method(shown, cuts)),
+    ]
+    body = [(anchor, name, part) for anchor, name, part in sections if part is not None]
+    return analysis_html.shell(say.title(shown), _header(shown), body, data, rules=charts.RULES)
 
 
 def _header(record: OptimizeRecord) -> Markup:
@@ -80,7 +82,7 @@ def _header(record: OptimizeRecord) -> Markup:
         ("Objective", record.objective),
         ("Batch", str(record.batch_size) if record.batch_size else "varies"),
         *_budget(record),
-        *((name.replace("_", " "), f"at most {value:g}") for name, value in record.limits.items()),
+        *(_limit(name, value) for name, value in record.limits.items()),
         ("Candidates", str(len(record.candidates))),
         ("Search", say.took_words(record.seconds, record.given_s)),
         ("Machine", record.machine),
@@ -110,6 +112,13 @@ def _budget(record: OptimizeRecord) -> list[tuple[str, str]]:
         return [("Accuracy budget", "lossless only")]
     sure = "point estimates" if record.confidence is None else f"{record.confidence:.0%}"
     return [("Accuracy budget", say.drop(record.max_drop, record.relative)), ("Confidence", sure)]
+
+
+def _limit(name: str, value: float) -> tuple[str, str]:
+    """Of memory in the unit of the tables, too."""
+    if name == "peak_memory_gb":
+        return "peak memory", f"at most {value:g} GB ({show(1e9 * value)})"
+    return name.replace("_", " "), f"at most {value:g}"
 
 
 def _change(record: OptimizeRecord) -> Markup | None:

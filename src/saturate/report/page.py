@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -11,6 +12,11 @@ from saturate.report.markup import Markup, tag
 
 #: A page stays below this many bytes whatever its record holds.
 MAX_BYTES = 1_000_000
+
+#: The data that stand in a page (`embedded`), and what makes the page around them.
+Drawn = tuple[Markup, Callable[[Markup], str]]
+
+Step = TypeVar("Step")
 
 # The browser itself refuses to load anything, should a mistake ever let markup through.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -50,6 +56,19 @@ def document(
         tag("script", data, type="application/json", id="record"),
     )
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def fitted(ladder: Sequence[Step], draw: Callable[[Step], Drawn]) -> str:
+    """The page of the first step of the ladder with which it has less than `MAX_BYTES` in UTF-8, else that of the last."""
+    page = ""
+    for step in ladder:
+        data, around = draw(step)
+        if step is not ladder[-1] and len(data) >= MAX_BYTES:
+            continue    # too much by itself: do not draw what cannot fit
+        page = around(data)
+        if len(page.encode()) < MAX_BYTES:
+            break
+    return page
 
 
 def embedded(record: msgspec.Struct) -> Markup:
